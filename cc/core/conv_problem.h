@@ -1,0 +1,108 @@
+// ConvProblem: one convolution, or one of its two gradients, with every size spelled out.
+//
+// The relation between the three tensors, on every spatial axis:
+//
+//     i * lhs_dilation = p * stride + r * dilation - pad_lo
+//
+// where i indexes the input x, p the output y and r the filter w. With it
+//
+//     fprop   y[b,n,p,k]    = sum over r, c of x[b,n,i,c] w[b,r,c,k]
+//     dgrad   dx[b,n,i,c]   = sum over r, k of dy[b,n,p,k] w[b,r,c,k]
+//     wgrad   dw[b,r,c,k]   = sum over n, p of x[b,n,i,c] dy[b,n,p,k]
+//
+// (c runs over one group's C / groups channels, k over its K / groups). `b` counts independent
+// convolutions of the same shape, each with its own filter: what vmap over both operands makes.
+//
+// Physical layouts are fixed, row-major and dense: x (batch, n, spatial, C), y (batch, n, spatial,
+// K), w (batch, spatial, C / groups, K), where the K of w runs group by group.
+#ifndef JAXCONV_CORE_CONV_PROBLEM_H_
+#define JAXCONV_CORE_CONV_PROBLEM_H_
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/status.h"
+
+namespace jaxconv {
+
+enum class Op { kFprop, kDgrad, kWgrad };
+enum class DType { kF32, kF16, kBF16, kS8, kS32 };
+// As jax.lax.Precision: the least accuracy the caller accepts for float32 operands.
+enum class Precision { kDefault, kHigh, kHighest };
+
+const char* Name(Op op);
+const char* Name(DType dtype);
+const char* Name(Precision precision);
+int64_t ByteWidth(DType dtype);
+
+// Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index algebra
+// serves ranks 1 to 3. Unused axes hold the neutral value (size 1, stride 1, padding 0).
+using Spatial = std::array<int64_t, 3>;
+
+struct ConvProblem {
+  Op op = Op::kFprop;
+  DType x_dtype = DType::kF32;  // of x or dx
+  DType w_dtype = DType::kF32;  // of w or dw
+  DType y_dtype = DType::kF32;  // of y or dy
+  Precision precision = Precision::kDefault;
+  int rank = 2;  // spatial axes, 1 to 3
+  int64_t batch = 1;
+  int64_t n = 1;
+  int64_t groups = 1;
+  int64_t c = 1;  // all input channels
+  int64_t k = 1;  // all output channels
+  Spatial in{1, 1, 1};
+  Spatial filter{1, 1, 1};
+  Spatial out{1, 1, 1};
+  Spatial stride{1, 1, 1};
+  Spatial lhs_dilation{1, 1, 1};
+  Spatial dilation{1, 1, 1};
+  Spatial pad_lo{0, 0, 0};
+  Spatial pad_hi{0, 0, 0};  // may be negative, as pad_lo may
+
+  int64_t c_per_group() const { return c / groups; }
+  int64_t k_per_group() const { return k / groups; }
+  int64_t in_pixels() const { return in[0] * in[1] * in[2]; }
+  int64_t out_pixels() const { return out[0] * out[1] * out[2]; }
+  int64_t taps() const { return filter[0] * filter[1] * filter[2]; }
+
+  int64_t x_elements() const { return batch * n * in_pixels() * c; }
+  int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
+  int64_t y_elements() const { return batch * n * out_pixels() * k; }
+  // Multiplications and additions of the definition, padding counted: the figure behind every FLOP/s.
+  int64_t flops() const { return 2 * batch * n * out_pixels() * taps() * c_per_group() * k; }
+
+  DType output_dtype() const {
+    return op == Op::kFprop ? y_dtype : op == Op::kDgrad ? x_dtype : w_dtype;
+  }
+  // The two inputs, in the order of the operation's arguments: (x, w), (dy, w), (x, dy).
+  DType lhs_dtype() const { return op == Op::kDgrad ? y_dtype : x_dtype; }
+  DType rhs_dtype() const { return op == Op::kWgrad ? y_dtype : w_dtype; }
+
+  // Dense row-major extents of x, w and y: (batch, n, spatial..., C), (batch, spatial..., C / groups,
+  // K), (batch, n, spatial..., K), with `rank` spatial entries.
+  std::vector<int64_t> x_shape() const;
+  std::vector<int64_t> w_shape() const;
+  std::vector<int64_t> y_shape() const;
+
+  // Sizes positive, groups dividing both channel counts, and `out` the extent that the window implies.
+  Status Validate() const;
+
+  // The one-line form, also the custom call's attribute and the tests' repro line:
+  //   fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1
+  // (dtypes of x, w, y; then precision; p is lo_hi by axis).
+  std::string ToString() const;
+  // The inverse of ToString; validates.
+  static Status Parse(std::string_view line, ConvProblem* problem);
+};
+
+// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where that is negative.
+int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dilation,
+                     int64_t dilation, int64_t pad_lo, int64_t pad_hi);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CORE_CONV_PROBLEM_H_

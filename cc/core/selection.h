@@ -1,0 +1,32 @@
+// What selection returns on every platform, and the one thing kernels ask of their host: to run tasks.
+#ifndef JAXCONV_CORE_SELECTION_H_
+#define JAXCONV_CORE_SELECTION_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace jaxconv {
+
+struct Refusal {
+  std::string kernel;  // instance or family name
+  std::string reason;
+};
+
+// The plan of one custom call, fixed when it is lowered. `slices` (split-K slices on a GPU, tasks on a
+// CPU) is part of it, so that the order of every sum, and with it every bit of the result, is settled
+// before anything runs.
+struct Selection {
+  std::string instance;  // empty: no kernel takes the problem, and `refusals` says why
+  int64_t workspace_bytes = 0;
+  int64_t slices = 1;
+  std::vector<Refusal> refusals;
+};
+
+// Calls body(0) .. body(tasks - 1), possibly at the same time, and returns when all have returned.
+using ParallelFor = std::function<void(int64_t tasks, const std::function<void(int64_t)>& body)>;
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CORE_SELECTION_H_

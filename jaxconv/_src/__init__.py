@@ -1,0 +1,1 @@
+"""Private implementation. The public names are those of the modules one level up."""

@@ -1,0 +1,181 @@
+"""From a primitive to a custom call: selection, layouts, workspace, and XLA where no kernel fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.interpreters import mlir
+
+from jaxconv._src import native, xla
+from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, problem_line
+
+PLATFORMS = ("cpu", "cuda")
+
+# Not an algorithm of ours: the caller asks for XLA's own convolution.
+XLA = "xla"
+
+_log = logging.getLogger("jaxconv")
+
+
+def families() -> dict[str, tuple[str, ...]]:
+    """Kernel families by platform, of this build."""
+    loaded = {name: native.load(name) for name in PLATFORMS}
+    return {
+        name: () if isinstance(platform, native.Refusal) else tuple(platform.module.families())
+        for name, platform in loaded.items()
+    }
+
+
+def _applies(algorithm: str, op: Op) -> bool:
+    """An instance name speaks of one operation only; the others are then chosen by selection."""
+    prefixes = tuple(f"{other.value}_" for other in Op if other is not op)
+    return not algorithm.startswith(prefixes)
+
+
+def select(
+    platform: str,
+    op: Op,
+    spec: ConvSpec,
+    sizes: Sizes,
+    operand_dtype: np.dtype,
+    out_dtype: np.dtype,
+    target: str | None = None,
+) -> tuple[native.Selection, str]:
+    """Chooses the kernel instance for one operation on one platform.
+
+    Returns:
+        The selection, and the problem's one-line form ("" where a dtype has none).
+
+    Raises:
+        ValueError: the demanded algorithm is not known on this platform.
+    """
+    algorithm = spec.algorithm_of(op)
+    if algorithm == XLA:
+        refusal = native.Refusal("jaxconv", 'algorithm="xla" was asked for')
+        return native.Selection(None, refusals=(refusal,)), ""
+    if sizes.empty:
+        refusal = native.Refusal("jaxconv", "a tensor has no elements")
+        return native.Selection(None, refusals=(refusal,)), ""
+    if not 1 <= spec.rank <= 3:
+        refusal = native.Refusal("jaxconv", f"{spec.rank} spatial axes; kernels take 1 to 3")
+        return native.Selection(None, refusals=(refusal,)), ""
+    for dtype in (operand_dtype, out_dtype):
+        if np.dtype(dtype).name not in DTYPE_NAMES:
+            refusal = native.Refusal("jaxconv", f"no kernel for dtype {np.dtype(dtype).name}")
+            return native.Selection(None, refusals=(refusal,)), ""
+    line = problem_line(op, spec, sizes, operand_dtype, out_dtype)
+    kernels = native.load(platform)
+    if isinstance(kernels, native.Refusal):
+        return native.Selection(None, refusals=(kernels,)), line
+    if not _applies(algorithm, op):
+        algorithm = "auto"
+    return kernels.select(line, algorithm, native.target() if target is None else target), line
+
+
+def _reasons(refusals: tuple[native.Refusal, ...]) -> str:
+    return "; ".join(f"{kernel}: {reason}" for kernel, reason in refusals)
+
+
+def _refuse(algorithm: str, line: str, problem: tuple, refusals: tuple[native.Refusal, ...]):
+    """The error for a demanded algorithm that cannot serve: why, and which ones would."""
+    op, spec, sizes, operand_dtype, out_dtype = problem
+    accepting = [XLA]
+    for platform, names in families().items():
+        for name in names:
+            demand = dataclasses.replace(spec, algorithm=(name,) * 3)
+            chosen, _ = select(platform, op, demand, sizes, operand_dtype, out_dtype)
+            if chosen.instance:
+                accepting.append(f"{name} ({platform})")
+    return ValueError(
+        f"algorithm {algorithm!r} cannot serve {line or op.value}: {_reasons(refusals)}. "
+        f"Accepted here: {', '.join(accepting)}."
+    )
+
+
+def check_algorithm(
+    op: Op,
+    spec: ConvSpec,
+    lhs_shape: tuple[int, ...],
+    rhs_shape: tuple[int, ...],
+    operand_dtype: np.dtype,
+    out_dtype: np.dtype,
+) -> None:
+    """Refuses, while tracing, a demanded algorithm that no platform could run.
+
+    Which platform the program will run on is not known yet, so an algorithm passes when one of them
+    takes it; lowering checks again for its own.
+
+    Raises:
+        ValueError: with every kernel's reason, and the algorithms that would serve.
+    """
+    algorithm = spec.algorithm_of(op)
+    if algorithm in ("auto", XLA):
+        return
+    sizes = spec.sizes(op, lhs_shape, rhs_shape)
+    refusals, known, line = [], False, ""
+    for platform in PLATFORMS:
+        try:
+            chosen, line = select(platform, op, spec, sizes, operand_dtype, out_dtype)
+        except ValueError as error:  # not an algorithm of this platform
+            refusals.append(native.Refusal(platform, str(error)))
+            continue
+        if chosen.instance:
+            return
+        known = True
+        refusals.extend(chosen.refusals)
+    problem = (op, spec, sizes, operand_dtype, out_dtype)
+    raise _refuse(algorithm, line if known else "", problem, tuple(refusals))
+
+
+def _layout(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Minor-to-major order that stores an array in its canonical axis order."""
+    return tuple(reversed(axes))
+
+
+def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
+    """Lowers to one custom call on the chosen instance, or to XLA's convolution, saying why.
+
+    The arrays keep their axis order: the kernels' channels-last storage is asked of XLA as a layout
+    constraint. The workspace is a second result of the call, dropped here.
+    """
+    lhs_aval, rhs_aval = ctx.avals_in
+    sizes = spec.sizes(op, lhs_aval.shape, rhs_aval.shape)
+    problem = (op, spec, sizes, lhs_aval.dtype, out_dtype)
+    chosen, line = select(platform, *problem)
+    if chosen.instance is None:
+        algorithm = spec.algorithm_of(op)
+        if algorithm not in ("auto", XLA) and _applies(algorithm, op) and not sizes.empty:
+            raise _refuse(algorithm, line, problem, chosen.refusals)
+        _log.info("%s on %s goes to XLA: %s", line or op.value, platform, _reasons(chosen.refusals))
+        return lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
+    _log.debug("%s on %s: %s", line, platform, chosen.instance)
+    axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
+    workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
+    call = jax.ffi.ffi_lowering(
+        f"jaxconv_{op.value}",
+        operand_layouts=[_layout(spec.axes(role)) for role in op.roles[:2]],
+        result_layouts=[_layout(spec.axes(op.roles[2])), (0,)],
+    )
+    results = call(
+        ctx.replace(avals_out=[*ctx.avals_out, workspace]),
+        lhs,
+        rhs,
+        instance=chosen.instance,
+        problem=line,
+        slices=np.int64(chosen.slices),
+        lhs_axes=axes[0],
+        rhs_axes=axes[1],
+        out_axes=axes[2],
+    )
+    return results[:1]
+
+
+def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
+    """Lowers to XLA's own convolution."""
+    convolve = functools.partial(xla.convolve, op, spec=spec, out_dtype=out_dtype)
+    return mlir.lower_fun(convolve, multiple_results=False)(ctx, lhs, rhs)

@@ -1,0 +1,109 @@
+"""Loads the compiled kernels and registers their FFI handlers, one library per platform.
+
+The libraries live in the package ``_jaxconv`` that the build installs. A library that is missing,
+cannot be loaded or was built against a newer FFI than the running jaxlib is left alone, with the
+reason kept: registering such a handler would break every JAX program of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import re
+from typing import NamedTuple
+
+import jax
+
+
+class Refusal(NamedTuple):
+    """Why one kernel, or a whole platform, does not take a problem."""
+
+    kernel: str
+    reason: str
+
+
+class Selection(NamedTuple):
+    """The plan of one custom call; ``instance`` is None where no kernel takes the problem."""
+
+    instance: str | None
+    workspace_bytes: int = 0
+    slices: int = 1
+    refusals: tuple[Refusal, ...] = ()
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """The FFI API version of the installed jaxlib, read from the header it ships."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1])
+        for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def _load_onednn() -> None:
+    """Makes oneDNN's shared object, a pip package outside any loader path, known to the loader."""
+    for file in importlib.metadata.files("onednn-cpu-gomp") or ():
+        if file.name.startswith("libdnnl.so."):
+            ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
+            return
+    raise ImportError("the package onednn-cpu-gomp holds no libdnnl.so")
+
+
+class Platform:
+    """The kernels of one platform, registered with XLA on construction."""
+
+    def __init__(self, name: str):
+        if name == "cpu":
+            _load_onednn()
+        self.name = name
+        self.module = importlib.import_module(f"_jaxconv.{name}")
+        built, running = self.module.ffi_version(), runtime_ffi_version()
+        if built[0] != running[0] or built[1] > running[1]:
+            raise ImportError(
+                f"built against FFI {built[0]}.{built[1]}, newer than jaxlib's "
+                f"{running[0]}.{running[1]}; rebuild jaxconv or update jaxlib"
+            )
+        for target, handler in self.module.registrations().items():
+            jax.ffi.register_ffi_target(
+                target, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[name]
+            )
+
+    @functools.lru_cache(maxsize=4096)
+    def select(self, line: str, algorithm: str, target: str) -> Selection:
+        """Chooses an instance for a problem line.
+
+        Args:
+            line: the problem, in the form of ``problem_line``.
+            algorithm: "auto", a family or an instance.
+            target: "" for the devices of this process, or an architecture such as "sm_90a".
+
+        Raises:
+            ValueError: the line or the algorithm is not known.
+        """
+        instance, workspace_bytes, slices, refusals = self.module.select(line, algorithm, target)
+        return Selection(
+            instance or None, workspace_bytes, slices, tuple(Refusal(*r) for r in refusals)
+        )
+
+    def kernels(self) -> list[str]:
+        """Names of every instance of this build."""
+        return self.module.kernels()
+
+
+@functools.cache
+def load(name: str) -> Platform | Refusal:
+    """The platform's kernels, or the reason why this process has none."""
+    try:
+        return Platform(name)
+    except (ImportError, OSError, importlib.metadata.PackageNotFoundError) as error:
+        return Refusal(f"jaxconv[{name}]", f"{type(error).__name__}: {error}")
+
+
+def target() -> str:
+    """The architecture to lower for: $JAXCONV_TARGET, or "" for the devices of this process."""
+    return os.environ.get("JAXCONV_TARGET", "")

@@ -1,0 +1,151 @@
+"""The primitives conv_fprop, conv_dgrad and conv_wgrad.
+
+Each is bilinear, and transposing one in either operand gives another of the three:
+
+    fprop(x, w)  -> y     transposes to  dgrad(dy, w), wgrad(x, dy)
+    dgrad(dy, w) -> dx    transposes to  fprop(dx', w), wgrad(dx', dy)
+    wgrad(x, dy) -> dw    transposes to  dgrad(dy, dw'), fprop(x, dw')
+
+so derivatives of any order, forward and reverse, stay inside the family. All three take the same
+static parameters: a ``ConvSpec`` and the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxconv._src import compat, lowering
+from jaxconv._src.spec import ConvSpec, Op
+
+PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
+conv_fprop_p, conv_dgrad_p, conv_wgrad_p = PRIMITIVES.values()
+
+
+def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.dtype) -> jax.Array:
+    """Applies ``op`` to operands of any two dtypes of one kind.
+
+    Operands of different widths (a float32 cotangent beside a bfloat16 filter) are computed at the
+    wider dtype and the result is rounded once, as lax does.
+
+    Raises:
+        ValueError: the algorithm that ``spec`` demands does not take this problem.
+    """
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    lhs, rhs = (
+        a if a.dtype == common else lax.convert_element_type(a, common) for a in (lhs, rhs)
+    )
+    kernel_dtype = jnp.promote_types(common, out_dtype)
+    lowering.check_algorithm(op, spec, lhs.shape, rhs.shape, common, kernel_dtype)
+    lhs, rhs = compat.match_varying(lhs, rhs)
+    out = PRIMITIVES[op].bind(lhs, rhs, spec=spec, out_dtype=np.dtype(kernel_dtype))
+    return out if kernel_dtype == out_dtype else lax.convert_element_type(out, out_dtype)
+
+
+def _abstract_eval(op: Op, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
+    shape = spec.shape(op.roles[2], spec.sizes(op, lhs.shape, rhs.shape))
+    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
+    return lhs.update(shape=shape, dtype=out_dtype, weak_type=False)
+
+
+# --- differentiation -------------------------------------------------------------------------------
+
+# What the cotangent and the other operand become, in argument order, when one operand is transposed.
+_LHS_TRANSPOSE = {
+    Op.FPROP: lambda ct, w: (Op.DGRAD, ct, w),
+    Op.DGRAD: lambda ct, w: (Op.FPROP, ct, w),
+    Op.WGRAD: lambda ct, dy: (Op.DGRAD, dy, ct),
+}
+_RHS_TRANSPOSE = {
+    Op.FPROP: lambda ct, x: (Op.WGRAD, x, ct),
+    Op.DGRAD: lambda ct, dy: (Op.WGRAD, ct, dy),
+    Op.WGRAD: lambda ct, x: (Op.FPROP, x, ct),
+}
+
+
+def _transpose_lhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
+    return bind(*_LHS_TRANSPOSE[op](ct, rhs), spec, lhs.aval.dtype)
+
+
+def _transpose_rhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
+    return bind(*_RHS_TRANSPOSE[op](ct, lhs), spec, rhs.aval.dtype)
+
+
+# --- batching --------------------------------------------------------------------------------------
+
+# Where one operand is mapped, its axis folds into one that the result has too: (axis of the lhs,
+# axis of the rhs). Channel axes that run group by group take the new axis inside each group.
+_FOLD = {Op.FPROP: ("n", "k"), Op.DGRAD: ("n", "c"), Op.WGRAD: ("c", "k")}
+
+
+def _runs_by_group(role: str, name: str) -> bool:
+    return name == "k" or (role, name) == ("x", "c")
+
+
+def _fold(array: jax.Array, mapped: int, axis: int, groups: int) -> jax.Array:
+    """Merges axis ``mapped`` into ``axis`` (numbered without it), as (groups, mapped, rest)."""
+    array = jnp.moveaxis(array, mapped, 0)
+    count, *shape = array.shape
+    rest = shape[axis] // groups
+    array = array.reshape(count, *shape[:axis], groups, rest, *shape[axis + 1 :])
+    array = jnp.moveaxis(array, 0, axis + 1)
+    return array.reshape(*shape[:axis], groups * count * rest, *shape[axis + 1 :])
+
+
+def _unfold(array: jax.Array, count: int, axis: int, groups: int) -> tuple[jax.Array, int]:
+    """Undoes ``_fold`` on the result; returns it with the position of the mapped axis."""
+    shape = array.shape
+    rest = shape[axis] // (groups * count) if count else 0
+    array = array.reshape(*shape[:axis], groups, count, rest, *shape[axis + 1 :])
+    array = jnp.moveaxis(array, axis + 1, axis)
+    return array.reshape(*shape[:axis], count, groups * rest, *shape[axis + 1 :]), axis
+
+
+def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype):
+    lhs, rhs = operands
+    lhs_mapped, rhs_mapped = mapped_axes
+    lhs_role, rhs_role, out_role = op.roles
+    if lhs_mapped is not None and rhs_mapped is not None:
+        if spec.batched:  # a nested vmap: one batch axis counts both
+            lhs = _fold(lhs, lhs_mapped, spec.axis(lhs_role, "batch"), 1)
+            rhs = _fold(rhs, rhs_mapped, spec.axis(rhs_role, "batch"), 1)
+            out = bind(op, lhs, rhs, spec, out_dtype)
+            count = operands[0].shape[lhs_mapped]
+            return _unfold(out, count, spec.axis(out_role, "batch"), 1)
+        positions = {lhs_role: lhs_mapped, rhs_role: rhs_mapped, out_role: None}
+        return bind(op, lhs, rhs, spec.with_batch(**positions), out_dtype), 0
+    side = 0 if rhs_mapped is None else 1
+    role, mapped, name = op.roles[side], mapped_axes[side], _FOLD[op][side]
+    count = operands[side].shape[mapped]
+    folded = _fold(
+        operands[side],
+        mapped,
+        spec.axis(role, name),
+        spec.groups if _runs_by_group(role, name) else 1,
+    )
+    lhs, rhs = (folded, rhs) if side == 0 else (lhs, folded)
+    out = bind(op, lhs, rhs, spec, out_dtype)
+    out_groups = spec.groups if _runs_by_group(out_role, name) else 1
+    return _unfold(out, count, spec.axis(out_role, name), out_groups)
+
+
+for _op, _primitive in PRIMITIVES.items():
+    _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(functools.partial(_abstract_eval, _op))
+    ad.defbilinear(
+        _primitive,
+        functools.partial(_transpose_lhs, _op),
+        functools.partial(_transpose_rhs, _op),
+    )
+    batching.primitive_batchers[_primitive] = functools.partial(_batch, _op)
+    mlir.register_lowering(_primitive, functools.partial(lowering.lower_to_xla, _op))
+    for _platform in lowering.PLATFORMS:
+        mlir.register_lowering(
+            _primitive, functools.partial(lowering.lower, _op, _platform), platform=_platform
+        )

@@ -1,0 +1,231 @@
+"""ConvSpec: the static half of a convolution, and the shape algebra of its three operations.
+
+A convolution relates an input x, a filter w and an output y. Each tensor has a *canonical* order of
+axes: ``x (batch?, n, *spatial, c)``, ``w (batch?, *spatial, c / groups, k)``, ``y (batch?, n,
+*spatial, k)``. Arrays keep whatever order the caller gave them; ``x_axes[i]`` is the position, in
+the array, of canonical axis ``i``. The optional leading ``batch`` axis counts independent
+convolutions, each with a filter of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Op(enum.Enum):
+    """The three operations, closed under transposition: each is linear in both of its operands."""
+
+    FPROP = "fprop"  # (x, w)  -> y
+    DGRAD = "dgrad"  # (dy, w) -> dx
+    WGRAD = "wgrad"  # (x, dy) -> dw
+
+    @property
+    def roles(self) -> tuple[str, str, str]:
+        """Which tensor the left operand, the right operand and the result are."""
+        return {"fprop": ("x", "w", "y"), "dgrad": ("y", "w", "x"), "wgrad": ("x", "y", "w")}[
+            self.value
+        ]
+
+
+def output_extent(
+    extent: int, window: int, stride: int, lhs_dilation: int, dilation: int, lo: int, hi: int
+) -> int:
+    """Positions of a dilated window in a dilated, padded axis; 0 where it does not fit (as lax)."""
+    dilated = 0 if extent == 0 else (extent - 1) * lhs_dilation + 1
+    reach = 0 if window == 0 else (window - 1) * dilation + 1
+    return max(0, (dilated + lo + hi - reach) // stride + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Extents of one convolution, whatever the axis order of its arrays."""
+
+    batch: int
+    n: int
+    c: int
+    k: int
+    in_spatial: tuple[int, ...]
+    filter_spatial: tuple[int, ...]
+    out_spatial: tuple[int, ...]
+
+    @property
+    def empty(self) -> bool:
+        """True where a tensor has no elements: the result is then empty or zero."""
+        extents = (self.batch, self.n, self.c, self.k)
+        return 0 in extents + self.in_spatial + self.filter_spatial + self.out_spatial
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvSpec:
+    """Everything about a convolution that is not an array: hashable, a primitive's parameter."""
+
+    stride: tuple[int, ...]
+    padding: Pairs
+    lhs_dilation: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    in_spatial: tuple[int, ...]
+    filter_spatial: tuple[int, ...]
+    x_axes: tuple[int, ...]
+    w_axes: tuple[int, ...]
+    y_axes: tuple[int, ...]
+    batched: bool = False
+    precision: str = "default"  # "default", "high" or "highest"
+    algorithm: tuple[str, str, str] = ("auto", "auto", "auto")  # of fprop, dgrad, wgrad
+
+    @property
+    def rank(self) -> int:
+        return len(self.stride)
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        return tuple(
+            output_extent(i, r, s, ld, d, lo, hi)
+            for i, r, s, ld, d, (lo, hi) in zip(
+                self.in_spatial,
+                self.filter_spatial,
+                self.stride,
+                self.lhs_dilation,
+                self.dilation,
+                self.padding,
+                strict=True,
+            )
+        )
+
+    def axes(self, role: str) -> tuple[int, ...]:
+        """Array positions of the canonical axes of tensor ``role`` ("x", "w" or "y")."""
+        return {"x": self.x_axes, "w": self.w_axes, "y": self.y_axes}[role]
+
+    def axis(self, role: str, name: str) -> int:
+        """Array position of one named axis: "batch", "n", "c" or "k" of tensor ``role``."""
+        axes = self.axes(role)
+        if name == "batch":
+            return axes[0]
+        if name == "n":
+            return axes[1 if self.batched else 0]
+        return axes[-2] if (role, name) == ("w", "c") else axes[-1]
+
+    def algorithm_of(self, op: Op) -> str:
+        return self.algorithm[list(Op).index(op)]
+
+    def sizes(self, op: Op, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Sizes:
+        """Reads the extents off the operands of ``op``; they are taken to agree."""
+        shapes = dict(zip(op.roles, (lhs_shape, rhs_shape), strict=False))
+
+        def extent(role: str, name: str) -> int:
+            return shapes[role][self.axis(role, name)]
+
+        first = op.roles[0]
+        return Sizes(
+            batch=extent(first, "batch") if self.batched else 1,
+            n=extent(first, "n"),
+            c=extent("x", "c") if "x" in shapes else extent("w", "c") * self.groups,
+            k=extent("y", "k") if "y" in shapes else extent("w", "k"),
+            in_spatial=self.in_spatial,
+            filter_spatial=self.filter_spatial,
+            out_spatial=self.out_spatial,
+        )
+
+    def shape(self, role: str, sizes: Sizes) -> tuple[int, ...]:
+        """Shape of tensor ``role`` in the array's axis order."""
+        canonical = {
+            "x": (sizes.n, *sizes.in_spatial, sizes.c),
+            "w": (*sizes.filter_spatial, sizes.c // self.groups, sizes.k),
+            "y": (sizes.n, *sizes.out_spatial, sizes.k),
+        }[role]
+        if self.batched:
+            canonical = (sizes.batch, *canonical)
+        shape = [0] * len(canonical)
+        for extent, axis in zip(canonical, self.axes(role), strict=True):
+            shape[axis] = extent
+        return tuple(shape)
+
+    def with_batch(self, x: int | None, w: int | None, y: int | None) -> ConvSpec:
+        """The spec of a batched problem whose arrays carry the batch axis at these positions.
+
+        The position of the result's batch axis is None: it comes first.
+        """
+
+        def insert(axes: tuple[int, ...], position: int | None) -> tuple[int, ...]:
+            at = 0 if position is None else position
+            return (at, *(a + (a >= at) for a in axes))
+
+        return dataclasses.replace(
+            self,
+            batched=True,
+            x_axes=insert(self.x_axes, x),
+            w_axes=insert(self.w_axes, w),
+            y_axes=insert(self.y_axes, y),
+        )
+
+    def without_batch(self) -> ConvSpec:
+        """The spec of one convolution of a batched problem, its batch axis taken out."""
+
+        def remove(axes: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(a - (a > axes[0]) for a in axes[1:])
+
+        return dataclasses.replace(
+            self,
+            batched=False,
+            x_axes=remove(self.x_axes),
+            w_axes=remove(self.w_axes),
+            y_axes=remove(self.y_axes),
+        )
+
+
+# Dtypes that have a name in the one-line form, and so a chance of a kernel.
+DTYPE_NAMES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int8": "s8",
+    "int32": "s32",
+}
+
+
+def flops(spec: ConvSpec, sizes: Sizes) -> int:
+    """Multiplications and additions by definition, padding counted."""
+    pixels = math.prod(sizes.out_spatial) * math.prod(sizes.filter_spatial)
+    return 2 * sizes.batch * sizes.n * pixels * (sizes.c // spec.groups) * sizes.k
+
+
+def problem_line(
+    op: Op, spec: ConvSpec, sizes: Sizes, operand_dtype: np.dtype, out_dtype: np.dtype
+) -> str:
+    """The one-line form that ``cc/core/conv_problem.h`` defines and parses.
+
+    Raises:
+        KeyError: a dtype has no name there.
+    """
+    names = dict.fromkeys("xwy", DTYPE_NAMES[np.dtype(operand_dtype).name])
+    names[op.roles[2]] = DTYPE_NAMES[np.dtype(out_dtype).name]
+
+    def spatial(values: Sequence[object]) -> str:
+        return "x".join(map(str, values))
+
+    return " ".join(
+        (
+            op.value,
+            f"{names['x']}:{names['w']}:{names['y']}",
+            spec.precision,
+            f"b{sizes.batch}",
+            f"n{sizes.n}",
+            f"g{spec.groups}",
+            f"c{sizes.c}",
+            f"k{sizes.k}",
+            f"i{spatial(sizes.in_spatial)}",
+            f"f{spatial(sizes.filter_spatial)}",
+            f"o{spatial(sizes.out_spatial)}",
+            f"s{spatial(spec.stride)}",
+            f"l{spatial(spec.lhs_dilation)}",
+            f"d{spatial(spec.dilation)}",
+            f"p{spatial([f'{lo}_{hi}' for lo, hi in spec.padding])}",
+        )
+    )

@@ -1,0 +1,137 @@
+"""The three operations through ``jax.lax``: the fallback of every platform.
+
+The gradients are written out as convolutions instead of transposing one: inside ``shard_map`` a
+transposition would sum over devices a second time.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxconv._src.spec import ConvSpec, Op
+
+_PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
+
+
+def convolve(
+    op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec, out_dtype: np.dtype
+) -> jax.Array:
+    """Computes ``op`` with ``lax.conv_general_dilated``; operands and result as the primitive's."""
+    sizes = spec.sizes(op, lhs.shape, rhs.shape)
+    if sizes.empty:
+        return jnp.zeros(spec.shape(op.roles[2], sizes), out_dtype)
+    if spec.batched:
+        lhs_axis, rhs_axis, out_axis = (spec.axis(role, "batch") for role in op.roles)
+
+        def one(a, b):
+            return convolve(op, a, b, spec=spec.without_batch(), out_dtype=out_dtype)
+
+        return jax.vmap(one, in_axes=(lhs_axis, rhs_axis), out_axes=out_axis)(lhs, rhs)
+    return {Op.FPROP: _fprop, Op.DGRAD: _dgrad, Op.WGRAD: _wgrad}[op](lhs, rhs, spec, out_dtype)
+
+
+def _numbers(axes: tuple[int, ...], batch: int, feature: int) -> tuple[int, ...]:
+    """One entry of ConvDimensionNumbers from canonical axes; batch and feature index into them."""
+    outer = {batch % len(axes), feature % len(axes)}
+    spatial = [a for i, a in enumerate(axes) if i not in outer]
+    return (axes[batch], axes[feature], *spatial)
+
+
+def _fprop(x, w, spec: ConvSpec, out_dtype):
+    numbers = lax.ConvDimensionNumbers(
+        lhs_spec=_numbers(spec.x_axes, 0, -1),
+        rhs_spec=_numbers(spec.w_axes, -1, -2),
+        out_spec=_numbers(spec.y_axes, 0, -1),
+    )
+    return lax.conv_general_dilated(
+        x,
+        w,
+        spec.stride,
+        spec.padding,
+        lhs_dilation=spec.lhs_dilation,
+        rhs_dilation=spec.dilation,
+        dimension_numbers=numbers,
+        feature_group_count=spec.groups,
+        precision=_PRECISION[spec.precision],
+        preferred_element_type=out_dtype,
+    )
+
+
+def _dilated(extents, dilations):
+    return [(e - 1) * d + 1 for e, d in zip(extents, dilations, strict=True)]
+
+
+def _dgrad(dy, w, spec: ConvSpec, out_dtype):
+    """A convolution of dy, dilated by the stride, with the reversed, transposed filter."""
+    k_axis, c_axis = spec.axis("w", "k"), spec.axis("w", "c")
+    if spec.groups > 1:  # k is now the contracted channel: its groups go outermost into c
+        shape = list(w.shape)
+        shape[k_axis : k_axis + 1] = [spec.groups, shape[k_axis] // spec.groups]
+        w = jnp.moveaxis(w.reshape(shape), k_axis, 0)  # (groups, *shape of one group)
+        w = jnp.moveaxis(w, 0, c_axis)  # right before c
+        shape = list(w.shape)
+        shape[c_axis : c_axis + 2] = [shape[c_axis] * shape[c_axis + 1]]
+        w = w.reshape(shape)
+    spatial = spec.w_axes[: spec.rank]
+    padding = []
+    for i, r, p, s, (lo, _) in zip(
+        _dilated(spec.in_spatial, spec.lhs_dilation),
+        _dilated(spec.filter_spatial, spec.dilation),
+        spec.out_spatial,
+        spec.stride,
+        spec.padding,
+        strict=True,
+    ):
+        before = r - 1 - lo
+        padding.append((before, i + r - 1 - ((p - 1) * s + 1) - before))
+    numbers = lax.ConvDimensionNumbers(
+        lhs_spec=_numbers(spec.y_axes, 0, -1),
+        rhs_spec=_numbers(spec.w_axes, -2, -1),
+        out_spec=_numbers(spec.x_axes, 0, -1),
+    )
+    return lax.conv_general_dilated(
+        dy,
+        lax.rev(w, spatial),
+        spec.lhs_dilation,
+        padding,
+        lhs_dilation=spec.stride,
+        rhs_dilation=spec.dilation,
+        dimension_numbers=numbers,
+        feature_group_count=spec.groups,
+        precision=_PRECISION[spec.precision],
+        preferred_element_type=out_dtype,
+    )
+
+
+def _wgrad(x, dy, spec: ConvSpec, out_dtype):
+    """A convolution whose batch is the channels of x and whose filter is dy, dilated by the stride."""
+    padding = []
+    for i, r, p, s, (lo, _) in zip(
+        _dilated(spec.in_spatial, spec.lhs_dilation),
+        _dilated(spec.filter_spatial, spec.dilation),
+        spec.out_spatial,
+        spec.stride,
+        spec.padding,
+        strict=True,
+    ):
+        padding.append((lo, (p - 1) * s + 1 - i + r - 1 - lo))
+    numbers = lax.ConvDimensionNumbers(
+        lhs_spec=_numbers(spec.x_axes, -1, 0),
+        rhs_spec=_numbers(spec.y_axes, -1, 0),
+        out_spec=_numbers(spec.w_axes, -2, -1),
+    )
+    return lax.conv_general_dilated(
+        x,
+        dy,
+        spec.dilation,
+        padding,
+        lhs_dilation=spec.lhs_dilation,
+        rhs_dilation=spec.stride,
+        dimension_numbers=numbers,
+        batch_group_count=spec.groups,
+        precision=_PRECISION[spec.precision],
+        preferred_element_type=out_dtype,
+    )
