@@ -90,7 +90,8 @@ def conv(
         raise ValueError(f"data_format: expected one of {', '.join(_FORMATS)}, got {data_format!r}")
     if x.ndim != len(data_format):
         raise ValueError(
-            f"x: data_format {data_format} expects {len(data_format)} dimensions, got shape {x.shape}"
+            f"x: expected {len(data_format)} dimensions, data_format is {data_format}; got shape "
+            f"{x.shape}"
         )
     if w.ndim != x.ndim:
         raise ValueError(f"w: expected {x.ndim} dimensions as x has, got shape {w.shape}")
@@ -153,9 +154,7 @@ def conv_general_dilated(
     """
     lhs, rhs = _operands("lhs", lhs, "rhs", rhs)
     if lhs.ndim != rhs.ndim:
-        raise ValueError(
-            f"rhs: expected {lhs.ndim} dimensions as lhs has, got shapes {lhs.shape} and {rhs.shape}"
-        )
+        raise ValueError(f"rhs: expected {lhs.ndim} dimensions as lhs has, got shape {rhs.shape}")
     if lhs.ndim < 2:
         raise ValueError(f"lhs: expected at least 2 dimensions, got shape {lhs.shape}")
     if out_sharding is not None:
@@ -183,12 +182,12 @@ def conv_general_dilated(
 
 
 def _batch_grouped(lhs, rhs, count: int, *, numbers, **arguments) -> jax.Array:
-    """Batch groups are independent convolutions: slice g of the batch with slice g of the filters."""
+    """Batch groups are independent convolutions: slice g of the batch with filter slice g."""
     batch, features, out_features = numbers.lhs_spec[0], numbers.rhs_spec[0], numbers.out_spec[1]
     if count < 1 or lhs.shape[batch] % count or rhs.shape[features] % count:
         raise ValueError(
-            f"batch_group_count: {count} does not divide the {lhs.shape[batch]} batch entries of lhs "
-            f"and the {rhs.shape[features]} output channels of rhs"
+            f"batch_group_count: {count} does not divide the batch {lhs.shape[batch]} of lhs and "
+            f"the {rhs.shape[features]} output channels of rhs"
         )
     if arguments["groups"] != 1:
         raise ValueError(
@@ -239,10 +238,14 @@ def _convolve(
         )
     if c_per_group != c // groups:
         raise ValueError(
-            f"{w_name}: expected {c // groups} input channels per group ({x_name} has {c}, {groups_name} is "
-            f"{groups}), got {c_per_group} in shape {w.shape}"
+            f"{w_name}: expected {c // groups} input channels per group ({x_name} has {c}, "
+            f"{groups_name} is {groups}), got {c_per_group} in shape {w.shape}"
         )
-    for name, values in (("stride", stride), ("lhs dilation", lhs_dilation), ("dilation", dilation)):
+    for name, values in (
+        ("stride", stride),
+        ("lhs dilation", lhs_dilation),
+        ("dilation", dilation),
+    ):
         if any(v < 1 for v in values):
             raise ValueError(f"{name}: expected at least 1 on every axis, got {values}")
     out_dtype = _result_dtype(x.dtype, preferred_element_type)
@@ -310,11 +313,12 @@ def _padding(
             return ((0, 0),) * rank
         if name not in ("SAME", "SAME_LOWER"):
             raise ValueError(
-                f"padding: expected 'SAME', 'SAME_LOWER', 'VALID', a number or pairs, got {padding!r}"
+                "padding: expected 'SAME', 'SAME_LOWER', 'VALID', a number or pairs, "
+                f"got {padding!r}"
             )
         pairs = []
         for i, r, s, d in zip(in_spatial, filter_spatial, stride, dilation, strict=True):
-            # ceil(i / s) outputs; an odd rest goes to the high side, or for SAME_LOWER to the low one
+            # ceil(i / s) outputs; an odd rest goes to the high side, for SAME_LOWER to the low one
             reach = (r - 1) * d + 1 if r else 0
             total = max(0, (-(-i // s) - 1) * s + reach - i)
             less, more = total // 2, total - total // 2
@@ -324,7 +328,7 @@ def _padding(
         padding = (_integer("padding", padding),) * rank
     entries = list(padding)
     if len(entries) != rank:
-        raise ValueError(f"padding: expected {rank} entries for {rank} spatial axes, got {padding!r}")
+        raise ValueError(f"padding: expected {rank} entries, one per axis, got {padding!r}")
     pairs = []
     for entry in entries:
         if np.ndim(entry) == 0:
@@ -346,8 +350,8 @@ def _result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
     )
     if not same_kind or result.itemsize < np.dtype(operand).itemsize:
         raise TypeError(
-            f"preferred_element_type: expected a dtype of the kind of {operand.name} and at least as "
-            f"wide, got {result.name}"
+            f"preferred_element_type: expected a dtype of the kind of {operand.name} and at least "
+            f"as wide, got {result.name}"
         )
     return result
 

@@ -1,4 +1,4 @@
-"""From a primitive to a custom call: selection, layouts, workspace, and XLA where no kernel fits."""
+"""From a primitive to a custom call: selection, layouts, workspace; XLA where no kernel fits."""
 
 from __future__ import annotations
 

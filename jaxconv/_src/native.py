@@ -73,7 +73,7 @@ class Platform:
                 target, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[name]
             )
 
-    @functools.lru_cache(maxsize=4096)
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (a platform lives as long as the process)
     def select(self, line: str, algorithm: str, target: str) -> Selection:
         """Chooses an instance for a problem line.
 

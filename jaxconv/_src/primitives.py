@@ -38,9 +38,7 @@ def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.d
         ValueError: the algorithm that ``spec`` demands does not take this problem.
     """
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
-    lhs, rhs = (
-        a if a.dtype == common else lax.convert_element_type(a, common) for a in (lhs, rhs)
-    )
+    lhs, rhs = (a if a.dtype == common else lax.convert_element_type(a, common) for a in (lhs, rhs))
     kernel_dtype = jnp.promote_types(common, out_dtype)
     lowering.check_algorithm(op, spec, lhs.shape, rhs.shape, common, kernel_dtype)
     lhs, rhs = compat.match_varying(lhs, rhs)
@@ -54,9 +52,9 @@ def _abstract_eval(op: Op, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     return lhs.update(shape=shape, dtype=out_dtype, weak_type=False)
 
 
-# --- differentiation -------------------------------------------------------------------------------
+# --- differentiation ---
 
-# What the cotangent and the other operand become, in argument order, when one operand is transposed.
+# What the cotangent and the other operand become, in argument order, when one is transposed.
 _LHS_TRANSPOSE = {
     Op.FPROP: lambda ct, w: (Op.DGRAD, ct, w),
     Op.DGRAD: lambda ct, w: (Op.FPROP, ct, w),
@@ -77,7 +75,7 @@ def _transpose_rhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype)
     return bind(*_RHS_TRANSPOSE[op](ct, lhs), spec, rhs.aval.dtype)
 
 
-# --- batching --------------------------------------------------------------------------------------
+# --- batching ---
 
 # Where one operand is mapped, its axis folds into one that the result has too: (axis of the lhs,
 # axis of the rhs). Channel axes that run group by group take the new axis inside each group.

@@ -107,7 +107,7 @@ def _dgrad(dy, w, spec: ConvSpec, out_dtype):
 
 
 def _wgrad(x, dy, spec: ConvSpec, out_dtype):
-    """A convolution whose batch is the channels of x and whose filter is dy, dilated by the stride."""
+    """A convolution whose batch is the channels of x; its filter is dy, dilated by the stride."""
     padding = []
     for i, r, p, s, (lo, _) in zip(
         _dilated(spec.in_spatial, spec.lhs_dilation),

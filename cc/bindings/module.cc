@@ -1,0 +1,57 @@
+// The Python module over one kernel library, `_jaxconv.cpu` or `_jaxconv.cuda`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "ffi/platform.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+const jaxconv::PlatformInterface& Platform() { return jaxconv::JAXCONV_PLATFORM(); }
+
+nb::dict Registrations() {
+  nb::dict handlers;
+  for (auto& [target, handler] : Platform().handlers()) {
+    handlers[target.c_str()] = nb::capsule(handler);
+  }
+  return handlers;
+}
+
+// (instance or "", workspace bytes, slices, [(kernel, reason), ...])
+std::tuple<std::string, int64_t, int64_t, std::vector<std::pair<std::string, std::string>>> Select(
+    std::string_view line, std::string_view algorithm, std::string_view target) {
+  jaxconv::Selection selection;
+  jaxconv::Status status = Platform().select(line, algorithm, target, &selection);
+  if (!status.ok()) throw nb::value_error(status.message().c_str());
+  std::vector<std::pair<std::string, std::string>> refusals;
+  for (auto& refusal : selection.refusals) refusals.emplace_back(refusal.kernel, refusal.reason);
+  return {selection.instance, selection.workspace_bytes, selection.slices, refusals};
+}
+
+nb::dict BuildInfo() {
+  nb::dict info;
+  info["version"] = JAXCONV_VERSION;
+  for (auto& [name, value] : Platform().build_info()) info[name.c_str()] = value;
+  return info;
+}
+
+}  // namespace
+
+NB_MODULE(JAXCONV_MODULE, m) {
+  m.def("ffi_version",
+        [] { return std::pair(Platform().ffi_major, Platform().ffi_minor); },
+        "XLA FFI API version (major, minor) that the handlers were built against.");
+  m.def("registrations", Registrations, "FFI target name -> handler capsule.");
+  m.def("select", Select, nb::arg("line"), nb::arg("algorithm"), nb::arg("target"),
+        "(instance or '', workspace bytes, slices, [(kernel, reason), ...]) for a problem line.");
+  m.def("kernels", [] { return Platform().kernels(); }, "Names of all instances.");
+  m.def("families", [] { return Platform().families(); }, "Names of the kernel families.");
+  m.def("build_info", BuildInfo, "How this library was built.");
+}

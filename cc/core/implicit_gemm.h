@@ -1,0 +1,331 @@
+// The index algebra of implicit GEMM: the one place that says which element meets which.
+//
+// Every operation gathers along each spatial axis by one relation between a destination coordinate, a
+// filter tap and a source coordinate:
+//
+//     src * div = dst * mul + tap * step + off
+//
+//     fprop   dst = p, src = i   mul = stride         step = +dilation   off = -pad_lo   div = lhs_dilation
+//     dgrad   dst = i, src = p   mul = lhs_dilation   step = -dilation   off = +pad_lo   div = stride
+//     wgrad   as fprop: rows are taps, the reduction runs over dst = p
+//
+// Where div > 1 only some taps hit a source element. fprop and dgrad split the destination into phases,
+// dst = phase + j * period with period = div / gcd(mul, div). Inside one phase the taps that hit are
+// tap = first_tap + t * tap_period with tap_period = div / gcd(step, div), and
+//
+//     src = src0 + j * src_per_j + t * src_per_t
+//
+// in integers: each phase is a plain dense convolution, no inserted zero is ever multiplied, and a phase
+// without taps has an empty sum. wgrad keeps the relation and drops the terms that do not divide.
+//
+// GEMM extents, per group (gemm_m x gemm_n x reduction):
+//     fprop  (N P Q, K/g, R S C/g)    dgrad  (N H W, C/g, R S K/g)    wgrad  (R S C/g, K/g, N P Q)
+// The A operand is the gathered tensor (x, dy, x), the B operand the other one (w, w, dy).
+#ifndef JAXCONV_CORE_IMPLICIT_GEMM_H_
+#define JAXCONV_CORE_IMPLICIT_GEMM_H_
+
+#include <cstdint>
+#include <numeric>
+#include <string>
+
+#include "core/conv_problem.h"
+#include "core/fast_divmod.h"
+#include "core/status.h"
+
+namespace jaxconv {
+
+// A coordinate that no bounds check accepts, whatever is added to it: real ones stay below 2^30 in
+// magnitude, which MakeImplicitGemm checks.
+inline constexpr int32_t kInvalidCoordinate = -(1 << 30);
+
+// One phase of one axis.
+struct AxisPhase {
+  int32_t phase = 0;
+  int32_t dst_count = 1;  // values of j
+  int32_t tap_count = 1;  // values of t
+  int32_t first_tap = 0;
+  int32_t src0 = 0;
+};
+
+struct GatherAxis {
+  int32_t dst_extent = 1;
+  int32_t src_extent = 1;
+  int32_t taps = 1;
+  int32_t mul = 1;
+  int32_t step = 1;
+  int32_t off = 0;
+  int32_t div = 1;
+  int32_t period = 1;
+  int32_t phases = 1;       // min(period, dst_extent): the others have no destination
+  int32_t first_phase = 0;  // a phase with the most taps, numbered 0 so that it starts first
+  int32_t step_gcd = 1;
+  int32_t tap_period = 1;
+  int32_t step_inverse = 0;  // of step / step_gcd modulo tap_period
+  int32_t src_per_j = 1;
+  int32_t src_per_t = 1;
+  // dst_count and tap_count of a phase are one of two neighbours; their divisors are made on the host.
+  FastDivmod dst_count_divmod[2];  // ceil(dst_extent / period), and one less
+  FastDivmod tap_count_divmod[2];  // ceil(taps / tap_period), and one less
+  FastDivmod dst_divmod;           // by dst_extent
+  FastDivmod tap_divmod;           // by taps
+  FastDivmod div_divmod;           // by div
+
+  JAXCONV_HOST_DEVICE AxisPhase Phase(int32_t index) const {
+    AxisPhase result;
+    int32_t phase = index + first_phase;
+    if (phase >= phases) phase -= phases;
+    result.phase = phase;
+    result.dst_count = (dst_extent - phase + period - 1) / period;
+    int64_t origin = int64_t{phase} * mul + off;
+    if (origin % step_gcd != 0) {
+      result.tap_count = 0;
+      return result;
+    }
+    int64_t residue = -(origin / step_gcd) % tap_period;
+    if (residue < 0) residue += tap_period;
+    result.first_tap = static_cast<int32_t>(residue * step_inverse % tap_period);
+    result.tap_count =
+        result.first_tap < taps ? (taps - result.first_tap + tap_period - 1) / tap_period : 0;
+    result.src0 = static_cast<int32_t>((origin + int64_t{result.first_tap} * step) / div);
+    return result;
+  }
+
+  JAXCONV_HOST_DEVICE const FastDivmod& DstCountDivmod(const AxisPhase& phase) const {
+    return dst_count_divmod[phase.dst_count != static_cast<int32_t>(dst_count_divmod[0].divisor)];
+  }
+  JAXCONV_HOST_DEVICE const FastDivmod& TapCountDivmod(const AxisPhase& phase) const {
+    return tap_count_divmod[phase.tap_count != static_cast<int32_t>(tap_count_divmod[0].divisor)];
+  }
+
+  JAXCONV_HOST_DEVICE bool InSource(int32_t src) const {
+    return static_cast<uint32_t>(src) < static_cast<uint32_t>(src_extent);
+  }
+};
+
+// What a kernel needs to know of a problem, beside its pointers and its tile.
+struct ImplicitGemm {
+  GatherAxis axis[3];
+  int32_t images = 1;
+  // fprop, dgrad: whether rows run images fastest, (dst, image), instead of (image, dst). Then a tile
+  // holds few pixels of many images, and taps that fall into the padding for all of them are skipped.
+  int32_t image_minor = 0;
+  FastDivmod images_divmod;
+  int32_t gemm_m = 1;       // fprop, dgrad: of the largest phase
+  int32_t gemm_n = 1;       // per group
+  int32_t reduce_channels = 1;  // fprop, dgrad: channels of one group of the gathered tensor
+  int32_t row_channels = 1;     // wgrad: C / groups, the channels under one tap
+  FastDivmod reduce_channels_divmod;
+  FastDivmod row_channels_divmod;
+  int32_t reduce_pixels = 0;  // wgrad: N P Q
+  int32_t src_channels = 1;   // distance of neighbouring pixels of the gathered tensor
+  int32_t out_channels = 1;   // distance of neighbouring rows of the output
+  int32_t groups = 1;
+  FastDivmod groups_divmod;
+  int64_t batches = 1;
+  int32_t phases = 1;
+  // Distances in elements.
+  int64_t a_batch = 0, b_batch = 0, out_batch = 0;
+  int32_t a_group = 0, b_group = 0, out_group = 0;
+  int64_t b_tap = 0;     // fprop, dgrad: from one tap of the filter to the next
+  int64_t b_reduce = 0;  // from one reduction index to the next inside a tap; wgrad: per pixel of dy
+  int64_t b_column = 1;  // from one gemm_n to the next
+
+  JAXCONV_HOST_DEVICE bool InSource(int32_t src0, int32_t src1, int32_t src2) const {
+    return axis[0].InSource(src0) && axis[1].InSource(src1) && axis[2].InSource(src2);
+  }
+  // Row-major pixel of the gathered tensor inside one image; linear, so it serves differences too.
+  JAXCONV_HOST_DEVICE int64_t SourcePixel(int64_t src0, int64_t src1, int64_t src2) const {
+    return (src0 * axis[1].src_extent + src1) * axis[2].src_extent + src2;
+  }
+  JAXCONV_HOST_DEVICE int64_t SourceImage() const {
+    return int64_t{axis[0].src_extent} * axis[1].src_extent * axis[2].src_extent;
+  }
+  JAXCONV_HOST_DEVICE int32_t TapIndex(int32_t tap0, int32_t tap1, int32_t tap2) const {
+    return (tap0 * axis[1].taps + tap1) * axis[2].taps + tap2;
+  }
+
+  // Phase index -> one phase for each axis. The last axis runs fastest.
+  JAXCONV_HOST_DEVICE AxisPhase PhaseOfAxis(int32_t index, int a) const {
+    int32_t index2 = index % axis[2].phases;
+    index /= axis[2].phases;
+    int32_t by_axis[3] = {index / axis[1].phases, index % axis[1].phases, index2};
+    return axis[a].Phase(by_axis[a]);
+  }
+  JAXCONV_HOST_DEVICE static int32_t Rows(int32_t images, const AxisPhase (&phase)[3]) {
+    return images * phase[0].dst_count * phase[1].dst_count * phase[2].dst_count;
+  }
+  JAXCONV_HOST_DEVICE static int32_t TapCount(const AxisPhase (&phase)[3]) {
+    return phase[0].tap_count * phase[1].tap_count * phase[2].tap_count;
+  }
+
+  // fprop, dgrad: row m of a phase -> image and j.
+  JAXCONV_HOST_DEVICE void DecodeRow(const AxisPhase (&phase)[3], int32_t m, int32_t* image,
+                                     int32_t (&j)[3]) const {
+    int32_t rest = m;
+    if (image_minor) images_divmod.Divmod(rest, &rest, image);
+    axis[2].DstCountDivmod(phase[2]).Divmod(rest, &rest, &j[2]);
+    axis[1].DstCountDivmod(phase[1]).Divmod(rest, &rest, &j[1]);
+    if (image_minor) {
+      j[0] = rest;
+    } else {
+      axis[0].DstCountDivmod(phase[0]).Divmod(rest, image, &j[0]);
+    }
+  }
+  // fprop, dgrad: the linear number of a phase's tap -> t.
+  JAXCONV_HOST_DEVICE void DecodeTap(const AxisPhase (&phase)[3], int32_t index,
+                                     int32_t (&t)[3]) const {
+    axis[2].TapCountDivmod(phase[2]).Divmod(index, &index, &t[2]);
+    axis[1].TapCountDivmod(phase[1]).Divmod(index, &t[0], &t[1]);
+  }
+  // wgrad: row m -> tap coordinates and channel; pixel -> image and dst coordinates.
+  JAXCONV_HOST_DEVICE void DecodeFilterRow(int32_t m, int32_t (&tap)[3], int32_t* channel) const {
+    int32_t index;
+    row_channels_divmod.Divmod(m, &index, channel);
+    axis[2].tap_divmod.Divmod(index, &index, &tap[2]);
+    axis[1].tap_divmod.Divmod(index, &tap[0], &tap[1]);
+  }
+  JAXCONV_HOST_DEVICE void DecodePixel(int32_t pixel, int32_t* image, int32_t (&dst)[3]) const {
+    axis[2].dst_divmod.Divmod(pixel, &pixel, &dst[2]);
+    axis[1].dst_divmod.Divmod(pixel, &pixel, &dst[1]);
+    axis[0].dst_divmod.Divmod(pixel, image, &dst[0]);
+  }
+  // wgrad without lhs_dilation: offsets of rows and of pixels simply add.
+  JAXCONV_HOST_DEVICE bool Dense() const {
+    return axis[0].div == 1 && axis[1].div == 1 && axis[2].div == 1;
+  }
+};
+
+namespace implicit_gemm_internal {
+
+inline int64_t Inverse(int64_t value, int64_t modulus) {  // modulus >= 1, coprime to value
+  int64_t a = ((value % modulus) + modulus) % modulus, b = modulus, x = 1, y = 0;
+  while (b != 0) {
+    int64_t q = a / b, r = a - q * b, z = x - q * y;
+    a = b, b = r, x = y, y = z;
+  }
+  return ((x % modulus) + modulus) % modulus;
+}
+
+inline GatherAxis MakeAxis(int64_t dst_extent, int64_t src_extent, int64_t taps, int64_t mul,
+                           int64_t step, int64_t off, int64_t div) {
+  GatherAxis axis;
+  axis.dst_extent = static_cast<int32_t>(dst_extent);
+  axis.src_extent = static_cast<int32_t>(src_extent);
+  axis.taps = static_cast<int32_t>(taps);
+  axis.mul = static_cast<int32_t>(mul);
+  axis.step = static_cast<int32_t>(step);
+  axis.off = static_cast<int32_t>(off);
+  axis.div = static_cast<int32_t>(div);
+  axis.period = static_cast<int32_t>(div / std::gcd(mul, div));
+  axis.phases = axis.period < axis.dst_extent ? axis.period : axis.dst_extent;
+  axis.step_gcd = static_cast<int32_t>(std::gcd(step < 0 ? -step : step, div));
+  axis.tap_period = axis.div / axis.step_gcd;
+  axis.step_inverse = static_cast<int32_t>(Inverse(axis.step / axis.step_gcd, axis.tap_period));
+  axis.src_per_j = static_cast<int32_t>(int64_t{axis.period} * mul / div);
+  axis.src_per_t = static_cast<int32_t>(int64_t{axis.tap_period} * step / div);
+  int64_t dst_count = (dst_extent + axis.period - 1) / axis.period;
+  int64_t tap_count = (taps + axis.tap_period - 1) / axis.tap_period;
+  for (int less = 0; less < 2; ++less) {
+    axis.dst_count_divmod[less] = FastDivmod(dst_count - less);
+    axis.tap_count_divmod[less] = FastDivmod(tap_count - less);
+  }
+  axis.dst_divmod = FastDivmod(dst_extent);
+  axis.tap_divmod = FastDivmod(taps);
+  axis.div_divmod = FastDivmod(div);
+  int32_t most = -1, best = 0;
+  // A thousand phases are enough to find a heavy one; the order is only a matter of speed.
+  for (int32_t phase = 0; phase < axis.phases && phase < 1000; ++phase) {
+    int32_t count = axis.Phase(phase).tap_count;
+    if (count > most) most = count, best = phase;
+  }
+  axis.first_phase = best;
+  return axis;
+}
+
+}  // namespace implicit_gemm_internal
+
+// Fails, with the reason, where an extent does not fit the 32-bit coordinates of the kernels. Offsets
+// of elements are 64-bit throughout, so tensors may pass 2^31 elements.
+inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result) {
+  constexpr int64_t kInt32Max = (int64_t{1} << 31) - 1;
+  ImplicitGemm gemm;
+  const bool dgrad = problem.op == Op::kDgrad;
+  for (int a = 0; a < 3; ++a) {
+    int64_t reach = problem.out[a] * problem.stride[a] + problem.in[a] * problem.lhs_dilation[a] +
+                    problem.filter[a] * problem.dilation[a] +
+                    (problem.pad_lo[a] < 0 ? -problem.pad_lo[a] : problem.pad_lo[a]);
+    if (reach >= (1 << 30)) {
+      return Status::Unimplemented("coordinates of a spatial axis reach " + std::to_string(reach) +
+                                   ", expected less than 2^30");
+    }
+    gemm.axis[a] =
+        dgrad ? implicit_gemm_internal::MakeAxis(problem.in[a], problem.out[a], problem.filter[a],
+                                                 problem.lhs_dilation[a], -problem.dilation[a],
+                                                 problem.pad_lo[a], problem.stride[a])
+              : implicit_gemm_internal::MakeAxis(problem.out[a], problem.in[a], problem.filter[a],
+                                                 problem.stride[a], problem.dilation[a],
+                                                 -problem.pad_lo[a], problem.lhs_dilation[a]);
+  }
+  const int64_t cg = problem.c_per_group(), kg = problem.k_per_group();
+  for (int64_t extent : {problem.n * problem.in_pixels(), problem.n * problem.out_pixels(),
+                         problem.taps() * cg, problem.taps() * problem.k,
+                         problem.batch * problem.groups, problem.c, problem.k}) {
+    if (extent > kInt32Max) {
+      return Status::Unimplemented("a GEMM extent is " + std::to_string(extent) +
+                                   ", expected less than 2^31");
+    }
+  }
+  gemm.images = static_cast<int32_t>(problem.n);
+  gemm.images_divmod = FastDivmod(problem.n);
+  gemm.groups = static_cast<int32_t>(problem.groups);
+  gemm.groups_divmod = FastDivmod(problem.groups);
+  gemm.batches = problem.batch;
+  const int64_t x_batch = problem.x_elements() / problem.batch;
+  const int64_t w_batch = problem.w_elements() / problem.batch;
+  const int64_t y_batch = problem.y_elements() / problem.batch;
+  int64_t phases = 1, rows = problem.n;
+  for (const GatherAxis& axis : gemm.axis) {
+    phases *= axis.phases;
+    rows *= axis.dst_count_divmod[0].divisor;
+  }
+  if (problem.op == Op::kWgrad) {
+    gemm.gemm_m = static_cast<int32_t>(problem.taps() * cg);
+    gemm.gemm_n = static_cast<int32_t>(kg);
+    gemm.row_channels = static_cast<int32_t>(cg);
+    gemm.reduce_pixels = static_cast<int32_t>(problem.n * problem.out_pixels());
+    gemm.src_channels = static_cast<int32_t>(problem.c);
+    gemm.out_channels = static_cast<int32_t>(problem.k);
+    gemm.a_batch = x_batch, gemm.b_batch = y_batch, gemm.out_batch = w_batch;
+    gemm.a_group = static_cast<int32_t>(cg);
+    gemm.b_group = gemm.out_group = static_cast<int32_t>(kg);
+    gemm.b_reduce = problem.k;
+    gemm.b_column = 1;
+  } else {
+    if (phases > kInt32Max) {
+      return Status::Unimplemented("more than 2^31 phases (products of strides)");
+    }
+    gemm.phases = static_cast<int32_t>(phases);
+    gemm.gemm_m = static_cast<int32_t>(rows);
+    gemm.gemm_n = static_cast<int32_t>(dgrad ? cg : kg);
+    gemm.reduce_channels = static_cast<int32_t>(dgrad ? kg : cg);
+    gemm.src_channels = static_cast<int32_t>(dgrad ? problem.k : problem.c);
+    gemm.out_channels = static_cast<int32_t>(dgrad ? problem.c : problem.k);
+    gemm.a_batch = dgrad ? y_batch : x_batch;
+    gemm.b_batch = w_batch;
+    gemm.out_batch = dgrad ? x_batch : y_batch;
+    gemm.a_group = gemm.reduce_channels;
+    gemm.b_group = static_cast<int32_t>(kg);
+    gemm.out_group = gemm.gemm_n;
+    gemm.b_tap = cg * problem.k;
+    gemm.b_reduce = dgrad ? 1 : problem.k;
+    gemm.b_column = dgrad ? problem.k : 1;
+  }
+  gemm.reduce_channels_divmod = FastDivmod(gemm.reduce_channels);
+  gemm.row_channels_divmod = FastDivmod(gemm.row_channels);
+  *result = gemm;
+  return {};
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CORE_IMPLICIT_GEMM_H_

@@ -1,0 +1,21 @@
+# The CPU platform: built where the package onednn-devel-cpu-gomp provides oneDNN.
+jaxconv_python(
+  ONEDNN_HEADER
+  "import importlib.metadata as m; print(next(f.locate().resolve() for f in m.files('onednn-devel-cpu-gomp') if f.name == 'dnnl.h' and f.parent.name == 'include'))"
+)
+jaxconv_python(
+  ONEDNN_LIBRARY
+  "import importlib.metadata as m; print(next(f.locate().resolve() for f in m.files('onednn-cpu-gomp') if f.name.startswith('libdnnl.so.')))"
+)
+if(ONEDNN_HEADER AND ONEDNN_LIBRARY)
+  get_filename_component(ONEDNN_INCLUDE "${ONEDNN_HEADER}" DIRECTORY)
+  find_package(OpenMP REQUIRED COMPONENTS CXX)
+  jaxconv_platform(cpu CpuPlatform ${JAXCONV_CPU_SOURCES})
+  target_include_directories(jaxconv_cpu SYSTEM PRIVATE "${ONEDNN_INCLUDE}")
+  # The loader finds oneDNN because jaxconv._src.native opens it first: pip packages lie on no rpath.
+  target_link_libraries(jaxconv_cpu PRIVATE "${ONEDNN_LIBRARY}" OpenMP::OpenMP_CXX)
+  set(JAXCONV_CPU_REPORT "CPU kernels: built on oneDNN (${ONEDNN_LIBRARY})")
+else()
+  set(JAXCONV_CPU_REPORT
+      "CPU kernels: not built, the package onednn-devel-cpu-gomp is not installed (Linux on x86-64 only); convolutions go to XLA")
+endif()

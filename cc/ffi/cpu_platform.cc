@@ -1,0 +1,118 @@
+// XLA:CPU handlers over the oneDNN adapter.
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "cpu/onednn_conv.h"
+#include "ffi/call.h"
+#include "ffi/platform.h"
+
+namespace jaxconv {
+namespace {
+
+// Tasks of one call, shared with helpers on XLA's intra-op pool. Whoever is free claims the next task,
+// the calling thread included: so a call finishes even if the pool never runs a helper (every pool
+// thread may itself be inside a call), and no thread is ever added to XLA's own.
+class TaskQueue {
+ public:
+  TaskQueue(int64_t tasks, const std::function<void(int64_t)>& body) : tasks_(tasks), body_(body) {}
+
+  void Work() {
+    for (int64_t task; (task = next_.fetch_add(1)) < tasks_;) {
+      body_(task);
+      if (done_.fetch_add(1) + 1 == tasks_) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        all_done_.notify_all();
+      }
+    }
+  }
+
+  // `body_` is only touched for claimed tasks, so it may go away once this returns.
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_done_.wait(lock, [&] { return done_.load() == tasks_; });
+  }
+
+ private:
+  const int64_t tasks_;
+  const std::function<void(int64_t)>& body_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> done_{0};
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+};
+
+ParallelFor OnPool(ffi::ThreadPool& pool) {
+  return [&pool](int64_t tasks, const std::function<void(int64_t)>& body) {
+    if (tasks <= 1) {
+      for (int64_t task = 0; task < tasks; ++task) body(task);
+      return;
+    }
+    auto queue = std::make_shared<TaskQueue>(tasks, body);
+    int64_t helpers = std::min(tasks, pool.num_threads()) - 1;
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([queue] { queue->Work(); });
+    queue->Work();
+    queue->Wait();
+  };
+}
+
+template <Op kOp>
+ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
+                   std::string_view instance, std::string_view line, int64_t slices, Axes lhs_axes,
+                   Axes rhs_axes, Axes out_axes) {
+  Call call;
+  Status status =
+      DecodeCall(kOp, line, lhs, rhs, *out, *workspace, lhs_axes, rhs_axes, out_axes, &call);
+  if (status.ok()) {
+    status = cpu::Execute(call.problem, instance, slices, call.lhs, call.rhs, call.out,
+                          call.workspace, call.workspace_bytes, OnPool(pool));
+  }
+  return ToError(status);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuFprop, Execute<Op::kFprop>,
+                              JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuDgrad, Execute<Op::kDgrad>,
+                              JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuWgrad, Execute<Op::kWgrad>,
+                              JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+std::vector<std::pair<std::string, void*>> Handlers() {
+  return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCpuFprop)},
+          {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCpuDgrad)},
+          {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCpuWgrad)}};
+}
+
+Status SelectLine(std::string_view line, std::string_view algorithm, std::string_view /*target*/,
+                  Selection* selection) {
+  ConvProblem problem;
+  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(line, &problem));
+  // As many tasks as this process may use cores; XLA sizes its intra-op pool the same way.
+  int64_t threads = std::max(1u, std::thread::hardware_concurrency());
+  return cpu::Select(problem, algorithm, threads, selection);
+}
+
+std::vector<std::pair<std::string, std::string>> BuildInfo() {
+  return {{"compiler", "C++ " __VERSION__}, {"onednn", cpu::LibraryVersion()}};
+}
+
+}  // namespace
+
+const PlatformInterface& CpuPlatform() {
+  static const PlatformInterface* const platform = new PlatformInterface{
+      XLA_FFI_API_MAJOR,
+      XLA_FFI_API_MINOR,
+      Handlers,
+      SelectLine,
+      cpu::KernelNames,
+      [] { return std::vector<std::string>{"onednn"}; },
+      BuildInfo,
+  };
+  return *platform;
+}
+
+}  // namespace jaxconv

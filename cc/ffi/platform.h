@@ -1,0 +1,37 @@
+// What one kernel library (libjaxconv_cpu, libjaxconv_cuda) offers to the Python module over it. No XLA
+// and no Python types, so that one library serves every Python version.
+#ifndef JAXCONV_FFI_PLATFORM_H_
+#define JAXCONV_FFI_PLATFORM_H_
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/selection.h"
+#include "core/status.h"
+
+#define JAXCONV_EXPORT __attribute__((visibility("default")))
+
+namespace jaxconv {
+
+struct PlatformInterface {
+  int ffi_major;  // of the XLA headers the handlers were built against
+  int ffi_minor;
+  // FFI target name -> XLA_FFI_Handler.
+  std::vector<std::pair<std::string, void*>> (*handlers)();
+  // Parses the problem's one-line form and chooses an instance. `target`: an architecture such as
+  // "sm_90a", or empty for the devices of this process.
+  Status (*select)(std::string_view line, std::string_view algorithm, std::string_view target,
+                   Selection* selection);
+  std::vector<std::string> (*kernels)();
+  std::vector<std::string> (*families)();
+  std::vector<std::pair<std::string, std::string>> (*build_info)();
+};
+
+JAXCONV_EXPORT const PlatformInterface& CpuPlatform();
+JAXCONV_EXPORT const PlatformInterface& CudaPlatform();
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_FFI_PLATFORM_H_
