@@ -248,10 +248,14 @@ def _convolve(
     ):
         if any(v < 1 for v in values):
             raise ValueError(f"{name}: expected at least 1 on every axis, got {values}")
+    pairs = _padding(padding, in_spatial, filter_spatial, stride, dilation)
+    for extent, (lo, hi) in zip(in_spatial, pairs, strict=True):
+        if min(lo, 0) + min(hi, 0) + extent < 0:
+            raise ValueError(f"padding: {(lo, hi)} crops more than the extent {extent} of {x_name}")
     out_dtype = _result_dtype(x.dtype, preferred_element_type)
     spec = ConvSpec(
         stride=stride,
-        padding=_padding(padding, in_spatial, filter_spatial, stride, dilation),
+        padding=pairs,
         lhs_dilation=lhs_dilation,
         dilation=dilation,
         groups=groups,

@@ -96,26 +96,33 @@ def _fold(array: jax.Array, mapped: int, axis: int, groups: int) -> jax.Array:
     return array.reshape(*shape[:axis], groups * count * rest, *shape[axis + 1 :])
 
 
-def _unfold(array: jax.Array, count: int, axis: int, groups: int) -> tuple[jax.Array, int]:
-    """Undoes ``_fold`` on the result; returns it with the position of the mapped axis."""
-    shape = array.shape
-    rest = shape[axis] // (groups * count) if count else 0
+def _unfold(
+    array: jax.Array, count: int, axis: int, extent: int, groups: int
+) -> tuple[jax.Array, int]:
+    """Undoes ``_fold`` on an axis that had ``extent``; also returns the mapped axis' position."""
+    shape, rest = array.shape, extent // groups
     array = array.reshape(*shape[:axis], groups, count, rest, *shape[axis + 1 :])
     array = jnp.moveaxis(array, axis + 1, axis)
-    return array.reshape(*shape[:axis], count, groups * rest, *shape[axis + 1 :]), axis
+    return array.reshape(*shape[:axis], count, extent, *shape[axis + 1 :]), axis
 
 
 def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype):
     lhs, rhs = operands
     lhs_mapped, rhs_mapped = mapped_axes
     lhs_role, rhs_role, out_role = op.roles
+    one_shape = [
+        a.shape if at is None else (*a.shape[:at], *a.shape[at + 1 :])
+        for a, at in zip(operands, mapped_axes, strict=True)
+    ]
+    out_shape = spec.shape(out_role, spec.sizes(op, *one_shape))
     if lhs_mapped is not None and rhs_mapped is not None:
         if spec.batched:  # a nested vmap: one batch axis counts both
             lhs = _fold(lhs, lhs_mapped, spec.axis(lhs_role, "batch"), 1)
             rhs = _fold(rhs, rhs_mapped, spec.axis(rhs_role, "batch"), 1)
             out = bind(op, lhs, rhs, spec, out_dtype)
             count = operands[0].shape[lhs_mapped]
-            return _unfold(out, count, spec.axis(out_role, "batch"), 1)
+            axis = spec.axis(out_role, "batch")
+            return _unfold(out, count, axis, out_shape[axis], 1)
         positions = {lhs_role: lhs_mapped, rhs_role: rhs_mapped, out_role: None}
         return bind(op, lhs, rhs, spec.with_batch(**positions), out_dtype), 0
     side = 0 if rhs_mapped is None else 1
@@ -129,8 +136,9 @@ def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype
     )
     lhs, rhs = (folded, rhs) if side == 0 else (lhs, folded)
     out = bind(op, lhs, rhs, spec, out_dtype)
-    out_groups = spec.groups if _runs_by_group(out_role, name) else 1
-    return _unfold(out, count, spec.axis(out_role, name), out_groups)
+    axis = spec.axis(out_role, name)
+    groups = spec.groups if _runs_by_group(out_role, name) else 1
+    return _unfold(out, count, axis, out_shape[axis], groups)
 
 
 for _op, _primitive in PRIMITIVES.items():

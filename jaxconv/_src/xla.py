@@ -40,22 +40,49 @@ def _numbers(axes: tuple[int, ...], batch: int, feature: int) -> tuple[int, ...]
     return (axes[batch], axes[feature], *spatial)
 
 
+def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers, spec, **options):
+    """``lax.conv_general_dilated``, with cropping done beforehand where the input is not dilated.
+
+    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride.
+    """
+    crop = [(0, 0, 0)] * lhs.ndim
+    kept = []
+    for axis, (lo, hi), dilation in zip(numbers.lhs_spec[2:], padding, lhs_dilation, strict=True):
+        if dilation == 1:
+            crop[axis] = (min(lo, 0), min(hi, 0), 0)
+            lo, hi = max(lo, 0), max(hi, 0)
+        kept.append((lo, hi))
+    if any(cut != (0, 0, 0) for cut in crop):
+        lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), crop)
+    return lax.conv_general_dilated(
+        lhs,
+        rhs,
+        strides,
+        kept,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=numbers,
+        precision=_PRECISION[spec.precision],
+        **options,
+    )
+
+
 def _fprop(x, w, spec: ConvSpec, out_dtype):
     numbers = lax.ConvDimensionNumbers(
         lhs_spec=_numbers(spec.x_axes, 0, -1),
         rhs_spec=_numbers(spec.w_axes, -1, -2),
         out_spec=_numbers(spec.y_axes, 0, -1),
     )
-    return lax.conv_general_dilated(
+    return _convolution(
         x,
         w,
         spec.stride,
         spec.padding,
-        lhs_dilation=spec.lhs_dilation,
-        rhs_dilation=spec.dilation,
-        dimension_numbers=numbers,
+        spec.lhs_dilation,
+        spec.dilation,
+        numbers,
+        spec,
         feature_group_count=spec.groups,
-        precision=_PRECISION[spec.precision],
         preferred_element_type=out_dtype,
     )
 
@@ -92,16 +119,16 @@ def _dgrad(dy, w, spec: ConvSpec, out_dtype):
         rhs_spec=_numbers(spec.w_axes, -2, -1),
         out_spec=_numbers(spec.x_axes, 0, -1),
     )
-    return lax.conv_general_dilated(
+    return _convolution(
         dy,
         lax.rev(w, spatial),
         spec.lhs_dilation,
         padding,
-        lhs_dilation=spec.stride,
-        rhs_dilation=spec.dilation,
-        dimension_numbers=numbers,
+        spec.stride,
+        spec.dilation,
+        numbers,
+        spec,
         feature_group_count=spec.groups,
-        precision=_PRECISION[spec.precision],
         preferred_element_type=out_dtype,
     )
 
@@ -123,15 +150,15 @@ def _wgrad(x, dy, spec: ConvSpec, out_dtype):
         rhs_spec=_numbers(spec.y_axes, -1, 0),
         out_spec=_numbers(spec.w_axes, -2, -1),
     )
-    return lax.conv_general_dilated(
+    return _convolution(
         x,
         dy,
         spec.dilation,
         padding,
-        lhs_dilation=spec.lhs_dilation,
-        rhs_dilation=spec.stride,
-        dimension_numbers=numbers,
+        spec.lhs_dilation,
+        spec.stride,
+        numbers,
+        spec,
         batch_group_count=spec.groups,
-        precision=_PRECISION[spec.precision],
         preferred_element_type=out_dtype,
     )

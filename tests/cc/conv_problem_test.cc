@@ -1,0 +1,213 @@
+// ConvProblem: its one-line form there and back, what it refuses and why, and its derived sizes.
+#include "core/conv_problem.h"
+
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace jaxconv {
+namespace {
+
+int checked = 0;
+int failures = 0;
+
+void Expect(bool condition, const std::string& what) {
+  ++checked;
+  if (!condition && ++failures <= 50) std::printf("FAIL %s\n", what.c_str());
+}
+
+constexpr char kLine[] =
+    "fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1";
+
+bool Equal(const ConvProblem& a, const ConvProblem& b) {
+  return a.op == b.op && a.x_dtype == b.x_dtype && a.w_dtype == b.w_dtype &&
+         a.y_dtype == b.y_dtype && a.precision == b.precision && a.rank == b.rank &&
+         a.batch == b.batch && a.n == b.n && a.groups == b.groups && a.c == b.c && a.k == b.k &&
+         a.in == b.in && a.filter == b.filter && a.out == b.out && a.stride == b.stride &&
+         a.lhs_dilation == b.lhs_dilation && a.dilation == b.dilation && a.pad_lo == b.pad_lo &&
+         a.pad_hi == b.pad_hi;
+}
+
+void CheckOneLine() {
+  ConvProblem problem;
+  Status status = ConvProblem::Parse(kLine, &problem);
+  Expect(status.ok(), status.message());
+  Expect(problem.ToString() == kLine, problem.ToString());
+  Expect(problem.op == Op::kFprop && problem.rank == 2, "op and rank of the line");
+  Expect(problem.in == Spatial{1, 56, 56} && problem.filter == Spatial{1, 3, 3}, "right-aligned");
+  Expect(problem.pad_lo == Spatial{0, 1, 1} && problem.pad_hi == Spatial{0, 1, 1}, "padding");
+  Expect(problem.x_shape() == std::vector<int64_t>{1, 64, 56, 56, 64}, "x_shape");
+  Expect(problem.w_shape() == std::vector<int64_t>{1, 3, 3, 64, 64}, "w_shape");
+  Expect(problem.y_shape() == std::vector<int64_t>{1, 64, 56, 56, 64}, "y_shape");
+  Expect(problem.flops() == int64_t{2} * 64 * 56 * 56 * 9 * 64 * 64, "flops");
+
+  // Negative padding, three axes, narrow dtypes.
+  const char* line =
+      "wgrad s8:s32:s8 highest b3 n2 g2 c8 k6 i5x6x7 f1x2x3 o4x5x5 s1x2x1 l1x2x1 d1x1x2 "
+      "p-1_0x-2_1x2_0";
+  status = ConvProblem::Parse(line, &problem);
+  Expect(status.ok(), status.message());
+  Expect(problem.ToString() == line, problem.ToString());
+  Expect(problem.pad_lo == Spatial{-1, -2, 2}, "negative padding");
+  Expect(problem.output_dtype() == DType::kS32 && problem.lhs_dtype() == DType::kS8 &&
+             problem.rhs_dtype() == DType::kS8,
+         "dtypes by operation");
+  Expect(problem.w_shape() == std::vector<int64_t>{3, 1, 2, 3, 4, 6},
+         "w_shape of a grouped problem");
+}
+
+void CheckRandomRoundTrips() {
+  std::mt19937 random(7);
+  auto draw = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  int round_trips = 0;
+  while (round_trips < 20000) {
+    ConvProblem problem;
+    problem.op = static_cast<Op>(draw(0, 2));
+    problem.x_dtype = static_cast<DType>(draw(0, 4));
+    problem.w_dtype = static_cast<DType>(draw(0, 4));
+    problem.y_dtype = static_cast<DType>(draw(0, 4));
+    problem.precision = static_cast<Precision>(draw(0, 2));
+    problem.rank = static_cast<int>(draw(1, 3));
+    problem.batch = draw(1, 5);
+    problem.n = draw(1, int64_t{1} << 40);
+    problem.groups = draw(1, 9);
+    problem.c = problem.groups * draw(1, 1000);
+    problem.k = problem.groups * draw(1, 1000);
+    for (int axis = 3 - problem.rank; axis < 3; ++axis) {
+      problem.in[axis] = draw(1, 100);
+      problem.filter[axis] = draw(1, 9);
+      problem.stride[axis] = draw(1, 4);
+      problem.lhs_dilation[axis] = draw(1, 4);
+      problem.dilation[axis] = draw(1, 4);
+      problem.pad_lo[axis] = draw(-5, 9);
+      problem.pad_hi[axis] = draw(-5, 9);
+      // Counted by sliding the window, which is what the closed form abbreviates.
+      int64_t extent = (problem.in[axis] - 1) * problem.lhs_dilation[axis] + 1 +
+                       problem.pad_lo[axis] + problem.pad_hi[axis];
+      int64_t reach = (problem.filter[axis] - 1) * problem.dilation[axis] + 1;
+      problem.out[axis] = 0;
+      for (int64_t start = 0; start + reach <= extent; start += problem.stride[axis]) {
+        ++problem.out[axis];
+      }
+    }
+    bool empty = problem.out[0] * problem.out[1] * problem.out[2] == 0;
+    ConvProblem parsed;
+    Status status = ConvProblem::Parse(problem.ToString(), &parsed);
+    Expect(status.ok() == !empty, problem.ToString() + ": " + status.message());
+    if (empty || !status.ok()) continue;
+    Expect(Equal(problem, parsed), problem.ToString());
+    Expect(parsed.ToString() == problem.ToString(), problem.ToString());
+    ++round_trips;
+  }
+}
+
+struct Refused {
+  const char* from;  // replaced, in kLine,
+  const char* to;    // by this
+  const char* word;  // which the message must contain
+};
+
+void CheckRefusals() {
+  const Refused cases[] = {
+      {"fprop", "forward", "operation"},
+      {"f32:f32:f32", "f64:f32:f32", "dtype of x"},
+      {"f32:f32:f32", "f32:f32", "dtype"},
+      {"default", "tf32", "precision"},
+      {"b1 ", "", "'b'"},
+      {"b1 ", "bx ", "'x' is no integer"},
+      {"b1 ", "b1.5 ", "integer"},
+      {"b1 ", "b0 ", "batch: expected at least 1, got 0"},
+      {"n64", "n-3", "n: expected at least 1, got -3"},
+      {"n64", "n", "n"},
+      {"n64", "n99999999999999999999", "integer"},
+      {"g1", "g5", "groups: 5 does not divide"},
+      {"g1", "g0", "groups"},
+      {"c64", "k64", "'c'"},
+      {"i56x56", "i56", "rank"},
+      {"i56x56", "i1x1x1x1", "at most 3"},
+      {"i56x56", "i56x", "i: cannot read"},
+      {"i56x56", "i0x56", "input extent"},
+      {"o56x56", "o55x56", "output extent of spatial axis 0: expected 56, got 55"},
+      {"o56x56", "o56x57", "output extent of spatial axis 1: expected 56, got 57"},
+      {"s1x1", "s1", "rank"},
+      {"s1x1", "s0x1", "stride"},
+      {"l1x1", "l1x0", "lhs dilation"},
+      {"d1x1", "d1x-1", "dilation"},
+      {"p1_1x1_1", "p1x1", "p: cannot read"},
+      {"p1_1x1_1", "p1_1", "rank"},
+      {"p1_1x1_1", "p1_1x1_1 extra", "unexpected 'extra'"},
+      {" p1_1x1_1", "", "'p'"},
+  };
+  for (const Refused& refused : cases) {
+    std::string line = kLine;
+    size_t at = line.find(refused.from);
+    Expect(at != std::string::npos, std::string("no '") + refused.from + "' in the line");
+    if (at == std::string::npos) continue;
+    line.replace(at, std::string(refused.from).size(), refused.to);
+    ConvProblem problem;
+    problem.n = 12345;
+    Status status = ConvProblem::Parse(line, &problem);
+    Expect(!status.ok() && status.code() == StatusCode::kInvalidArgument, line);
+    std::string where = line + "\n  expected '" + refused.word + "' in: " + status.message();
+    Expect(status.message().find(refused.word) != std::string::npos, where);
+    Expect(problem.n == 12345, "a refused line must leave the problem alone: " + line);
+  }
+}
+
+// Any prefix, and any single damaged character, is either refused or still a problem: no crash, no
+// out-of-bounds read (run under a sanitizer to see the latter).
+void CheckDamagedLines() {
+  const std::string line = kLine;
+  for (size_t length = 0; length < line.size(); ++length) {
+    ConvProblem problem;
+    std::string prefix = line.substr(0, length);
+    Status status = ConvProblem::Parse(prefix, &problem);
+    Expect(status.ok() ? problem.ToString() == prefix : !status.message().empty(), prefix);
+  }
+  for (size_t at = 0; at < line.size(); ++at) {
+    for (char damage : {' ', 'x', '_', '-', '0', '9', ':', '\0', '\xff'}) {
+      std::string damaged = line;
+      damaged[at] = damage;
+      ConvProblem problem;
+      Status status = ConvProblem::Parse(damaged, &problem);
+      if (status.ok()) {
+        // Only numbers with leading zeros come back in another spelling.
+        ConvProblem again;
+        Expect(ConvProblem::Parse(problem.ToString(), &again).ok() && Equal(problem, again),
+               damaged);
+      } else {
+        Expect(!status.message().empty(), damaged);
+      }
+    }
+  }
+}
+
+void CheckOutputExtent() {
+  Expect(OutputExtent(5, 3, 1, 1, 1, 0, 0) == 3, "valid");
+  Expect(OutputExtent(5, 3, 2, 1, 1, 1, 1) == 3, "strided");
+  Expect(OutputExtent(2, 5, 1, 1, 1, 1, 1) == 0, "window beyond the padded input");
+  Expect(OutputExtent(2, 4, 3, 1, 1, 1, 1) == 1, "window as large as the padded input");
+  Expect(OutputExtent(4, 1, 1, 1, 1, -2, -2) == 0, "everything cropped");
+  Expect(OutputExtent(0, 1, 1, 1, 1, 0, 0) == 0, "no input");
+  Expect(OutputExtent(0, 1, 1, 1, 1, 1, 1) == 2, "nothing but padding");
+  Expect(OutputExtent(3, 2, 1, 3, 2, 0, 0) == 5, "both dilations");
+  Expect(OutputExtent(1, 4, 5, 1, 1, 0, 0) == 0,
+         "a negative span is no position, whatever the stride");
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main() {
+  using namespace jaxconv;
+  CheckOneLine();
+  CheckRandomRoundTrips();
+  CheckRefusals();
+  CheckDamagedLines();
+  CheckOutputExtent();
+  std::printf("%d checks, %d failures\n", checked, failures);
+  return failures != 0;
+}

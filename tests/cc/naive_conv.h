@@ -1,0 +1,69 @@
+// The definition of a convolution and its two gradients as seven loops: what kernels are tested
+// against.
+#ifndef JAXCONV_TESTS_CC_NAIVE_CONV_H_
+#define JAXCONV_TESTS_CC_NAIVE_CONV_H_
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "core/conv_problem.h"
+
+namespace jaxconv {
+
+// `lhs` and `rhs` are the operation's operands as dense arrays; so is the result. Every index
+// relation is the one in core/conv_problem.h, sums are in double.
+inline std::vector<double> NaiveConv(const ConvProblem& p, const std::vector<double>& lhs,
+                                     const std::vector<double>& rhs) {
+  bool fprop = p.op == Op::kFprop, dgrad = p.op == Op::kDgrad;
+  int64_t results = fprop ? p.y_elements() : dgrad ? p.x_elements() : p.w_elements();
+  std::vector<double> result(results, 0.0);
+  int64_t c_per_group = p.c_per_group(), k_per_group = p.k_per_group();
+  auto pixel = [](const Spatial& extent, const Spatial& at) {
+    return (at[0] * extent[1] + at[1]) * extent[2] + at[2];
+  };
+  auto each = [](const Spatial& extent, auto body) {
+    Spatial at;
+    for (at[0] = 0; at[0] < extent[0]; ++at[0]) {
+      for (at[1] = 0; at[1] < extent[1]; ++at[1]) {
+        for (at[2] = 0; at[2] < extent[2]; ++at[2]) body(at);
+      }
+    }
+  };
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t n = 0; n < p.n; ++n) {
+      each(p.out, [&](const Spatial& out) {
+        each(p.filter, [&](const Spatial& tap) {
+          Spatial in;
+          for (int a = 0; a < 3; ++a) {
+            int64_t at = out[a] * p.stride[a] + tap[a] * p.dilation[a] - p.pad_lo[a];
+            if (at < 0 || at % p.lhs_dilation[a] != 0) return;
+            in[a] = at / p.lhs_dilation[a];
+            if (in[a] >= p.in[a]) return;
+          }
+          int64_t image = b * p.n + n;
+          int64_t x0 = (image * p.in_pixels() + pixel(p.in, in)) * p.c;
+          int64_t y0 = (image * p.out_pixels() + pixel(p.out, out)) * p.k;
+          int64_t w0 = (b * p.taps() + pixel(p.filter, tap)) * c_per_group * p.k;
+          for (int64_t k = 0; k < p.k; ++k) {
+            for (int64_t c = 0; c < c_per_group; ++c) {
+              int64_t x = x0 + k / k_per_group * c_per_group + c, w = w0 + c * p.k + k, y = y0 + k;
+              if (fprop) {
+                result[y] += lhs[x] * rhs[w];
+              } else if (dgrad) {
+                result[x] += lhs[y] * rhs[w];
+              } else {
+                result[w] += lhs[x] * rhs[y];
+              }
+            }
+          }
+        });
+      });
+    }
+  }
+  return result;
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_TESTS_CC_NAIVE_CONV_H_

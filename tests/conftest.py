@@ -1,0 +1,137 @@
+"""Configuration: virtual devices, poisoned memory, platforms, seeds, the record of a GPU run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+# Read when the first backend starts, so they must be set before anything imports jax: eight CPU
+# devices for the sharding tests, and no preallocation on a GPU, which tests share with processes
+# that they start.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# glibc then fills every new allocation with 0xfe: results and workspaces on the CPU begin as
+# garbage (-1.7e38 in float32, NaN in float16), never as zeros that hide an element nobody wrote.
+POISON_BYTE = 0xFE
+M_PERTURB = -6  # from malloc.h; the fill is the complement of the parameter
+POISONED = sys.platform == "linux" and ctypes.CDLL(None).mallopt(M_PERTURB, POISON_BYTE ^ 0xFF) == 1
+
+import gpu_report  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from jaxconv._src import native  # noqa: E402
+
+jax.config.update("jax_default_matmul_precision", None)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--level",
+        choices=("default", "rigorous"),
+        default="default",
+        help="rigorous: ten times the random problems",
+    )
+    parser.addoption("--seed", type=int, default=0, help="first seed of the random problems")
+    parser.addoption(
+        "--record-gpu-report",
+        metavar="PATH",
+        help="write what the tests marked gpu did, beside a hash of the kernel sources, to PATH",
+    )
+
+
+def pytest_report_header(config):
+    cpu, cuda = native.load("cpu"), native.load("cuda")
+    return [
+        f"jaxconv: jax {jax.__version__}, devices {jax.default_backend()} x{jax.device_count()}, "
+        f"level {config.getoption('level')}, seed {config.getoption('seed')}",
+        *(
+            f"jaxconv: {name} kernels: "
+            + (p.reason if isinstance(p, native.Refusal) else f"{len(p.kernels())} instances")
+            for name, p in (("cpu", cpu), ("cuda", cuda))
+        ),
+    ]
+
+
+def gpu_missing() -> str:
+    """Why tests marked gpu cannot run here; "" where they can."""
+    if jax.default_backend() != "gpu":
+        return f"no GPU: jax's default backend is {jax.default_backend()}"
+    return ""
+
+
+def pytest_collection_modifyitems(items):
+    reason = gpu_missing()
+    if reason:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+PLATFORMS = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLATFORMS)
+def platform(request):
+    """Runs a test on every platform: its name, with arrays and programs placed there."""
+    kind = {"cpu": "cpu", "cuda": "gpu"}[request.param]
+    with jax.default_device(jax.devices(kind)[0]):
+        yield request.param
+
+
+GPU_RESULTS = pytest.StashKey[dict]()
+
+
+def pytest_configure(config):
+    config.stash[GPU_RESULTS] = {}
+    if config.getoption("record_gpu_report") and gpu_missing():
+        raise pytest.UsageError(f"--record-gpu-report: {gpu_missing()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if item.get_closest_marker("gpu") and (report.when == "call" or report.outcome != "passed"):
+        item.config.stash[GPU_RESULTS][item.nodeid] = report.outcome
+    return report
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("record_gpu_report")
+    if path:
+        gpu_report.write(path, session.config.stash[GPU_RESULTS])
+
+
+@pytest.fixture
+def seed(request) -> int:
+    return request.config.getoption("seed")
+
+
+@pytest.fixture
+def native_cpu() -> native.Platform:
+    """The CPU kernels. Their absence is a failure where the build is meant to make them."""
+    kernels = native.load("cpu")
+    if isinstance(kernels, native.Refusal):
+        if native_cpu_expected():
+            pytest.fail(f"no CPU kernels on Linux x86-64: {kernels.reason}")
+        pytest.skip(f"no CPU kernels for {sys.platform}: {kernels.reason}")
+    return kernels
+
+
+def native_cpu_expected() -> bool:
+    return sys.platform == "linux" and os.uname().machine == "x86_64"
+
+
+@pytest.fixture
+def native_kernels(platform) -> native.Platform:
+    """The kernels of the test's platform; on a GPU machine the CUDA kernels must be there too."""
+    kernels = native.load(platform)
+    if isinstance(kernels, native.Refusal):
+        if platform == "cuda" or native_cpu_expected():
+            pytest.fail(f"no {platform} kernels: {kernels.reason}")
+        pytest.skip(f"no {platform} kernels for {sys.platform}: {kernels.reason}")
+    return kernels

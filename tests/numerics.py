@@ -1,0 +1,162 @@
+"""What is right: the definition in float64 NumPy, exact comparison, and error measured against lax.
+
+``reference`` calls neither jaxconv nor lax.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from problems import DTYPES, Problem
+
+from jaxconv._src.spec import Op
+
+# Integers up to this magnitude are exact in the result's dtype (2 ** (mantissa bits + 1)); int32
+# sums must not overflow.
+EXACT_LIMIT = {"f32": 2**24, "bf16": 2**8, "f16": 2**11, "s8": 2**31 - 1}
+
+
+def _taps(problem: Problem):
+    """For every filter tap: which output positions it serves, and which input positions it reads.
+
+    Straight from i * lhs_dilation = p * stride + r * dilation - pad_lo, one index array per axis.
+    """
+    for tap in itertools.product(*map(range, problem.window)):
+        outs, ins = [], []
+        for axis, r in enumerate(tap):
+            p = np.arange(problem.out_spatial[axis])
+            position = (
+                p * problem.stride[axis] + r * problem.dilation[axis] - problem.padding[axis][0]
+            )
+            i, rest = np.divmod(position, problem.lhs_dilation[axis])
+            hit = (rest == 0) & (i >= 0) & (i < problem.spatial[axis])
+            outs.append(p[hit])
+            ins.append(i[hit])
+        yield tap, outs, ins
+
+
+def reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """``op`` in float64 by its definition, channels last; exact on integers below 2 ** 53."""
+    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    if problem.batch is None:
+        return _reference(op, problem, lhs, rhs)
+    return np.stack([_reference(op, problem, a, b) for a, b in zip(lhs, rhs, strict=True)])
+
+
+def _reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    n, g = problem.n, problem.groups
+    c, k = problem.c // g, problem.k // g
+    shapes = {
+        "x": (n, *problem.spatial, g, c),
+        "w": (*problem.window, c, g, k),
+        "y": (n, *problem.out_spatial, g, k),
+    }
+    tensors = dict(zip(op.roles, (lhs, rhs, np.zeros(1)), strict=True))
+    x, w, y = (
+        np.zeros(shapes[role]) if role == op.roles[2] else tensors[role].reshape(shapes[role])
+        for role in "xwy"
+    )
+    for tap, outs, ins in _taps(problem):
+        at_x, at_y = (np.ix_(range(n), *index, range(g)) for index in (ins, outs))
+        if op is Op.FPROP:
+            y[at_y] += np.einsum("...gc,cgk->...gk", x[at_x], w[tap])
+        elif op is Op.DGRAD:
+            x[at_x] += np.einsum("...gk,cgk->...gc", y[at_y], w[tap])
+        else:
+            rows_x, rows_y = x[at_x].reshape(-1, g, c), y[at_y].reshape(-1, g, k)
+            w[tap] += np.einsum("mgc,mgk->cgk", rows_x, rows_y)
+    result = {"x": x, "w": w, "y": y}[op.roles[2]]
+    unbatched = {
+        "x": (n, *problem.spatial, problem.c),
+        "w": (*problem.window, c, problem.k),
+        "y": (n, *problem.out_spatial, problem.k),
+    }
+    return result.reshape(unbatched[op.roles[2]])
+
+
+@functools.lru_cache(maxsize=1024)
+def exact_operands(
+    op: Op, problem: Problem, dtype: str, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random small integers whose result is representable: (lhs, rhs, expected), channels last.
+
+    On these every correct kernel, whatever the order of its sums, gives the same bits.
+    """
+    operand, result = DTYPES[dtype]
+    rng = np.random.default_rng([seed, list(Op).index(op), list(DTYPES).index(dtype)])
+    shapes = [problem.canonical_shape(role) for role in op.roles[:2]]
+    low, high = {"f32": (-8, 8), "s8": (-128, 127)}.get(dtype, (-2, 2))
+    density = 1.0
+    while True:
+        lhs, rhs = (
+            np.where(rng.random(s) < density, rng.integers(low, high, s, endpoint=True), 0)
+            for s in shapes
+        )
+        expected = reference(op, problem, lhs, rhs)
+        if np.abs(expected).max(initial=0) <= EXACT_LIMIT[dtype]:
+            return lhs.astype(operand), rhs.astype(operand), expected.astype(result)
+        density /= 2
+
+
+def normal_operands(
+    op: Op, problem: Problem, dtype: str, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Standard normal operands, rounded to the dtype."""
+    rng = np.random.default_rng([seed, list(Op).index(op)])
+    lhs, rhs = (rng.standard_normal(problem.canonical_shape(role)) for role in op.roles[:2])
+    return lhs.astype(DTYPES[dtype][0]), rhs.astype(DTYPES[dtype][0])
+
+
+def mismatch(actual, expected, repro: str) -> str:
+    """ "" where the arrays agree exactly (NaN agrees with NaN), else a report with a coordinate."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        types = [f"{a.dtype}{a.shape}" for a in (expected, actual)]
+        return f"{repro}\n  expected {types[0]}, got {types[1]}"
+    # float64 holds every value of every dtype compared here
+    a, e = (
+        t.astype(np.complex128 if np.iscomplexobj(t) else np.float64) for t in (actual, expected)
+    )
+    wrong = ~((a == e) | (np.isnan(a) & np.isnan(e)))
+    if not wrong.any():
+        return ""
+    at = tuple(int(i[0]) for i in np.nonzero(wrong))
+    return (
+        f"{repro}\n  {wrong.sum()} of {wrong.size} elements differ, first at {at}: "
+        f"expected {expected[at]}, got {actual[at]}"
+    )
+
+
+def assert_exact(actual, expected, repro: str) -> None:
+    report = mismatch(actual, expected, repro)
+    assert not report, report
+
+
+def on_cpu(function, *arguments):
+    """Compiles and runs on the CPU, where lax is exact on integers: no TF32, no Winograd."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.jit(function)(*arguments)
+
+
+def error(actual, exact: np.ndarray) -> float:
+    """Root mean square deviation from the float64 reference, relative to its root mean square."""
+    deviation = np.asarray(actual).astype(np.float64) - exact
+    return float(np.sqrt(np.mean(deviation**2)) / np.sqrt(np.mean(exact**2)))
+
+
+def assert_error_ratio(actual, by_lax, exact: np.ndarray, repro: str, ratio: float = 2.0) -> None:
+    """Our error is at most ``ratio`` times that of lax at the same dtypes.
+
+    Half a unit in the last place of the result, what rounding alone costs, is free: a sum of few
+    terms can be exact in lax by luck.
+    """
+    ours, theirs = error(actual, exact), error(by_lax, exact)
+    floor = float(jnp.finfo(np.asarray(actual).dtype).eps) / 2
+    assert ours <= ratio * theirs + floor, (
+        f"{repro}\n  relative rms error {ours:.3g}, lax {theirs:.3g}, allowed "
+        f"{ratio} times that + {floor:.3g}"
+    )

@@ -1,0 +1,277 @@
+"""The one list of convolution problems that every test draws from.
+
+A ``Problem`` is written with the sizes a reader thinks in; ``spec`` and ``line`` give the library's
+own forms. Sizes are small: correctness lives in the tails, the strides and the odd extents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv._src import primitives
+from jaxconv._src.spec import ConvSpec, Op, problem_line
+from jaxconv.bench.layers import LAYERS as BENCH_LAYERS
+from jaxconv.bench.layers import Layer
+
+Pairs = tuple[tuple[int, int], ...]
+
+# Name -> dtypes of the operands and of the result.
+DTYPES = {
+    "f32": (np.dtype(np.float32), np.dtype(np.float32)),
+    "bf16": (np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16)),
+    "f16": (np.dtype(np.float16), np.dtype(np.float16)),
+    "s8": (np.dtype(np.int8), np.dtype(np.int32)),
+}
+
+# Where the channel axis of each tensor lies: last, or first with filters (K, C, ...).
+LAYOUTS = ("last", "first")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    name: str
+    spatial: tuple[int, ...]
+    window: tuple[int, ...]
+    n: int
+    c: int
+    k: int
+    stride: tuple[int, ...]
+    padding: Pairs
+    lhs_dilation: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    batch: int | None = None  # independent convolutions, each with a filter of its own
+
+    @property
+    def rank(self) -> int:
+        return len(self.spatial)
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        """Counted, not computed: the positions at which the whole window fits."""
+        counts = []
+        for axis in range(self.rank):
+            lo, hi = self.padding[axis]
+            extent = (self.spatial[axis] - 1) * self.lhs_dilation[axis] + 1 + lo + hi
+            reach = (self.window[axis] - 1) * self.dilation[axis] + 1
+            counts.append(len(range(0, extent - reach + 1, self.stride[axis])))
+        return tuple(counts)
+
+    def canonical_shape(self, role: str) -> tuple[int, ...]:
+        """(batch?, n, *spatial, c), (batch?, *window, c / groups, k) or (batch?, n, *out, k)."""
+        shape = {
+            "x": (self.n, *self.spatial, self.c),
+            "w": (*self.window, self.c // self.groups, self.k),
+            "y": (self.n, *self.out_spatial, self.k),
+        }[role]
+        return shape if self.batch is None else (self.batch, *shape)
+
+    def axes(self, role: str, layout: str) -> tuple[int, ...]:
+        """Array position of every canonical axis."""
+        rank = self.rank
+        if layout == "last":
+            axes = tuple(range(rank + 2))
+        elif role == "w":  # canonical (*window, c, k), array (k, c, *window)
+            axes = (*range(2, rank + 2), 1, 0)
+        else:  # canonical (n, *spatial, c), array (n, c, *spatial)
+            axes = (0, *range(2, rank + 2), 1)
+        return axes if self.batch is None else (0, *(a + 1 for a in axes))
+
+    def to_layout(self, role: str, canonical: np.ndarray, layout: str) -> np.ndarray:
+        return np.ascontiguousarray(np.transpose(canonical, np.argsort(self.axes(role, layout))))
+
+    def to_canonical(self, role: str, array: np.ndarray, layout: str) -> np.ndarray:
+        return np.transpose(np.asarray(array), self.axes(role, layout))
+
+    def spec(
+        self, *, algorithm: str = "auto", precision: str = "default", layout: str = "last"
+    ) -> ConvSpec:
+        return ConvSpec(
+            stride=self.stride,
+            padding=self.padding,
+            lhs_dilation=self.lhs_dilation,
+            dilation=self.dilation,
+            groups=self.groups,
+            in_spatial=self.spatial,
+            filter_spatial=self.window,
+            x_axes=self.axes("x", layout),
+            w_axes=self.axes("w", layout),
+            y_axes=self.axes("y", layout),
+            batched=self.batch is not None,
+            precision=precision,
+            algorithm=(algorithm,) * 3,
+        )
+
+    def line(self, op: Op, dtype: str, precision: str = "default") -> str:
+        """The one-line repro."""
+        spec = self.spec(precision=precision)
+        shapes = [self.canonical_shape(role) for role in op.roles[:2]]
+        return problem_line(op, spec, spec.sizes(op, *shapes), *DTYPES[dtype])
+
+    def operation(self, op: Op, dtype: str, **spec_options):
+        """The compiled primitive, (lhs, rhs) -> result."""
+        return jax.jit(
+            functools.partial(
+                primitives.bind, op, spec=self.spec(**spec_options), out_dtype=DTYPES[dtype][1]
+            )
+        )
+
+
+def problem(
+    name: str,
+    spatial: int | tuple[int, ...],
+    window: int | tuple[int, ...],
+    *,
+    n: int = 2,
+    c: int = 8,
+    k: int = 16,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | Pairs = 0,
+    lhs_dilation: int | tuple[int, ...] = 1,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    batch: int | None = None,
+) -> Problem:
+    """A Problem from abbreviated sizes: one number stands for each of two spatial axes."""
+    spatial = (spatial,) * 2 if isinstance(spatial, int) else spatial
+
+    def each(value):
+        return (value,) * len(spatial) if isinstance(value, int) else tuple(value)
+
+    pairs = tuple((p, p) if isinstance(p, int) else p for p in each(padding))
+    return Problem(
+        name=name,
+        spatial=spatial,
+        window=each(window),
+        n=n,
+        c=c,
+        k=k,
+        stride=each(stride),
+        padding=pairs,
+        lhs_dilation=each(lhs_dilation),
+        dilation=each(dilation),
+        groups=groups,
+        batch=batch,
+    )
+
+
+# One shape of each kind: plain, with channel tails, with a stride and tails.
+BASIC = [
+    problem("plain", 14, 3, c=32, k=64, padding=1),
+    problem("channel_tail", 14, 3, c=13, k=29, padding=1),
+    problem("stride_and_tail", (15, 14), 3, c=21, k=18, stride=2, padding=1),
+    problem("pointwise", 9, 1, c=40, k=24),
+    problem("pointwise_strided", 9, 1, c=24, k=40, stride=2),
+    problem("5x5", 11, 5, c=12, k=20, padding=2),
+]
+
+EDGE = [
+    problem("one_pixel", 1, 1, n=1, c=7, k=5),
+    problem("one_pixel_3x3", 1, 3, n=3, c=16, k=16, padding=1),
+    problem("prime_extents", (27, 37), 3, n=1, c=23, k=19, padding=1),
+    problem("filter_larger_than_input", (4, 5), (7, 9), c=8, k=8, padding=4),
+    problem("filter_covers_input", 7, 7, n=5, c=16, k=12),
+    problem("negative_padding", (12, 13), 3, padding=((-1, 2), (0, -3))),
+    problem("cropped_past_the_window", 10, 3, padding=((-4, 0), (-2, -2)), stride=2),
+    problem("asymmetric_padding", (11, 9), (3, 4), padding=((0, 3), (2, 1)), stride=(2, 3)),
+    problem("uneven_stride", (17, 16), (3, 5), padding=((1, 1), (2, 2)), stride=(1, 2)),
+    problem("stride_beyond_window", 16, 2, stride=3, c=16, k=16),
+    problem("dilation", 13, 3, dilation=2, padding=2, c=16, k=16),
+    problem("uneven_dilation", (17, 14), 3, dilation=(3, 1), padding=((3, 3), (1, 1)), c=9, k=10),
+    problem("dilation_and_stride", 15, 3, dilation=2, stride=2, padding=2, c=16, k=8),
+    problem("lhs_dilation", (7, 6), 3, lhs_dilation=2, padding=1, c=16, k=8),
+    problem("lhs_dilation_and_stride", 8, 3, lhs_dilation=3, stride=2, padding=((2, 1), (1, 3))),
+    problem("both_dilations", 7, 3, lhs_dilation=(2, 1), dilation=(1, 2), padding=2),
+    problem("groups", 10, 3, groups=4, c=32, k=16, padding=1),
+    problem("groups_with_tails", 9, 3, groups=3, c=15, k=21, stride=2, padding=1),
+    problem("pointwise_groups", 8, 1, groups=2, c=16, k=32),
+    problem("depthwise", 11, 3, groups=24, c=24, k=24, padding=1),
+    problem("depthwise_5x5_strided", 13, 5, groups=19, c=19, k=19, stride=2, padding=2),
+    problem("depth_multiplier", 10, 3, groups=6, c=6, k=18, padding=1),
+    problem("one_input_channel", 12, 5, c=1, k=16, padding=2),
+    problem("three_input_channels", 19, 7, c=3, k=16, stride=2, padding=3),
+    problem("one_output_channel", 9, 3, c=16, k=1, padding=1),
+    problem("one_image", 8, 3, n=1, padding=1),
+    problem("many_images", 3, 3, n=17, padding=1),
+    problem("1d", (31,), 5, c=12, k=20, padding=2),
+    problem("1d_causal", (23,), 3, c=8, k=8, padding=((4, 0),), dilation=2),
+    problem("1d_grouped_strided", (29,), 4, c=16, k=16, groups=4, stride=2, padding=1),
+    problem("3d", (5, 6, 7), 3, n=1, c=8, k=12, padding=1),
+    problem(
+        "3d_strided",
+        (6, 7, 9),
+        (2, 3, 3),
+        c=5,
+        k=7,
+        stride=(1, 2, 2),
+        padding=((0, 1), (1, 1), (1, 0)),
+    ),
+    problem("tall_window", (16, 6), (5, 1), c=16, k=16, padding=((2, 2), (0, 0))),
+]
+
+# Both operands carry a batch axis: per-example filters, and what per-example gradients become.
+BATCHED = [
+    problem("batched", 8, 3, batch=3, n=1, c=8, k=8, padding=1),
+    problem("batched_strided_tails", (9, 7), 3, batch=2, c=5, k=7, stride=2, padding=1),
+    problem("batched_groups", 7, 3, batch=3, c=8, k=12, groups=4, padding=1),
+    problem("batched_1d", (15,), 3, batch=4, c=6, k=6, dilation=2, padding=2),
+]
+
+
+def scaled(name: str, layer: Layer) -> Problem:
+    """A layer of the benchmarks with its window, stride, padding and grouping, but a small size."""
+    # Residues modulo 16 stay, so that an aligned layer stays aligned and a tail stays a tail.
+    c, k = (v if v <= 16 else 16 + v % 16 for v in (layer.c, layer.k))
+    groups = layer.groups
+    if groups == layer.c:
+        groups, k = c, c * (layer.k // layer.c)
+    elif groups > 1:
+        groups = 4
+    return problem(
+        name,
+        tuple(
+            min(i, (r - 1) * d + 6)
+            for i, r, d in zip(layer.spatial, layer.window, layer.dilation, strict=True)
+        ),
+        layer.window,
+        n=min(layer.n, 2),
+        c=c,
+        k=k,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+        groups=groups,
+    )
+
+
+# Layers that differ only in the sizes that scaling takes away count once.
+_distinct: dict[Problem, Problem] = {}
+for _name, _layer in BENCH_LAYERS.items():
+    _scaled = scaled(_name, _layer)
+    _distinct.setdefault(dataclasses.replace(_scaled, name=""), _scaled)
+LAYERS = list(_distinct.values())
+
+PROBLEMS = [*BASIC, *EDGE, *BATCHED, *LAYERS]
+BY_NAME = {p.name: p for p in PROBLEMS}
+
+# Enough to meet every kind of code path once; for the costly checks.
+REPRESENTATIVE = [
+    BY_NAME[name]
+    for name in (
+        "channel_tail",
+        "stride_and_tail",
+        "dilation_and_stride",
+        "lhs_dilation_and_stride",
+        "negative_padding",
+        "groups_with_tails",
+        "depth_multiplier",
+        "1d_causal",
+        "3d_strided",
+        "batched_groups",
+    )
+]

@@ -1,0 +1,96 @@
+"""The C++ tests of tests/cc: each compiled with the sources that its includes lead to, and run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+CC = TESTS.parent / "cc"
+PROGRAMS = sorted((TESTS / "cc").glob("*_test.cc"))
+INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+
+
+def sources(program: pathlib.Path) -> list[pathlib.Path]:
+    """The program and, transitively, the .cc beside every header of ours that it includes."""
+    found, pending = [], [program]
+    seen = set()
+    while pending:
+        file = pending.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        if file.suffix == ".cc":
+            found.append(file)
+        for name in INCLUDE.findall(file.read_text()):
+            for root in (CC, TESTS):
+                header = root / name
+                pending += [f for f in (header, header.with_suffix(".cc")) if f.exists()]
+    return found
+
+
+def package_file(package: str, wanted) -> pathlib.Path | None:
+    """The first file of an installed package that ``wanted`` accepts."""
+    try:
+        files = importlib.metadata.files(package) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((pathlib.Path(f.locate()).resolve() for f in files if wanted(f)), None)
+
+
+def onednn_flags() -> tuple[list[str], list[str]]:
+    """Compiler flags and linker flags of oneDNN; skips where its headers are not installed."""
+    header = package_file(
+        "onednn-devel-cpu-gomp", lambda f: f.name == "dnnl.h" and f.parent.name == "include"
+    )
+    library = package_file("onednn-cpu-gomp", lambda f: f.name.startswith("libdnnl.so."))
+    if header is None or library is None:
+        pytest.skip("the packages onednn-devel-cpu-gomp and onednn-cpu-gomp are not both installed")
+    return (
+        ["-isystem", str(header.parent), "-fopenmp"],
+        [str(library), f"-Wl,-rpath,{library.parent}", "-fopenmp", "-pthread"],
+    )
+
+
+def test_there_are_programs():
+    names = {program.name for program in PROGRAMS}
+    assert names >= {
+        "conv_problem_test.cc",
+        "fast_divmod_test.cc",
+        "implicit_gemm_test.cc",
+        "onednn_conv_test.cc",
+        "select_test.cc",
+    }
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[p.stem for p in PROGRAMS])
+def test_program(program, tmp_path):
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler: none of c++, g++ and clang++ is on PATH")
+    files = sources(program)
+    compile_flags, link_flags = [], ["-pthread"]
+    if any(file.is_relative_to(CC / "cpu") for file in files):
+        if sys.platform != "linux":
+            pytest.skip("the CPU kernels are built on Linux only")
+        compile_flags, link_flags = onednn_flags()
+    binary = tmp_path / program.stem
+    command = [
+        *(compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1"),
+        *("-I", str(CC), "-I", str(TESTS)),
+        *compile_flags,
+        *map(str, files),
+        *("-o", str(binary)),
+        *link_flags,
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert built.returncode == 0, f"{' '.join(command)}\n{built.stderr[-8000:]}"
+    ran = subprocess.run([str(binary)], capture_output=True, text=True, check=False, timeout=300)
+    output = (ran.stdout + ran.stderr)[-8000:]
+    assert ran.returncode == 0, f"{program.name} returned {ran.returncode}:\n{output}"

@@ -1,0 +1,457 @@
+"""Bad input: refused while tracing with operand, expected and got, or answered as lax answers."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from problems import BY_NAME, DTYPES
+
+import jaxconv
+from jaxconv._src.spec import Op
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+X, W = zeros(2, 8, 8, 4), zeros(3, 3, 4, 6)
+
+
+def traced(function, *arguments, **parameters):
+    """Tracing alone must find the fault, so nothing is compiled or run."""
+    return jax.eval_shape(lambda *a: function(*a, **parameters), *arguments)
+
+
+# (arguments, parameters, type of the error, what its message must contain)
+CONV = {
+    "x of rank 2": ((zeros(4, 4), W), {}, ValueError, ["x", "3 to 5", "(4, 4)"]),
+    "x of rank 6": ((zeros(*[2] * 6), W), {}, ValueError, ["x", "3 to 5", "(2, 2, 2, 2, 2, 2)"]),
+    "w of another rank": ((X, zeros(3, 4, 6)), {}, ValueError, ["w", "4 dimensions", "(3, 4, 6)"]),
+    "rank against the format": (
+        (X, W),
+        {"data_format": "NWC"},
+        ValueError,
+        ["x", "NWC", "3 dimensions", "(2, 8, 8, 4)"],
+    ),
+    "unknown format": (
+        (X, W),
+        {"data_format": "NHCW"},
+        ValueError,
+        ["data_format", "NHWC", "'NHCW'"],
+    ),
+    "channel mismatch": (
+        (X, zeros(3, 3, 5, 6)),
+        {},
+        ValueError,
+        ["w", "4 input channels", "got 5"],
+    ),
+    "channel mismatch in a group": (
+        (X, W),
+        {"groups": 2},
+        ValueError,
+        ["w", "expected 2", "groups is 2", "got 4"],
+    ),
+    "groups that do not divide C": ((X, W), {"groups": 3}, ValueError, ["groups", "3", "4 input"]),
+    "groups that do not divide K": (
+        (X, zeros(3, 3, 1, 6)),
+        {"groups": 4},
+        ValueError,
+        ["groups", "4", "6 output"],
+    ),
+    "groups of zero": ((X, W), {"groups": 0}, ValueError, ["groups", "at least 1", "0"]),
+    "groups that are no integer": (
+        (X, W),
+        {"groups": 1.5},
+        TypeError,
+        ["groups", "integer", "1.5"],
+    ),
+    "padding string": ((X, W), {"padding": "FULL"}, ValueError, ["padding", "SAME", "'FULL'"]),
+    "padding of another rank": (
+        (X, W),
+        {"padding": [(1, 1)]},
+        ValueError,
+        ["padding", "2", "[(1, 1)]"],
+    ),
+    "padding triple": ((X, W), {"padding": [(1, 1, 1), (0, 0)]}, ValueError, ["padding", "pair"]),
+    "padding that is no integer": ((X, W), {"padding": 0.5}, TypeError, ["padding", "0.5"]),
+    "stride of zero": ((X, W), {"stride": 0}, ValueError, ["stride", "at least 1", "(0, 0)"]),
+    "stride of another rank": (
+        (X, W),
+        {"stride": (1, 1, 1)},
+        ValueError,
+        ["stride", "2", "(1, 1, 1)"],
+    ),
+    "stride that is a string": ((X, W), {"stride": "2"}, TypeError, ["stride", "'2'"]),
+    "negative dilation": ((X, W), {"dilation": (1, -1)}, ValueError, ["dilation", "(1, -1)"]),
+    "operand dtypes": (
+        (X, W.astype(jnp.bfloat16)),
+        {},
+        TypeError,
+        ["w", "float32", "bfloat16"],
+    ),
+    "integer beside float": ((X.astype(np.int8), W), {}, TypeError, ["w", "int8", "float32"]),
+    "bool": ((X.astype(bool), W.astype(bool)), {}, TypeError, ["x", "numeric", "bool"]),
+    "narrower result": (
+        (X, W),
+        {"preferred_element_type": jnp.bfloat16},
+        TypeError,
+        ["preferred_element_type", "float32", "bfloat16"],
+    ),
+    "integer result of floats": (
+        (X, W),
+        {"preferred_element_type": np.int32},
+        TypeError,
+        ["preferred_element_type", "float32", "int32"],
+    ),
+    "precision": ((X, W), {"precision": "sharp"}, ValueError, ["sharp"]),
+    "unknown algorithm": (
+        (X, W),
+        {"algorithm": "cudnn"},
+        ValueError,
+        ["algorithm", "'cudnn'", "'auto'", "'xla'"],
+    ),
+    "algorithm of an unknown direction": (
+        (X, W),
+        {"algorithm": {"backward": "xla"}},
+        ValueError,
+        ["algorithm", "fprop, dgrad, wgrad", "backward"],
+    ),
+    "algorithm of another type": ((X, W), {"algorithm": 7}, TypeError, ["algorithm", "7"]),
+}
+
+
+@pytest.mark.parametrize("name", CONV)
+def test_conv_refuses_while_tracing(name):
+    arguments, parameters, error, words = CONV[name]
+    with pytest.raises(error) as raised:
+        traced(jaxconv.conv, *arguments, **parameters)
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+STRIDES = {"window_strides": (1, 1), "padding": "SAME"}
+NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+GENERAL = {
+    "ranks differ": ((X, zeros(3, 4, 6)), STRIDES, ValueError, ["rhs", "4", "(3, 4, 6)"]),
+    "rank 1": (
+        (zeros(4), zeros(4)),
+        {**STRIDES, "window_strides": ()},
+        ValueError,
+        ["lhs", "(4,)"],
+    ),
+    "unknown dimension letters": (
+        (X, W),
+        {**STRIDES, "dimension_numbers": ("NHXC", "HWIO", "NHWC")},
+        ValueError,
+        ["dimension_numbers"],
+    ),
+    "repeated dimension letters": (
+        (X, W),
+        {**STRIDES, "dimension_numbers": ("NHHC", "HWIO", "NHWC")},
+        ValueError,
+        ["dimension_numbers"],
+    ),
+    "dimension letters of another rank": (
+        (X, W),
+        {**STRIDES, "dimension_numbers": ("NWC", "WIO", "NWC")},
+        ValueError,
+        ["dimension_numbers"],
+    ),
+    "window strides of another rank": (
+        (X, W),
+        {**STRIDES, **NHWC, "window_strides": (1,)},
+        ValueError,
+        ["window_strides", "2", "(1,)"],
+    ),
+    "lhs dilation of zero": (
+        (X, W),
+        {**STRIDES, **NHWC, "lhs_dilation": (0, 1)},
+        ValueError,
+        ["lhs dilation", "(0, 1)"],
+    ),
+    "channel mismatch": (
+        (X, zeros(3, 3, 5, 6)),
+        {**STRIDES, **NHWC},
+        ValueError,
+        ["rhs", "lhs has 4", "got 5"],
+    ),
+    "feature groups": (
+        (X, W),
+        {**STRIDES, **NHWC, "feature_group_count": 3},
+        ValueError,
+        ["feature_group_count", "3", "4 input"],
+    ),
+    "batch groups": (
+        (X, W),
+        {**STRIDES, **NHWC, "batch_group_count": 4},
+        ValueError,
+        ["batch_group_count", "4", "batch", "6 output"],
+    ),
+    "both kinds of groups": (
+        (X, zeros(3, 3, 2, 6)),
+        {**STRIDES, **NHWC, "batch_group_count": 2, "feature_group_count": 2},
+        ValueError,
+        ["batch_group_count", "feature_group_count"],
+    ),
+    "dtypes": (
+        (X, W.astype(np.float16)),
+        {**STRIDES, **NHWC},
+        TypeError,
+        ["rhs", "float32", "float16"],
+    ),
+    "out_sharding": (
+        (X, W),
+        {**STRIDES, **NHWC, "out_sharding": "data"},
+        ValueError,
+        ["out_sharding", "'data'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_conv_general_dilated_refuses_while_tracing(name):
+    arguments, parameters, error, words = GENERAL[name]
+    with pytest.raises(error) as raised:
+        traced(jaxconv.conv_general_dilated, *arguments, **parameters)
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+# --- algorithms that cannot serve -----------------------------------------------------------------
+
+
+def test_an_algorithm_that_cannot_serve_says_why_and_what_could(native_cpu):
+    """float64 is known to no kernel; the message names each reason and the way out."""
+    with jax.enable_x64(True):
+        x, w = X.astype(np.float64), W.astype(np.float64)
+        for family in native_cpu.module.families():
+            with pytest.raises(ValueError) as raised:
+                traced(jaxconv.conv, x, w, algorithm=family)
+            message = str(raised.value)
+            assert family in message and "float64" in message and "xla" in message
+
+
+def test_an_algorithm_for_one_direction_is_checked_where_it_is_differentiated(native_cpu):
+    """An instance of fprop says nothing of the gradients: they are chosen as usual."""
+    fprop = native_cpu.module.select(BY_NAME["plain"].line(Op.FPROP, "f32"), "auto", "")[0]
+    x, w = (zeros(*BY_NAME["plain"].canonical_shape(role)) for role in "xw")
+
+    def loss(x, w):
+        return jaxconv.conv(x, w, padding=1, algorithm=fprop).sum()
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).as_text()
+    assert "jaxconv_dgrad" in text and "jaxconv_wgrad" in text
+
+
+# --- degenerate sizes: lax's answer ---------------------------------------------------------------
+
+EMPTY = {
+    "no images": ((0, 5, 5, 4), (3, 3, 4, 6), {}),
+    "no input channels": ((2, 5, 5, 0), (3, 3, 0, 6), {}),
+    "no output channels": ((2, 5, 5, 4), (3, 3, 4, 0), {}),
+    "no rows": ((2, 0, 5, 4), (3, 3, 4, 6), {"padding": ((2, 2), (1, 1))}),
+    "filter larger than the padded input": ((2, 4, 4, 4), (7, 3, 4, 6), {"padding": "VALID"}),
+    "everything cropped": ((2, 4, 4, 4), (1, 1, 4, 6), {"padding": ((-2, -2), (0, 0))}),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_degenerate_sizes_give_what_lax_gives(platform, name):
+    x_shape, w_shape, parameters = EMPTY[name]
+    x, w = np.ones(x_shape, np.float32), np.ones(w_shape, np.float32)
+    padding = parameters.get("padding", "SAME")
+
+    def by(convolve):
+        def run(x, w):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return convolve(x, w, (1, 1), padding, dimension_numbers=numbers)
+
+        return run
+
+    expected = jax.jit(by(lax.conv_general_dilated))(x, w)
+    actual = jax.jit(by(jaxconv.conv_general_dilated))(x, w)
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(jaxconv.conv(x, w, padding=padding), expected)
+    # Its gradients are zeros of the operands' shapes.
+    gradients = jax.jit(jax.grad(lambda *a: by(jaxconv.conv_general_dilated)(*a).sum(), (0, 1)))(
+        x, w
+    )
+    for gradient, operand in zip(gradients, (x, w), strict=True):
+        assert gradient.shape == operand.shape and not np.any(gradient)
+
+
+def test_padding_that_crops_more_than_there_is_is_refused_as_lax_does():
+    padding = ((-5, -5), (0, 0))
+    for function in (lax.conv_general_dilated, jaxconv.conv_general_dilated):
+        with pytest.raises(ValueError, match="padding"):
+            traced(function, X, W, window_strides=(1, 1), padding=padding, **NHWC)
+    with pytest.raises(ValueError, match="padding"):
+        traced(jaxconv.conv, X, W, padding=padding)
+
+
+# --- handlers given buffers that do not match their attributes ------------------------------------
+
+GOOD = dict(
+    op=Op.FPROP,
+    dtype="f32",
+    lhs=None,
+    rhs=None,
+    out=None,
+    instance=None,
+    problem=None,
+    workspace_bytes=None,
+    slices=None,
+    lhs_axes=(0, 1, 2, 3),
+    rhs_axes=(0, 1, 2, 3),
+    out_axes=(0, 1, 2, 3),
+    drop=None,
+)
+PROBLEM = BY_NAME["stride_and_tail"]
+
+
+def call_handler(kernels, **changes):
+    """Calls a registered handler as the lowering does, except for the given changes."""
+    given = {**GOOD, **changes}
+    op, dtype = given["op"], given["dtype"]
+    line = PROBLEM.line(op, dtype)
+    instance, workspace_bytes, slices, _ = kernels.module.select(line, "auto", "")
+    assert instance
+    lhs, rhs, out = (PROBLEM.canonical_shape(role) for role in op.roles)
+    operand, result = DTYPES[dtype]
+
+    def default(name, value):
+        return value if given[name] is None else given[name]
+
+    lhs = default("lhs", zeros(*lhs, dtype=operand))
+    rhs = default("rhs", zeros(*rhs, dtype=operand))
+    out = default("out", jax.ShapeDtypeStruct(out, result))
+    bytes_ = default("workspace_bytes", workspace_bytes)
+    attributes = {
+        "instance": default("instance", instance),
+        "problem": default("problem", line),
+        "slices": np.int64(default("slices", slices)),
+        **{
+            name: np.asarray(given[name], np.int64) for name in ("lhs_axes", "rhs_axes", "out_axes")
+        },
+    }
+    attributes.pop(given["drop"], None)
+    call = jax.ffi.ffi_call(f"jaxconv_{op.value}", (out, jax.ShapeDtypeStruct((bytes_,), np.uint8)))
+    return jax.block_until_ready(jax.jit(lambda a, b: call(a, b, **attributes))(lhs, rhs))[0]
+
+
+def shaped(role, change, dtype=np.float32):
+    return zeros(
+        *(e + c for e, c in zip(PROBLEM.canonical_shape(role), change, strict=True)), dtype=dtype
+    )
+
+
+LINE = PROBLEM.line(Op.FPROP, "f32")
+MISMATCHES = {
+    "x too small": (dict(lhs=shaped("x", (0, 0, -1, 0))), "x: expected shape"),
+    "x too large": (dict(lhs=shaped("x", (1, 0, 0, 0))), "x: expected shape"),
+    "x of another rank": (dict(lhs=zeros(2, 15, 294)), "x: expected"),
+    "x of another dtype": (dict(lhs=shaped("x", (0,) * 4, np.int8)), "x: expected dtype f32"),
+    "w too small": (dict(rhs=shaped("w", (0, 0, 0, -1))), "w: expected shape"),
+    "w of another dtype": (dict(rhs=shaped("w", (0,) * 4, np.float16)), "w: expected dtype f32"),
+    "result too small": (
+        dict(out=jax.ShapeDtypeStruct((1, 1, 1, 1), np.float32)),
+        "y: expected shape",
+    ),
+    "result of another dtype": (
+        dict(out=jax.ShapeDtypeStruct(PROBLEM.canonical_shape("y"), np.int32)),
+        "y: expected dtype f32",
+    ),
+    "axes that repeat": (dict(lhs_axes=(0, 1, 1, 3)), "x: expected axes"),
+    "axes out of range": (dict(rhs_axes=(0, 1, 2, 9)), "w: expected axes"),
+    "negative axes": (dict(out_axes=(-1, 1, 2, 3)), "y: expected axes"),
+    "too few axes": (dict(lhs_axes=(0, 1, 2)), "x: expected axes"),
+    "no axes": (dict(lhs_axes=()), "x: expected axes"),
+    "axes that permute unlike the shape": (dict(lhs_axes=(0, 2, 1, 3)), "x: expected shape"),
+    "unknown instance": (dict(instance="fprop_nothing_f32"), "fprop_nothing_f32"),
+    "empty instance": (dict(instance=""), "instance"),
+    "unreadable problem": (dict(problem="convolve this"), "problem"),
+    "empty problem": (dict(problem=""), "problem"),
+    "problem with wrong extents": (dict(problem=LINE.replace(" o8x7 ", " o8x8 ")), "output extent"),
+    "problem of another operation": (dict(problem=PROBLEM.line(Op.DGRAD, "f32")), "operation"),
+    "problem with a huge size": (
+        dict(problem=LINE.replace(" n2 ", " n9223372036854775807 ")),
+        "",
+    ),
+    "problem with a number beyond int64": (
+        dict(problem=LINE.replace(" n2 ", " n99999999999999999999 ")),
+        "n",
+    ),
+    "problem with groups that do not divide": (
+        dict(problem=LINE.replace(" g1 ", " g2 ")),
+        "groups",
+    ),
+    "problem with a stride of zero": (dict(problem=LINE.replace(" s2x2 ", " s0x2 ")), ""),
+    "missing instance": (dict(drop="instance"), ""),
+    "missing problem": (dict(drop="problem"), ""),
+    "missing slices": (dict(drop="slices"), ""),
+    "missing axes": (dict(drop="out_axes"), ""),
+    "no slices": (dict(slices=0), ""),
+    "negative slices": (dict(slices=-3), ""),
+}
+
+
+def test_the_handler_accepts_what_the_lowering_sends(platform, native_kernels):
+    """Else the refusals below would prove nothing."""
+    for op in Op:
+        assert call_handler(native_kernels, op=op).shape == PROBLEM.canonical_shape(op.roles[2])
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
+    platform, native_kernels, name
+):
+    changes, words = MISMATCHES[name]
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        call_handler(native_kernels, **changes)
+    message = str(raised.value)
+    assert "INVALID_ARGUMENT" in message and words in message, message
+
+
+@pytest.mark.parametrize("op", Op)
+def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels, op):
+    """For every operation whose selection asks for one."""
+    line = PROBLEM.line(op, "f32")
+    needed = native_kernels.module.select(line, "auto", "")[1]
+    if needed == 0:
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*workspace"):
+        call_handler(native_kernels, op=op, workspace_bytes=needed - 1)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_an_instance_of_another_operation_is_refused(platform, native_kernels, op):
+    others = [name for name in native_kernels.kernels() if not name.startswith(f"{op.value}_")]
+    assert others
+    for instance in others:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT|UNIMPLEMENTED"):
+            call_handler(native_kernels, op=op, instance=instance)
+
+
+def test_an_instance_that_does_not_take_the_problem_is_refused(platform, native_kernels):
+    """The handler checks again what selection had checked."""
+    tried = 0
+    for op in Op:
+        line = PROBLEM.line(op, "f32")
+        for instance in native_kernels.kernels():
+            if not instance.startswith(f"{op.value}_"):
+                continue
+            if native_kernels.module.select(line, instance, "")[0]:
+                continue
+            tried += 1
+            with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+                call_handler(native_kernels, op=op, instance=instance)
+            assert re.search("INVALID_ARGUMENT|UNIMPLEMENTED", str(raised.value))
+    assert tried

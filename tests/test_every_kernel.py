@@ -1,0 +1,113 @@
+"""Every kernel of the build, forced by name, on every problem: exact, or refused with a reason."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from numerics import exact_operands, mismatch
+from problems import DTYPES, PROBLEMS, REPRESENTATIVE
+
+from jaxconv._src import native
+from jaxconv._src.lowering import select
+from jaxconv._src.spec import Op
+
+# A kernel that takes fewer of the problems than this would pass the test below by refusing.
+LEAST_ACCEPTED = 4
+
+
+def instances() -> list:
+    """(platform, instance) of every kernel that this process can load, for parametrisation."""
+    found = []
+    for name in ("cpu", "cuda"):
+        platform = native.load(name)
+        marks = [pytest.mark.gpu] if name == "cuda" else []
+        if not isinstance(platform, native.Refusal):
+            found += [
+                pytest.param(name, kernel, marks=marks, id=kernel) for kernel in platform.kernels()
+            ]
+    return found
+
+
+def test_the_cpu_kernels_of_this_build_are_complete(native_cpu):
+    names = native_cpu.kernels()
+    assert len(names) == len(set(names))
+    for op in Op:
+        assert any(name.startswith(f"{op.value}_") for name in names), f"no {op.value} kernel"
+    for name in names:
+        assert any(f"_{family}" in name for family in native_cpu.module.families()), name
+
+
+@pytest.mark.gpu
+def test_the_cuda_kernels_of_this_build_are_complete():
+    cuda = native.load("cuda")
+    assert not isinstance(cuda, native.Refusal), cuda
+    names = cuda.kernels()
+    assert len(names) == len(set(names))
+    for op in Op:
+        assert any(name.startswith(f"{op.value}_") for name in names), f"no {op.value} kernel"
+
+
+@pytest.mark.parametrize(("platform_name", "instance"), instances())
+def test_exact_or_refused(platform_name, instance):
+    """Integers whose sums are representable: any order of summation gives the same bits."""
+    op = Op(instance.split("_")[0])
+    device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform_name])[0]
+    failures, accepted = [], 0
+    for problem in PROBLEMS:
+        for dtype, (operand, result) in DTYPES.items():
+            for layout in ("last", "first") if problem in REPRESENTATIVE else ("last",):
+                spec = problem.spec(algorithm=instance, layout=layout)
+                shapes = [
+                    problem.to_layout(role, np.empty(problem.canonical_shape(role)), layout).shape
+                    for role in op.roles[:2]
+                ]
+                sizes = spec.sizes(op, *shapes)
+                chosen, line = select(platform_name, op, spec, sizes, operand, result)
+                assert line == problem.line(op, dtype)
+                if chosen.instance is None:
+                    if not chosen.refusals or not all(r.reason.strip() for r in chosen.refusals):
+                        failures.append(f"{line}\n  refused without a reason: {chosen.refusals}")
+                    continue
+                assert chosen.instance == instance, (
+                    f"{line}: asked {instance}, got {chosen.instance}"
+                )
+                accepted += 1
+                lhs, rhs, expected = exact_operands(op, problem, dtype)
+                with jax.default_device(device):
+                    actual = problem.operation(op, dtype, algorithm=instance, layout=layout)(
+                        problem.to_layout(op.roles[0], lhs, layout),
+                        problem.to_layout(op.roles[1], rhs, layout),
+                    )
+                actual = problem.to_canonical(op.roles[2], actual, layout)
+                failures.append(mismatch(actual, expected, f"{instance} ({layout}): {line}"))
+    failures = [failure for failure in failures if failure]
+    assert not failures, "\n".join(failures)
+    assert accepted >= LEAST_ACCEPTED, f"{instance} took only {accepted} problems"
+
+
+@pytest.mark.parametrize(("platform_name", "instance"), instances())
+def test_a_forced_kernel_that_refuses_says_why_while_tracing(platform_name, instance):
+    """Every kernel is written for some of the dtypes, so each has one to refuse."""
+    op = Op(instance.split("_")[0])
+    problem = PROBLEMS[0]
+    operands = [np.zeros(problem.canonical_shape(role), np.float16) for role in op.roles[:2]]
+    refused = 0
+    for precision in ("default", "high", "highest"):
+        for dtype in DTYPES:
+            operands = [a.astype(DTYPES[dtype][0]) for a in operands]
+            call = problem.operation(op, dtype, algorithm=instance, precision=precision)
+            spec = problem.spec(algorithm=instance, precision=precision)
+            sizes = spec.sizes(op, *(a.shape for a in operands))
+            chosen, line = select(platform_name, op, spec, sizes, *DTYPES[dtype])
+            if chosen.instance is not None:
+                call.trace(*operands)
+                continue
+            refused += 1
+            with pytest.raises(ValueError) as raised:
+                call.trace(*operands)
+            message = str(raised.value)
+            assert line in message and instance in message
+            assert all(refusal.reason in message for refusal in chosen.refusals)
+            assert "xla" in message
+    assert refused

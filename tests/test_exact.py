@@ -1,0 +1,186 @@
+"""The operations as a program gets them (algorithm "auto"): exact on integers, and adjoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numerics import (
+    assert_error_ratio,
+    assert_exact,
+    error,
+    exact_operands,
+    normal_operands,
+    reference,
+)
+from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE, Problem
+
+from jaxconv._src.spec import Op
+
+
+def run(op, problem, dtype, lhs, rhs, layout="last", **options):
+    """The compiled operation on channels-last arrays, stored in ``layout`` for the call."""
+    call = problem.operation(op, dtype, layout=layout, **options)
+    out = call(
+        problem.to_layout(op.roles[0], lhs, layout), problem.to_layout(op.roles[1], rhs, layout)
+    )
+    return problem.to_canonical(op.roles[2], out, layout)
+
+
+def names(problems):
+    return [problem.name for problem in problems]
+
+
+def test_the_problems_have_unique_names_and_no_empty_tensor():
+    assert len(BY_NAME) == len(PROBLEMS)
+    for problem in PROBLEMS:
+        assert all(0 not in problem.canonical_shape(role) for role in "xwy"), problem
+
+
+def test_the_reference_agrees_with_the_definition_summed_by_hand():
+    """Seven loops over one small problem with every parameter in use check the reference itself."""
+    problem = Problem(
+        "by_hand",
+        spatial=(4, 5),
+        window=(2, 3),
+        n=2,
+        c=4,
+        k=2,
+        stride=(2, 1),
+        padding=((1, 0), (-1, 3)),
+        lhs_dilation=(2, 1),
+        dilation=(1, 2),
+        groups=2,
+    )
+    x, w, y = exact_operands(Op.FPROP, problem, "f32")
+    by_hand = np.zeros_like(y)
+    for n, p, q, k in np.ndindex(*y.shape):
+        group = k // (problem.k // problem.groups)
+        for r, s, c in np.ndindex(*w.shape[:3]):
+            i, j = p * 2 + r - 1, q + s * 2 + 1
+            if i % 2 == 0 and 0 <= i // 2 < 4 and 0 <= j < 5:
+                by_hand[n, p, q, k] += x[n, i // 2, j, group * 2 + c] * w[r, s, c, k]
+    assert np.any(by_hand)
+    np.testing.assert_array_equal(y, by_hand)
+    # The two gradients are the transposes of that linear map in x and in w.
+    dy = np.random.default_rng(0).integers(-3, 4, y.shape)
+    dx, dw = reference(Op.DGRAD, problem, dy, w), reference(Op.WGRAD, problem, x, dy)
+    assert (dx * x).sum() == (dy * y).sum() == (dw * w).sum() != 0
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=names(PROBLEMS))
+def test_every_problem_in_float32(platform, problem):
+    for op in Op:
+        lhs, rhs, expected = exact_operands(op, problem, "f32")
+        assert_exact(run(op, problem, "f32", lhs, rhs), expected, problem.line(op, "f32"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "s8"])
+@pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
+def test_narrow_dtypes(platform, problem, dtype):
+    """int8 takes its whole range, -128 included, and accumulates into int32 without saturation."""
+    for op in Op:
+        lhs, rhs, expected = exact_operands(op, problem, dtype)
+        assert_exact(run(op, problem, dtype, lhs, rhs), expected, problem.line(op, dtype))
+
+
+@pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
+def test_channels_first(platform, problem):
+    for op in Op:
+        lhs, rhs, expected = exact_operands(op, problem, "f32")
+        actual = run(op, problem, "f32", lhs, rhs, layout="first")
+        assert_exact(actual, expected, f"channels first: {problem.line(op, 'f32')}")
+
+
+@pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
+def test_adjoint_identity(platform, problem):
+    """<conv(x, w), dy> = <x, dgrad(dy, w)> = <w, wgrad(x, dy)>: ties the three kernels together."""
+    rng = np.random.default_rng(1)
+    x, w, dy = (
+        rng.integers(-4, 5, problem.canonical_shape(role)).astype(np.float32) for role in "xwy"
+    )
+    y = run(Op.FPROP, problem, "f32", x, w)
+    dx = run(Op.DGRAD, problem, "f32", dy, w)
+    dw = run(Op.WGRAD, problem, "f32", x, dy)
+
+    def inner(a, b):
+        return int((np.asarray(a, np.int64) * np.asarray(b, np.int64)).sum())
+
+    assert inner(y, dy) == inner(x, dx) == inner(w, dw) != 0, problem.line(Op.FPROP, "f32")
+
+
+ERROR_PROBLEMS = [
+    BY_NAME[name] for name in ("plain", "stride_and_tail", "groups_with_tails", "5x5", "3d_strided")
+]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f32 highest", "bf16", "f16"])
+@pytest.mark.parametrize("problem", ERROR_PROBLEMS, ids=names(ERROR_PROBLEMS))
+def test_error_is_at_most_twice_that_of_lax(platform, problem, dtype):
+    dtype, _, precision = dtype.partition(" ")
+    precision = precision or "default"
+    for op in Op:
+        lhs, rhs = normal_operands(op, problem, dtype)
+        exact = reference(op, problem, lhs, rhs)
+        ours = run(op, problem, dtype, lhs, rhs, precision=precision)
+        lax = run(op, problem, dtype, lhs, rhs, precision=precision, algorithm="xla")
+        assert_error_ratio(ours, lax, exact, problem.line(op, dtype, precision))
+
+
+def test_highest_precision_is_float32_accurate(platform):
+    """No TF32 (3e-4) and no two bfloat16 products (1e-5) behind HIGHEST."""
+    problem = BY_NAME["plain"]
+    for op in Op:
+        lhs, rhs = normal_operands(op, problem, "f32")
+        exact = reference(op, problem, lhs, rhs)
+        measured = error(run(op, problem, "f32", lhs, rhs, precision="highest"), exact)
+        assert measured < 2e-6, problem.line(op, "f32", "highest")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(platform, value, dtype):
+    for problem in (BY_NAME["stride_and_tail"], BY_NAME["groups_with_tails"]):
+        for op in Op:
+            lhs, rhs, _ = exact_operands(op, problem, dtype)
+            lhs = np.array(lhs)
+            # Not in the padding's reach only by luck: one element in the middle, one in a corner.
+            lhs[tuple(e // 2 for e in lhs.shape)] = value
+            lhs[(0,) * lhs.ndim] = value
+            rhs = np.where(rhs == 0, 1, rhs).astype(rhs.dtype)  # infinity * 0 depends on the order
+            with np.errstate(invalid="ignore"):
+                expected = reference(op, problem, lhs, rhs)
+            line = f"{value} in {op.roles[0]}: {problem.line(op, dtype)}"
+            assert (~np.isfinite(expected)).any() and np.isfinite(expected).any(), line
+            actual = run(op, problem, dtype, lhs, rhs)
+            assert_exact(actual, expected.astype(actual.dtype), line)
+
+
+@pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
+def test_the_same_inputs_give_the_same_bits(platform, problem):
+    """Twice by one program, once by a second compilation: every sum has a fixed order."""
+    for op in Op:
+        lhs, rhs = normal_operands(op, problem, "f32")
+        once = run(op, problem, "f32", lhs, rhs)
+        call = problem.operation(op, "f32")
+        for _ in range(2):
+            again = np.asarray(call(lhs, rhs))
+            assert np.array_equal(
+                np.ascontiguousarray(once).view(np.uint32), again.view(np.uint32)
+            ), problem.line(op, "f32")
+
+
+def test_fresh_allocations_are_poisoned():
+    """The exact tests would not see an element that a kernel forgets if memory came zeroed."""
+    import conftest
+
+    if not conftest.POISONED:
+        pytest.skip("memory is poisoned through glibc only")
+    fresh = np.empty(1 << 20, np.uint8)
+    assert (fresh == conftest.POISON_BYTE).all()
+
+
+def test_dtype_table_covers_every_name_in_the_problem_line():
+    from jaxconv._src.spec import DTYPE_NAMES
+
+    used = {DTYPE_NAMES[d.name] for pair in DTYPES.values() for d in pair}
+    assert used == set(DTYPE_NAMES.values())

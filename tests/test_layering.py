@@ -1,0 +1,272 @@
+"""The layers of the code, read off its includes and imports: arrows never turn back.
+
+core <- ptx <- device <- kernels <- ffi <- bindings, core <- select <- kernels, core <- cpu <- ffi
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+CC = REPOSITORY / "cc"
+
+# Layer -> the layers whose headers it may include, itself among them.
+MAY_INCLUDE = {
+    "core": {"core"},
+    "cpu": {"core", "cpu"},
+    "cuda/ptx": {"core", "cuda/ptx"},
+    "cuda/device": {"core", "cuda/ptx", "cuda/device"},
+    # Selection sees a kernel as a row of a table, never its code; a kernel provides its row.
+    "cuda/select": {"core", "cuda/select"},
+    "cuda/kernels": {"core", "cuda/ptx", "cuda/device", "cuda/select", "cuda/kernels"},
+    "ffi": {"core", "cpu", "cuda/select", "cuda/kernels", "ffi"},
+    # The Python module sees the interface of a platform and nothing behind it.
+    "bindings": {"ffi"},
+}
+# Foreign headers by layer; the C++ standard library is everyone's.
+MAY_USE = {
+    "core": set(),
+    "cpu": {"dnnl", "intrinsics", "openmp"},
+    "cuda/ptx": {"cuda"},
+    "cuda/device": {"cuda"},
+    "cuda/select": set(),
+    "cuda/kernels": {"cuda"},
+    "ffi": {"xla"},
+    "bindings": {"nanobind"},
+}
+FOREIGN = {
+    "dnnl": re.compile(r"(oneapi/)?dnnl(/.*)?(\.h|\.hpp)|dnnl.*\.(h|hpp)"),
+    "intrinsics": re.compile(r"(immintrin|cpuid|x86intrin)\.h"),
+    "openmp": re.compile(r"omp\.h"),
+    "cuda": re.compile(r"(cuda|cuda_\w+|mma|vector_types|cooperative_groups)(\.h|/.*)?|cuda/.*"),
+    "xla": re.compile(r"xla/.*"),
+    "nanobind": re.compile(r"nanobind/.*"),
+}
+# Of the kernels only what the handlers call: rows, the table and the device query.
+FFI_MAY_SEE_OF_KERNELS = re.compile(r"cuda/kernels/\w+\.h")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def layer_of(path: str) -> str | None:
+    return next((layer for layer in MAY_INCLUDE if path.startswith(f"{layer}/")), None)
+
+
+def forbidden_includes(path: str, text: str) -> list[str]:
+    """What is wrong with the includes of one file, ``path`` being relative to cc/."""
+    layer = layer_of(path)
+    if layer is None:
+        return [f"{path}: belongs to no layer"]
+    wrong = []
+    for bracket, name in INCLUDE.findall(text):
+        target = layer_of(name)
+        kind = next((k for k, pattern in FOREIGN.items() if pattern.fullmatch(name)), None)
+        if target is not None and bracket == '"':
+            if target not in MAY_INCLUDE[layer]:
+                wrong.append(f"{path}: {layer} must not include {name} of {target}")
+            elif (layer, target) == (
+                "ffi",
+                "cuda/kernels",
+            ) and not FFI_MAY_SEE_OF_KERNELS.fullmatch(name):
+                wrong.append(f"{path}: handlers see only the plain headers of kernels, not {name}")
+        elif kind is not None:
+            if kind not in MAY_USE[layer]:
+                wrong.append(f"{path}: {layer} must not include {name} ({kind})")
+        elif not re.fullmatch(r"[a-z_0-9]+", name):  # standard headers have neither '/' nor '.'
+            wrong.append(f"{path}: {name} is neither ours nor of the standard library")
+    return wrong
+
+
+CC_FILES = sorted(p for p in CC.rglob("*") if p.suffix in (".h", ".cc", ".cu", ".cuh"))
+
+
+def test_every_include_follows_the_layers():
+    assert len(CC_FILES) > 10
+    wrong = []
+    for path in CC_FILES:
+        wrong += forbidden_includes(path.relative_to(CC).as_posix(), path.read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "include"),
+    [
+        ("core/a.h", '"cuda/device/b.cuh"'),
+        ("core/a.h", "<cuda_runtime.h>"),
+        ("core/a.h", '"xla/ffi/api/ffi.h"'),
+        ("core/a.h", "<unistd.h>"),
+        ("cuda/device/a.cuh", '"cuda/kernels/b.cuh"'),
+        ("cuda/device/a.cuh", '"cuda/select/b.h"'),
+        ("cuda/select/a.cc", '"cuda/kernels/b.h"'),
+        ("cuda/select/a.cc", "<cuda_runtime.h>"),
+        ("cuda/kernels/a.cu", '"ffi/call.h"'),
+        ("cuda/kernels/a.cu", '"xla/ffi/api/ffi.h"'),
+        ("cuda/kernels/a.cu", "<cudnn.h>"),
+        ("cpu/a.cc", '"cuda/select/b.h"'),
+        ("cpu/a.cc", '"xla/ffi/api/ffi.h"'),
+        ("cpu/a.cc", "<cuda_runtime.h>"),
+        ("ffi/a.cc", '"cuda/device/b.cuh"'),
+        ("ffi/a.cc", '"cuda/kernels/b.cuh"'),
+        ("ffi/a.cc", "<cuda_runtime.h>"),
+        ("ffi/a.cc", "<nanobind/nanobind.h>"),
+        ("bindings/a.cc", '"cpu/b.h"'),
+        ("bindings/a.cc", '"xla/ffi/api/ffi.h"'),
+        ("elsewhere/a.cc", "<vector>"),
+    ],
+)
+def test_a_forbidden_include_is_found(path, include):
+    assert forbidden_includes(path, f"#include {include}\n")
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+PACKAGE = REPOSITORY / "jaxconv"
+PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Dotted names of everything imported: modules, and what is taken from them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def forbidden_imports(path: str, text: str) -> list[str]:
+    """What is wrong with the imports of one module, ``path`` being relative to the repository."""
+    tree, wrong = ast.parse(text), []
+    inner = path.startswith("jaxconv/_src/")
+    for name in sorted(imports(tree)):
+        if within(name, "jax._src") and path != "jaxconv/_src/compat.py":
+            wrong.append(f"{path}: imports {name}; private JAX belongs into _src/compat.py")
+        if within(name, "_jaxconv"):
+            wrong.append(
+                f"{path}: imports {name}; the compiled modules are loaded by _src/native.py"
+            )
+        if inner and within(name, "jaxconv") and not within(name, "jaxconv._src"):
+            wrong.append(f"{path}: imports {name}; _src must not look at the public modules")
+        if path.startswith("examples/") and within(name, "jaxconv._src"):
+            wrong.append(f"{path}: imports {name}; examples use public names")
+        if path == "jaxconv/_src/compat.py" and within(name, "jaxconv"):
+            wrong.append(f"{path}: imports {name}; compat imports only jax")
+    # Loading by name is the same as importing.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and path != "jaxconv/_src/native.py":
+            loads = ast.unparse(node.func).endswith(("import_module", "__import__"))
+            if loads and "_jaxconv" in ast.unparse(node):
+                wrong.append(f"{path}: {ast.unparse(node)}; only _src/native.py loads the kernels")
+    return wrong
+
+
+# Modules of _src from the bottom up: each may import those before it.
+ORDER = ("spec", "compat", "native", "xla", "lowering", "primitives")
+
+
+def test_every_import_follows_the_layers():
+    wrong = []
+    for path in [*PYTHON_FILES, *sorted((REPOSITORY / "examples").rglob("*.py"))]:
+        wrong += forbidden_imports(path.relative_to(REPOSITORY).as_posix(), path.read_text())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_inner_modules_import_upwards_only():
+    modules = {p.stem: p for p in (PACKAGE / "_src").glob("*.py") if p.stem != "__init__"}
+    known = [name for name in ORDER if name in modules]
+    assert known == list(ORDER)
+    wrong = []
+    for position, name in enumerate(ORDER):
+        used = {
+            n.split(".")[2]
+            for n in imports(ast.parse(modules[name].read_text()))
+            if within(n, "jaxconv._src") and len(n.split(".")) > 2
+        }
+        wrong += [f"_src/{name}.py imports {other}" for other in used & set(ORDER[position:])]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("jaxconv/conv.py", "from jax._src import core"),
+        ("jaxconv/conv.py", "import _jaxconv.cpu"),
+        ("jaxconv/conv.py", "import importlib\nimportlib.import_module('_jaxconv.cpu')"),
+        ("jaxconv/_src/xla.py", "from jaxconv import conv"),
+        ("jaxconv/_src/compat.py", "from jaxconv._src import spec"),
+        ("examples/train.py", "from jaxconv._src import primitives"),
+    ],
+)
+def test_a_forbidden_import_is_found(path, text):
+    assert forbidden_imports(path, text)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+# Words that say nothing, or that every next change turns into a lie.
+BANNED = {"fast", "optimized", "new", "v2", "helper", "helpers", "misc", "utils", "util"}
+# Names that are not ours to choose: an established term, and C++ library functions.
+GIVEN = {"FastDivmod", "fast_divmod"}
+COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"', re.DOTALL)
+
+
+def words(name: str) -> set[str]:
+    """newValue_v2 -> {new, value, v2}."""
+    split = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
+    return {word.lower() for word in re.split(r"[_\W]+", split) if word}
+
+
+def banned_in(name: str) -> bool:
+    return name not in GIVEN and bool(words(name) & BANNED)
+
+
+def cc_names(text: str) -> set[str]:
+    """Identifiers of a C++ file, its comments, strings and preprocessor lines taken out."""
+    text = re.sub(r"^\s*#.*$", "", COMMENT_OR_STRING.sub("", text), flags=re.MULTILINE)
+    return {name for name in re.findall(r"[A-Za-z_]\w+", text) if name != "new"}
+
+
+def python_names(text: str) -> set[str]:
+    """Names that a Python file defines: functions, classes, parameters, variables."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_names_say_something():
+    wrong = []
+    folders = [REPOSITORY / name for name in ("cc", "jaxconv", "tests", "examples")]
+    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(REPOSITORY).as_posix()
+        if "__pycache__" in name:
+            continue
+        stem = path.name.split(".")[0].removesuffix("_test")
+        wrong += [f"{name}: file name"] * banned_in(stem)
+        if path.suffix == ".py":
+            wrong += [
+                f"{name}: {n}" for n in sorted(python_names(path.read_text())) if banned_in(n)
+            ]
+        elif path.suffix in (".h", ".cc", ".cu", ".cuh"):
+            wrong += [f"{name}: {n}" for n in sorted(cc_names(path.read_text())) if banned_in(n)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["fast_path", "ConvV2", "newLayout", "misc", "StringUtils"])
+def test_a_banned_name_is_found(name):
+    assert banned_in(name)
+    assert name in cc_names(f"int {name} = 0;  // {name}") and name in python_names(f"{name} = 0")
+    assert name not in cc_names(f'// {name}\nconst char* a = "{name}";')

@@ -1,0 +1,299 @@
+"""What a program becomes: one custom call per convolution, no transpose, no hidden memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_exact, exact_operands, reference
+from problems import BY_NAME, DTYPES, LAYOUTS
+
+import jaxconv
+from jaxconv._src import native
+from jaxconv._src.spec import Op
+
+CALL = re.compile(r"custom_call @(\w+)\(")
+PLAIN = BY_NAME["plain"]
+
+
+def lowered_text(op, layout, dtype="f32", **options) -> str:
+    arrays = [problem_array(PLAIN, role, layout, dtype) for role in op.roles[:2]]
+    return PLAIN.operation(op, dtype, layout=layout, **options).lower(*arrays).as_text()
+
+
+def problem_array(problem, role, layout, dtype="f32"):
+    return problem.to_layout(
+        role, np.zeros(problem.canonical_shape(role), DTYPES[dtype][0]), layout
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", Op)
+def test_one_custom_call_with_its_instance_and_no_transpose(platform, native_kernels, op, layout):
+    """Channels-first arrays too: their storage is a layout constraint, not a transpose of ours."""
+    text = lowered_text(op, layout)
+    assert CALL.findall(text) == [f"jaxconv_{op.value}"]
+    (instance,) = re.findall(r'instance = "([^"]+)"', text)
+    assert instance in native_kernels.kernels() and instance.startswith(f"{op.value}_")
+    assert f'problem = "{PLAIN.line(op, "f32")}"' in text
+    assert "stablehlo.transpose" not in text and "stablehlo.convolution" not in text
+    # Minor to major, channels fastest: 3,2,1,0 channels-last, and C (axis 1) first channels-first.
+    fastest = {"last": "dense<[3, 2, 1, 0]>", "first": "dense<[1, 3, 2, 0]>"}[layout]
+    assert f"operand_layouts = [{fastest}" in text
+
+
+def test_training_step_is_three_custom_calls(platform, native_kernels):
+    x, w = (problem_array(PLAIN, role, "first") for role in "xw")
+
+    def loss(x, w):
+        return jnp.sum(jaxconv.conv(x, w, padding=1, data_format="NCHW") ** 2)
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).as_text()
+    assert sorted(CALL.findall(text)) == ["jaxconv_dgrad", "jaxconv_fprop", "jaxconv_wgrad"]
+    assert "stablehlo.transpose" not in text and "stablehlo.convolution" not in text
+
+
+@pytest.mark.parametrize("op", Op)
+def test_xla_on_request(platform, op):
+    text = lowered_text(op, "last", algorithm="xla")
+    assert CALL.findall(text) == []
+    assert text.count("stablehlo.convolution") == 1
+
+
+def test_vmap_over_both_operands_is_one_batched_call(platform, native_kernels):
+    """Never feature groups: each example's convolution stays a dense one."""
+    x, w = np.zeros((3, 2, 8, 8, 16), np.float32), np.zeros((3, 3, 3, 16, 16), np.float32)
+    text = jax.jit(jax.vmap(functools.partial(jaxconv.conv, padding=1))).lower(x, w).as_text()
+    assert CALL.findall(text) == ["jaxconv_fprop"]
+    assert " b3 n2 g1 c16 k16 " in text and "stablehlo.transpose" not in text
+
+
+def test_a_chain_of_channels_first_layers_is_transposed_at_its_ends_only(native_cpu):
+    """Layout constraints let XLA keep channels last between neighbouring convolutions."""
+    x, w = np.zeros((2, 16, 8, 8), np.float32), np.zeros((4, 16, 16, 3, 3), np.float32)
+
+    def chain(x, w):
+        for one in w:
+            x = jax.nn.relu(jaxconv.conv(x, one, padding=1, data_format="NCHW"))
+        return x
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        text = jax.jit(chain).lower(x, w).compile().as_text()
+    assert text.count('custom_call_target="jaxconv_fprop"') == 4
+    body = text[text.index("ENTRY") :]
+    activations = re.findall(r"f32\[2,16,8,8\]\{([\d,]+)\}[^=]*? custom-call", body)
+    assert set(activations) == {"1,3,2,0"}, activations
+    copies = re.findall(r"= f32\[2,16,8,8\]\S* (?:copy|transpose)\(", body)
+    assert len(copies) <= 2, copies
+
+
+def test_the_instance_reaches_the_compiled_program(platform, native_kernels):
+    x, w = (problem_array(PLAIN, role, "last") for role in "xw")
+    compiled = jax.jit(functools.partial(jaxconv.conv, padding=1)).lower(x, w).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="jaxconv_fprop"') == 1
+    (instance,) = set(re.findall(r'instance = "([^"]+)"', text))
+    assert instance in native_kernels.kernels()
+
+
+def test_memory_analysis_counts_the_workspace(platform, native_kernels):
+    """XLA plans and reports the workspace: nothing is allocated behind its back."""
+    arrays = [problem_array(PLAIN, role, "last") for role in "xw"]
+    compiled = PLAIN.operation(Op.FPROP, "f32").lower(*arrays).compile()
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes >= sum(a.nbytes for a in arrays)
+    assert memory.output_size_in_bytes >= 4 * np.prod(PLAIN.canonical_shape("y"))
+    (dump,) = re.findall(r"jaxconv_fprop[^\n]*?u8\[(\d+)\]", compiled.as_text())[:1]
+    assert memory.temp_size_in_bytes >= int(dump)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [Op.FPROP, Op.DGRAD])
+def test_implicit_gemm_on_a_gpu_needs_no_memory_of_its_own(op):
+    """No im2col matrix: nothing beside the operands and the result."""
+    arrays = [problem_array(PLAIN, role, "last") for role in op.roles[:2]]
+    call = PLAIN.operation(op, "f32", algorithm="igemm_simt", precision="highest")
+    memory = call.lower(*arrays).compile().memory_analysis()
+    # XLA rounds each buffer up to 256 bytes; the unused workspace result is one of them, and the
+    # tuple of two results is a table of two pointers.
+    assert memory.temp_size_in_bytes <= 1024
+
+
+# --- selection ------------------------------------------------------------------------------------
+
+
+def test_selection_is_a_function_of_its_arguments(platform, native_kernels):
+    for op in Op:
+        line = PLAIN.line(op, "f32")
+        first = native_kernels.module.select(line, "auto", "")
+        assert first == native_kernels.module.select(line, "auto", "")
+        instance, workspace_bytes, slices, refusals = first
+        assert instance and workspace_bytes >= 0 and slices >= 1
+        assert all(name and reason for name, reason in refusals)
+
+
+def test_selection_refuses_what_it_cannot_read(platform, native_kernels):
+    select = native_kernels.module.select
+    line = PLAIN.line(Op.FPROP, "f32")
+    with pytest.raises(ValueError, match="operation"):
+        select("nonsense", "auto", "")
+    with pytest.raises(ValueError, match="output extent"):
+        select(line.replace("o14x14", "o13x14"), "auto", "")
+    with pytest.raises(ValueError, match="no_such_kernel"):
+        select(line, "no_such_kernel", "")
+
+
+def test_every_platform_reports_how_it_was_built(platform, native_kernels):
+    module = native_kernels.module
+    info = module.build_info()
+    assert info["version"] == jaxconv.__version__
+    assert all(str(value).strip() for value in info.values())
+    built, running = module.ffi_version(), native.runtime_ffi_version()
+    assert built[0] == running[0] and built[1] <= running[1]
+    assert set(module.registrations()) >= {f"jaxconv_{op.value}" for op in Op}
+
+
+def test_the_log_says_why_a_convolution_goes_to_xla(platform, caplog):
+    x, w = np.zeros((1, 4, 4, 2), np.complex64), np.zeros((3, 3, 2, 2), np.complex64)
+    with caplog.at_level(logging.INFO, logger="jaxconv"):
+        jax.jit(jaxconv.conv).lower(x, w)
+    (record,) = [r for r in caplog.records if r.name == "jaxconv" and r.levelno == logging.INFO]
+    assert "goes to XLA" in record.getMessage() and "complex64" in record.getMessage()
+    assert platform in record.getMessage()
+
+
+def test_the_log_is_silent_at_info_for_a_kernel(platform, native_kernels, caplog):
+    arrays = [problem_array(PLAIN, role, "last") for role in "xw"]
+    with caplog.at_level(logging.DEBUG, logger="jaxconv"):
+        jax.jit(lambda *a: jaxconv.conv(*a, padding=1)).lower(*arrays)
+    records = [r for r in caplog.records if r.name == "jaxconv"]
+    assert [r.levelno for r in records] == [logging.DEBUG]
+    (instance,) = [name for name in native_kernels.kernels() if name in records[0].getMessage()]
+    assert instance.startswith("fprop_")
+
+
+def test_without_native_kernels_everything_still_runs():
+    """A platform nobody built for: XLA's convolution serves, and the log gives the reason."""
+    program = """
+    import logging, sys
+    sys.modules["_jaxconv"] = None  # import of it fails
+    logging.basicConfig(level=logging.INFO)
+    import jax, numpy as np, jaxconv
+    from jaxconv._src import native
+    assert isinstance(native.load("cpu"), native.Refusal)
+    x, w = np.ones((1, 4, 4, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
+    dx = jax.jit(jax.grad(lambda x: jaxconv.conv(x, w).sum()))(x)
+    assert dx[0, 1, 1, 0] == 18 and dx[0, 0, 0, 0] == 8, dx
+    """
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    assert "goes to XLA: jaxconv[cpu]: " in done.stderr
+
+
+def run_python(program: str, *arguments: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+# --- many executions ------------------------------------------------------------------------------
+
+
+def test_a_chain_executed_many_times_with_fresh_inputs(platform):
+    """Plans, workspaces and captured graphs must not remember an earlier call's buffers."""
+    problem = BY_NAME["groups"]
+    _, w, _ = exact_operands(Op.FPROP, problem, "f32")
+    w = np.sign(w)
+
+    @jax.jit
+    def chain(x, w):
+        y = jaxconv.conv(x, w, padding=1, groups=4)
+        dx, dw = jax.vjp(lambda x, w: jaxconv.conv(x, w, padding=1, groups=4), x, w)[1](jnp.sign(y))
+        return y, dx, dw
+
+    for seed in range(20):
+        x = np.random.default_rng(seed).integers(-3, 4, problem.canonical_shape("x"))
+        x = x.astype(np.float32)
+        y, dx, dw = chain(jnp.asarray(x), jnp.asarray(w))
+        expected = reference(Op.FPROP, problem, x, w).astype(np.float32)
+        assert_exact(y, expected, f"run {seed}")
+        dy = np.sign(expected)
+        assert_exact(dx, reference(Op.DGRAD, problem, dy, w).astype(np.float32), f"run {seed}")
+        assert_exact(dw, reference(Op.WGRAD, problem, x, dy).astype(np.float32), f"run {seed}")
+
+
+def test_calls_from_several_threads(platform):
+    """One compiled program, and so one cached plan, used by four threads at a time."""
+    import concurrent.futures
+
+    problem = BY_NAME["stride_and_tail"]
+    calls = {op: problem.operation(op, "f32") for op in Op}
+
+    def work(seed):
+        reports = []
+        for op, call in calls.items():
+            lhs, rhs, expected = exact_operands(op, problem, "f32", seed=seed)
+            for _ in range(5):
+                reports.append(np.array_equal(call(lhs, rhs), expected))
+        return all(reports)
+
+    device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform])[0]
+
+    def placed(seed):
+        with jax.default_device(device):
+            return work(seed)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(placed, range(8)))
+
+
+@pytest.mark.gpu
+def test_command_buffers():
+    """Every handler recorded into a CUDA graph and replayed on fresh inputs."""
+    program = """
+    import jax, jax.numpy as jnp, numpy as np, jaxconv
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.integers(-2, 3, shape).astype(np.float32)
+
+    def step(convolve):
+        def loss(x, w):
+            for one in w:
+                x = jnp.clip(convolve(x, one), -3, 3)
+            return x.sum()
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+    ours = step(lambda x, w: jaxconv.conv(x, w, algorithm="igemm_simt", precision="highest"))
+    reference = step(lambda x, w: jaxconv.conv(x, w, algorithm="xla", precision="highest"))
+    text = ours.lower(draw(2, 9, 9, 8), draw(3, 3, 3, 8, 8)).compile().as_text()
+    assert all(name in text for name in ("jaxconv_fprop", "jaxconv_dgrad", "jaxconv_wgrad"))
+    for run in range(20):
+        x, w = draw(2, 9, 9, 8), draw(3, 3, 3, 8, 8)
+        a, b = ours(x, w), reference(x, w)
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    print("replayed")
+    """
+    flags = " ".join(
+        (
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL",
+            "--xla_gpu_graph_min_graph_size=1",
+        )
+    )
+    done = run_python(program, XLA_FLAGS=flags)
+    assert done.returncode == 0 and "replayed" in done.stdout, done.stderr

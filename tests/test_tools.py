@@ -1,0 +1,122 @@
+"""The programs that come with the library: doctor, bench and the training example."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxconv import doctor
+from jaxconv._src import native
+from jaxconv.bench import __main__ as bench
+from jaxconv.bench import layers
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
+
+
+def test_doctor_finds_nothing_broken(capsys, native_cpu):
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "BROKEN" not in said and jax.__version__ in said
+    for op in ("fprop", "dgrad", "wgrad"):
+        assert re.search(rf"ok +{op} f32 highest: {op}_\w+, relative error", said), op
+
+
+def test_doctor_reports_missing_kernels_and_still_succeeds(capsys, monkeypatch):
+    refusal = native.Refusal("jaxconv[cpu]", "ImportError: taken away by a test")
+    monkeypatch.setattr(native, "load", lambda name: refusal)
+    monkeypatch.setattr(doctor, "_built", lambda name: False)
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "missing" in said or "not built" in said
+
+
+def test_bench_measures_a_layer_and_writes_what_it_found(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    arguments = ["--layer", "2,8,8,8,8,3,3,1,1", "--reps", "1", "--seconds", "0"]
+    assert bench.main([*arguments, "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "geometric mean" in said
+    report = json.loads(out.read_text())
+    assert [row["op"] for row in report["rows"]] == ["fprop", "dgrad", "wgrad"]
+    for row in report["rows"]:
+        assert not row["wrong"] and row["jaxconv"]["median_s"] > 0 and row["lax"]["median_s"] > 0
+        kernels = native.load("cuda" if jax.default_backend() == "gpu" else "cpu")
+        if not isinstance(kernels, native.Refusal):
+            assert row["kernel"] in kernels.kernels()
+
+
+def test_bench_as_a_program(tmp_path):
+    done = run("-m", "jaxconv.bench", "--list", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in layers.LAYERS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--layer", "1,2,3"],
+        ["--layer", "1,4,4,2,2,9,9,1,0"],
+        ["--layer", "1,4,4,3,4,3,3,1,1,2"],
+        ["--set", "nothing"],
+        ["--reps", "0"],
+        ["--json", "/no/such/folder/out.json"],
+    ],
+    ids=lambda a: " ".join(a),
+)
+def test_bench_refuses_what_it_cannot_read(arguments, capsys):
+    with pytest.raises(SystemExit) as exited:
+        bench.main(arguments)
+    assert exited.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_every_layer_parses_back_from_its_numbers():
+    for name, layer in layers.LAYERS.items():
+        numbers = [layer.n, *layer.spatial, layer.c, layer.k, *layer.window]
+        numbers += [layer.stride[0], layer.padding[0], layer.groups, layer.dilation[0]]
+        prefix = "" if layer.rank == 2 else f"{layer.rank}d:"
+        assert layers.parse(prefix + ",".join(map(str, numbers))) == layer, name
+    for name, layer_set in layers.SETS.items():
+        assert layer_set.names and set(layer_set.names) <= set(layers.LAYERS), name
+
+
+def test_the_training_example_learns(tmp_path):
+    """Few epochs, so not yet the 97 % that the example demands, but as far as lax's convolution."""
+    for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"the example needs {package}")
+    done = run(
+        str(REPOSITORY / "examples" / "train_cnn.py"),
+        "--epochs",
+        "5",
+        "--plot",
+        str(tmp_path / "curves.png"),
+        cwd=tmp_path,
+    )
+    accuracies = dict(
+        re.findall(r"^(jaxconv|lax) .*test accuracy ([\d.]+)%", done.stdout, re.MULTILINE)
+    )
+    assert set(accuracies) == {"jaxconv", "lax"}, done.stdout + done.stderr
+    assert float(accuracies["jaxconv"]) > 85, done.stdout
+    assert abs(float(accuracies["jaxconv"]) - float(accuracies["lax"])) < 3, done.stdout
+    assert (tmp_path / "curves.png").stat().st_size > 1000
