@@ -38,13 +38,13 @@ namespace jaxconv {
 // magnitude, which MakeImplicitGemm checks.
 inline constexpr int32_t kInvalidCoordinate = -(1 << 30);
 
-// One phase of one axis.
+// One phase of one axis. Without initialisers, because kernels keep it in shared memory.
 struct AxisPhase {
-  int32_t phase = 0;
-  int32_t dst_count = 1;  // values of j
-  int32_t tap_count = 1;  // values of t
-  int32_t first_tap = 0;
-  int32_t src0 = 0;
+  int32_t phase;
+  int32_t dst_count;  // values of j
+  int32_t tap_count;  // values of t
+  int32_t first_tap;
+  int32_t src0;
 };
 
 struct GatherAxis {
@@ -71,7 +71,7 @@ struct GatherAxis {
   FastDivmod div_divmod;           // by div
 
   JAXCONV_HOST_DEVICE AxisPhase Phase(int32_t index) const {
-    AxisPhase result;
+    AxisPhase result{};
     int32_t phase = index + first_phase;
     if (phase >= phases) phase -= phases;
     result.phase = phase;
@@ -106,10 +106,6 @@ struct GatherAxis {
 struct ImplicitGemm {
   GatherAxis axis[3];
   int32_t images = 1;
-  // fprop, dgrad: whether rows run images fastest, (dst, image), instead of (image, dst). Then a tile
-  // holds few pixels of many images, and taps that fall into the padding for all of them are skipped.
-  int32_t image_minor = 0;
-  FastDivmod images_divmod;
   int32_t gemm_m = 1;       // fprop, dgrad: of the largest phase
   int32_t gemm_n = 1;       // per group
   int32_t reduce_channels = 1;  // fprop, dgrad: channels of one group of the gathered tensor
@@ -161,15 +157,9 @@ struct ImplicitGemm {
   // fprop, dgrad: row m of a phase -> image and j.
   JAXCONV_HOST_DEVICE void DecodeRow(const AxisPhase (&phase)[3], int32_t m, int32_t* image,
                                      int32_t (&j)[3]) const {
-    int32_t rest = m;
-    if (image_minor) images_divmod.Divmod(rest, &rest, image);
-    axis[2].DstCountDivmod(phase[2]).Divmod(rest, &rest, &j[2]);
-    axis[1].DstCountDivmod(phase[1]).Divmod(rest, &rest, &j[1]);
-    if (image_minor) {
-      j[0] = rest;
-    } else {
-      axis[0].DstCountDivmod(phase[0]).Divmod(rest, image, &j[0]);
-    }
+    axis[2].DstCountDivmod(phase[2]).Divmod(m, &m, &j[2]);
+    axis[1].DstCountDivmod(phase[1]).Divmod(m, &m, &j[1]);
+    axis[0].DstCountDivmod(phase[0]).Divmod(m, image, &j[0]);
   }
   // fprop, dgrad: the linear number of a phase's tap -> t.
   JAXCONV_HOST_DEVICE void DecodeTap(const AxisPhase (&phase)[3], int32_t index,
@@ -276,7 +266,6 @@ inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result)
     }
   }
   gemm.images = static_cast<int32_t>(problem.n);
-  gemm.images_divmod = FastDivmod(problem.n);
   gemm.groups = static_cast<int32_t>(problem.groups);
   gemm.groups_divmod = FastDivmod(problem.groups);
   gemm.batches = problem.batch;

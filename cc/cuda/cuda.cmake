@@ -48,8 +48,10 @@ if(JAXCONV_BUILD_CUDA)
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 
-  include(cuda/sources.cmake)  # JAXCONV_CUDA_SOURCES, slow translation units first
-  jaxconv_platform(cuda CudaPlatform ${JAXCONV_CUDA_SOURCES})
+  include(cuda/sources.cmake)
+  set(sources ${JAXCONV_CUDA_DEVICE_SOURCES} ${JAXCONV_CUDA_HOST_SOURCES})
+  list(TRANSFORM sources PREPEND "${PROJECT_SOURCE_DIR}/")
+  jaxconv_platform(cuda CudaPlatform ${sources})
   # A register spill, or a wgmma that ptxas serialises, is an error: kernels are measured without.
   target_compile_options(
     jaxconv_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG -lineinfo

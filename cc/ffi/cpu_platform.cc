@@ -13,8 +13,8 @@
 namespace jaxconv {
 namespace {
 
-// Tasks of one call, shared with helpers on XLA's intra-op pool. Whoever is free claims the next task,
-// the calling thread included: so a call finishes even if the pool never runs a helper (every pool
+// Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next task,
+// the calling thread included: so a call finishes even if the pool lends no thread (every pool
 // thread may itself be inside a call), and no thread is ever added to XLA's own.
 class TaskQueue {
  public:
@@ -52,8 +52,8 @@ ParallelFor OnPool(ffi::ThreadPool& pool) {
       return;
     }
     auto queue = std::make_shared<TaskQueue>(tasks, body);
-    int64_t helpers = std::min(tasks, pool.num_threads()) - 1;
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([queue] { queue->Work(); });
+    int64_t others = std::min(tasks, pool.num_threads()) - 1;
+    for (int64_t i = 0; i < others; ++i) pool.Schedule([queue] { queue->Work(); });
     queue->Work();
     queue->Wait();
   };
@@ -109,7 +109,7 @@ const PlatformInterface& CpuPlatform() {
       Handlers,
       SelectLine,
       cpu::KernelNames,
-      [] { return std::vector<std::string>{"onednn"}; },
+      cpu::FamilyNames,
       BuildInfo,
   };
   return *platform;

@@ -27,9 +27,8 @@ ffi::Error Execute(void* stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                                            " kernel of this build is named '" +
                                            std::string(instance) + "'"));
   }
-  return ToError(Launch(*kernel, call.problem,
-                        {call.lhs, call.rhs, call.out, call.workspace, call.workspace_bytes, slices,
-                         stream}));
+  return ToError(kernel->launch(call.problem, {call.lhs, call.rhs, call.out, call.workspace,
+                                               call.workspace_bytes, slices, stream}));
 }
 
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file needs
@@ -49,12 +48,12 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)}};
 }
 
-// "sm_90a" -> a device of capability 9.0; empty -> this process's device, or, without one, the oldest
-// that the portable kernels run on.
+// "sm_90a" -> a device of capability 9.0; empty -> this process's first device (JAX wants all of one
+// kind), or, without one, the oldest that the portable kernels run on.
 Status Target(std::string_view target, DeviceInfo* device) {
   constexpr std::string_view kPrefix = "sm_";
   if (target.empty()) {
-    if (!QueryDevice(device).ok()) *device = PortableTarget(8, 0);
+    if (!QueryDevice(0, device).ok()) *device = PortableTarget(8, 0);
     return {};
   }
   int capability = 0;
@@ -96,7 +95,7 @@ std::vector<std::string> Families() {
 
 std::vector<std::pair<std::string, std::string>> BuildInfo() {
   DeviceInfo device;
-  Status status = QueryDevice(&device);
+  Status status = QueryDevice(0, &device);
   return {{"cuda", JAXCONV_CUDA_VERSION},
           {"architectures", JAXCONV_CUDA_ARCHITECTURES},
           {"device", status.ok() ? device.name + " (sm_" + std::to_string(device.cc_major) +

@@ -48,7 +48,7 @@ def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers
     crop = [(0, 0, 0)] * lhs.ndim
     kept = []
     for axis, (lo, hi), dilation in zip(numbers.lhs_spec[2:], padding, lhs_dilation, strict=True):
-        if dilation == 1:
+        if dilation == 1 and min(lo, 0) + min(hi, 0) + lhs.shape[axis] >= 0:
             crop[axis] = (min(lo, 0), min(hi, 0), 0)
             lo, hi = max(lo, 0), max(hi, 0)
         kept.append((lo, hi))

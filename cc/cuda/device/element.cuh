@@ -78,12 +78,13 @@ struct Pack<T, 4> {
   }
 };
 
-// 16 zero bytes: where a load that lies in the padding points, so that the hot loop needs no predicate.
-static __device__ const uint4 kZeroBytes = {0, 0, 0, 0};
+// Zeros for a row of any tile: where a load that lies in the padding points, so that the hot loop needs no
+// predicate.
+static __device__ const uint4 kZeroRow[32] = {};
 
 template <typename T>
 __device__ __forceinline__ const T* Zeros() {
-  return reinterpret_cast<const T*>(&kZeroBytes);
+  return reinterpret_cast<const T*>(kZeroRow);
 }
 
 }  // namespace jaxconv

@@ -25,7 +25,7 @@ __device__ inline void StoreQuad(T* to, const float* quad) {
 // Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from n_first to
 // n_end. kQuads: n_end and row_stride are multiples of 4 and `out` is aligned to four elements.
 template <class Tile, bool kQuads, typename Out, typename DstRow>
-__device__ __forceinline__ void StoreTile(const float (&acc)[8][8], Out* out, DstRow dst_row,
+__device__ __forceinline__ void StoreTile(const float (&acc)[8][Tile::kThreadN], Out* out, DstRow dst_row,
                                           int64_t row_stride, int n_first, int n_end) {
   const int row = Tile::FirstRow();
   const int column = n_first + Tile::FirstColumn();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void StoreTile(const float (&acc)[8][8], Out* out, Ds
     if (dst < 0) continue;
     Out* to = out + dst * row_stride;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < Tile::kThreadN / 4; ++half) {
       const int n = column + half * Tile::kLanesN * 4;
       if constexpr (kQuads) {
         if (n < n_end) StoreQuad(to + n, &acc[i][half * 4]);

@@ -26,19 +26,22 @@ struct GatherTile {
   int32_t dst_row[Tile::kTileM];  // pixel of the output, or -1
   AxisPhase phase[3];
   uint32_t tap_mask;  // taps that hit a source element for any row; all ones above 32 taps
+  int32_t n_first;    // first column
   const void* a;      // first element of this batch and group
   const void* b;
 };
 
 // Fills `tile` for the tile's first row; all threads call it. False: the tile has no row.
 template <class Tile, typename T>
-__device__ __forceinline__ bool InitGatherTile(const IgemmParams& params, int m_tile, int phase_index,
-                                               const T* a, const T* b, GatherTile<Tile>& tile) {
+__device__ __forceinline__ bool InitGatherTile(const IgemmParams& params, int m_tile, int n_first,
+                                               int phase_index, const T* a, const T* b,
+                                               GatherTile<Tile>& tile) {
   const ImplicitGemm& gemm = params.gemm;
   if (threadIdx.x < 3) {
     tile.phase[threadIdx.x] = gemm.PhaseOfAxis(phase_index, threadIdx.x);
   } else if (threadIdx.x == 3) {
     tile.tap_mask = 0;
+    tile.n_first = n_first;
     tile.a = a;
     tile.b = b;
   }
@@ -91,81 +94,86 @@ template <typename T, class Tile, bool kTransposeB>
 class VectorGatherLoader {
  public:
   __device__ __forceinline__ VectorGatherLoader(const IgemmParams& params, const GatherTile<Tile>& tile,
-                                                int n_first)
+                                                const SimtStage<Tile>& stage)
       : params_(params), tile_(tile) {
-    const ImplicitGemm& gemm = params.gemm;
-    column_ = n_first + (kTransposeB ? threadIdx.x / 2 : threadIdx.x % kQuadsOfB * 4);
-    mask_ = tile.tap_mask;
-    by_mask_ = ImplicitGemm::TapCount(tile.phase) <= 32;
-    blocks_of_tap_ = gemm.reduce_channels / kSimtTileK;
-    has_tail_ = gemm.reduce_channels % kSimtTileK != 0;
-    NextTap();
+    const int k = threadIdx.x % 2 * 4;
+    a_store_ = SharedAddress(&stage.a[k][threadIdx.x / 2]);
+    b_store_ = SharedAddress(kTransposeB ? &stage.b[k][threadIdx.x / 2]
+                                         : &stage.b[threadIdx.x / kQuadsOfB]
+                                                   [threadIdx.x % kQuadsOfB * 4]);
   }
 
-  // Stages of the whole reduction.
-  __device__ __forceinline__ int Blocks() const {
-    int taps = by_mask_ ? __popc(tile_.tap_mask) : ImplicitGemm::TapCount(tile_.phase);
-    return taps * (blocks_of_tap_ + has_tail_);
-  }
-
-  __device__ __forceinline__ void Fetch(int) {
+  __device__ __forceinline__ void Fetch() {
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) a_pack_[i].Load(a_[i]);
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) b_pack_[i].Load(b_[i]);
-    if (--left_ != 0) {
-      Advance();
-    } else if (has_tail_ && !in_tail_) {
-      Advance();
-      EnterTail();
-    } else {
-      NextTap();
-    }
+#pragma unroll
+    for (int i = 0; i < kPassesA; ++i) a_[i] = AddBytes(a_[i], a_step_[i]);
+#pragma unroll
+    for (int i = 0; i < kPassesB; ++i) b_[i] = AddBytes(b_[i], params_.b_step_bytes);
   }
 
-  __device__ __forceinline__ void Commit(SimtStage<Tile>& stage) const {
+  // A run is the whole stages of a tap, then its tail if it has one; the last is the Fetch too many.
+  __device__ __forceinline__ int FirstRun() {
+    const int run = NextTap();
+    return position_ < kEnd ? run : 0;
+  }
+  __device__ __forceinline__ int NextRun() {
+    if (position_ >= kEnd) return 0;
+    const bool in_tail = position_ % 2 == 1;
+    if (!in_tail && params_.gemm.reduce_channels % kSimtTileK != 0) return EnterTail();
+    return NextTap();
+  }
+
+  __device__ __forceinline__ void Commit() const {
     float quad[4];
-    const int k = threadIdx.x % 2 * 4;
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) {
       a_pack_[i].Unpack(quad);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) stage.a[k + e][threadIdx.x / 2 + i * (Tile::kThreads / 2)] = quad[e];
+      StoreTransposed(a_store_ + i * (Tile::kThreads / 2) * 4, Tile::kStrideA * 4, quad);
     }
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
       b_pack_[i].Unpack(quad);
       if constexpr (kTransposeB) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          stage.b[k + e][threadIdx.x / 2 + i * (Tile::kThreads / 2)] = quad[e];
-        }
+        StoreTransposed(b_store_ + i * (Tile::kThreads / 2) * 4, Tile::kStrideB * 4, quad);
       } else {
-        *reinterpret_cast<float4*>(
-            &stage.b[threadIdx.x / kQuadsOfB + i * kRowsOfB][threadIdx.x % kQuadsOfB * 4]) =
-            make_float4(quad[0], quad[1], quad[2], quad[3]);
+        StoreShared(b_store_ + i * kRowsOfB * Tile::kStrideB * 4, quad);
       }
     }
   }
 
+  __device__ __forceinline__ void FlipStage(int32_t bytes) {
+    a_store_ += bytes;
+    b_store_ += bytes;
+  }
+
  private:
+  static constexpr int32_t kEnd = 1 << 30;
   static constexpr int kPassesA = Tile::kTileM * 2 / Tile::kThreads;
   static constexpr int kPassesB = Tile::kTileN * 2 / Tile::kThreads;
   static constexpr int kQuadsOfB = Tile::kTileN / 4;
   static constexpr int kRowsOfB = Tile::kThreads / kQuadsOfB;
   static_assert(kPassesA >= 1 && kPassesB >= 1);
 
-  __device__ __forceinline__ void Advance() {
+  // An unsigned 32-bit step costs one register and two additions, a signed or 64-bit one more.
+  __device__ static const T* AddBytes(const T* pointer, uint32_t bytes) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(pointer) + bytes);
+  }
+
+  // Four neighbours in memory go to four rows of the stage.
+  __device__ static void StoreTransposed(uint32_t address, int row_bytes, const float (&quad)[4]) {
 #pragma unroll
-    for (int i = 0; i < kPassesA; ++i) a_[i] += a_step_[i];
-#pragma unroll
-    for (int i = 0; i < kPassesB; ++i) b_[i] += b_step_[i];
+    for (int e = 0; e < 4; ++e) {
+      const float value[1] = {quad[e]};
+      StoreShared(address + e * row_bytes, value);
+    }
   }
 
   // The last stage of a tap holds only 4 channels: the other half multiplies zeros by zeros.
-  __device__ __forceinline__ void EnterTail() {
-    in_tail_ = true;
-    left_ = 1;
+  __device__ __forceinline__ int EnterTail() {
+    ++position_;
     const bool upper = threadIdx.x % 2 == 1;
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) {
@@ -175,19 +183,28 @@ class VectorGatherLoader {
     for (int i = 0; i < kPassesB; ++i) {
       if (kTransposeB ? upper : threadIdx.x / kQuadsOfB + i * kRowsOfB >= 4) b_[i] = Zeros<T>();
     }
+    return 1;
   }
 
-  __device__ __forceinline__ void NextTap() {
+  __device__ __forceinline__ int NextTap() {
     const ImplicitGemm& gemm = params_.gemm;
-    if (by_mask_) {
-      tap_ = __ffs(mask_) - 1;
-      mask_ &= mask_ - 1;
-      if (tap_ < 0) return;  // after the last tap
-    } else {
-      ++tap_;
+    const int32_t taps = ImplicitGemm::TapCount(tile_.phase);
+    int32_t tap = position_ / 2 + 1;
+    if (taps <= 32) {
+      const uint32_t rest = tap < 32 ? tile_.tap_mask >> tap : 0;
+      tap = rest != 0 ? tap + __ffs(rest) - 1 : taps;
     }
+    if (tap >= taps) {
+      position_ = kEnd;
+#pragma unroll
+      for (int i = 0; i < kPassesA; ++i) a_[i] = Zeros<T>();
+#pragma unroll
+      for (int i = 0; i < kPassesB; ++i) b_[i] = Zeros<T>();
+      return 1;
+    }
+    position_ = 2 * tap;
     int32_t t[3], filter_tap[3];
-    gemm.DecodeTap(tile_.phase, tap_, t);
+    gemm.DecodeTap(tile_.phase, tap, t);
 #pragma unroll
     for (int a = 0; a < 3; ++a) {
       filter_tap[a] = tile_.phase[a].first_tap + t[a] * gemm.axis[a].tap_period;
@@ -199,64 +216,62 @@ class VectorGatherLoader {
       const int32_t src0 = row.x + t[0], src1 = row.y + t[1], src2 = row.z + t[2];
       const bool valid = gemm.InSource(src0, src1, src2);
       const int64_t pixel = row.w + gemm.SourcePixel(src0, src1, src2);
-      a_step_[i] = valid ? kSimtTileK : 0;
+      a_step_[i] = valid ? kSimtTileK * sizeof(T) : 0;
       a_[i] = valid ? static_cast<const T*>(tile_.a) + pixel * gemm.src_channels +
                           threadIdx.x % 2 * 4
                     : Zeros<T>();
     }
-    const T* tap = static_cast<const T*>(tile_.b) +
-                   gemm.TapIndex(filter_tap[0], filter_tap[1], filter_tap[2]) * gemm.b_tap;
+    const T* filter = static_cast<const T*>(tile_.b) +
+                      gemm.TapIndex(filter_tap[0], filter_tap[1], filter_tap[2]) * gemm.b_tap;
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
-      const int column = kTransposeB ? column_ + i * (Tile::kThreads / 2) : column_;
+      // Columns beyond the last read the last quad (or column) instead; nobody stores their sums.
+      const int column = min(tile_.n_first + static_cast<int>(kTransposeB
+                                                 ? threadIdx.x / 2 + i * (Tile::kThreads / 2)
+                                                 : threadIdx.x % kQuadsOfB * 4),
+                             gemm.gemm_n - (kTransposeB ? 1 : 4));
       const int k = kTransposeB ? threadIdx.x % 2 * 4 : threadIdx.x / kQuadsOfB + i * kRowsOfB;
-      const bool valid = column < gemm.gemm_n;
-      b_step_[i] = valid ? static_cast<int32_t>(gemm.b_reduce) * kSimtTileK : 0;
-      b_[i] = valid ? tap + k * gemm.b_reduce + column * gemm.b_column : Zeros<T>();
+      b_[i] = filter + k * gemm.b_reduce + column * gemm.b_column;
     }
-    in_tail_ = false;
-    left_ = blocks_of_tap_;
-    if (blocks_of_tap_ == 0) EnterTail();
+    const int run = gemm.reduce_channels / kSimtTileK;
+    return run > 0 ? run : EnterTail();
   }
 
   const IgemmParams& params_;
   const GatherTile<Tile>& tile_;
   const T* a_[kPassesA];
   const T* b_[kPassesB];
-  int32_t a_step_[kPassesA], b_step_[kPassesB];
+  uint32_t a_step_[kPassesA];  // bytes
+  uint32_t a_store_, b_store_;  // shared-memory addresses of the stage that Commit fills
   Pack<T, 4> a_pack_[kPassesA];
   Pack<T, 4> b_pack_[kPassesB];
-  int32_t column_;
-  uint32_t mask_;
-  int32_t tap_ = -1, left_, blocks_of_tap_;
-  bool by_mask_, has_tail_, in_tail_ = false;
+  int32_t position_ = -2;  // 2 * tap, and 1 more in its tail; kEnd after the last
 };
 
-// One reduction index: what it adds to a row's source coordinates and to the offsets into A and B.
+// One reduction index: what it adds to a row's source coordinates and to the offset into A, and its first
+// column of B.
 struct alignas(16) ReduceEntry {
   int32_t src0, src1, src2;
-  int32_t valid;
-  int64_t a_offset, b_offset;
+  int32_t unused;
+  int64_t a_offset;
+  const void* b;
 };
 
-// A row's part of the same sums.
-template <typename T>
-struct TableRow {
-  int32_t src0, src1, src2;
-  const T* a;
-};
+// Stages decoded at once. 16 make 128 entries of 32 bytes, one for each thread of most tiles, and spread the
+// cost of decoding and of its barrier over 16 stages.
+inline constexpr int kTableStages = 16;
+using ReduceTable = ReduceEntry[kTableStages][kSimtTileK];
 
 template <typename T, class Tile, Op kOp, int kWidth>
 class TableLoader {
  public:
   // fprop, dgrad.
   __device__ __forceinline__ TableLoader(const IgemmParams& params, const GatherTile<Tile>& tile,
-                                         int n_first, ReduceEntry (&table)[2][kSimtTileK])
-      : params_(params), phase_(&tile.phase), table_(table) {
+                                         const SimtStage<Tile>& stage, ReduceTable& table)
+      : params_(params), phase_(&tile.phase), table_(table), b_(static_cast<const T*>(tile.b)) {
     const ImplicitGemm& gemm = params.gemm;
-    first_ = 0;
+    next_ = 0;
     end_ = ImplicitGemm::TapCount(tile.phase) * gemm.reduce_channels;
-    dense_ = true;
 #pragma unroll
     for (int i = 0; i < kRowsOfA; ++i) {
       const int4 row = tile.row[Row(i)];
@@ -264,18 +279,15 @@ class TableLoader {
       row_[i].a = static_cast<const T*>(tile.a) +
                   (row.w + gemm.SourcePixel(row.x, row.y, row.z)) * gemm.src_channels;
     }
-    InitColumn(static_cast<const T*>(tile.b), n_first);
-    Decode(0);
-    __syncthreads();
+    Init(tile.n_first, stage);
   }
 
   // wgrad: the rows from m_first on, the pixels from `first` to `end`.
   __device__ __forceinline__ TableLoader(const IgemmParams& params, const T* a, const T* b,
                                          int m_first, int n_first, int32_t first, int32_t end,
-                                         ReduceEntry (&table)[2][kSimtTileK])
-      : params_(params), phase_(nullptr), table_(table), first_(first), end_(end) {
+                                         const SimtStage<Tile>& stage, ReduceTable& table)
+      : params_(params), phase_(nullptr), table_(table), b_(b), next_(first), end_(end) {
     const ImplicitGemm& gemm = params.gemm;
-    dense_ = gemm.Dense();
 #pragma unroll
     for (int i = 0; i < kRowsOfA; ++i) {
       const int m = m_first + Row(i);
@@ -287,34 +299,46 @@ class TableLoader {
         row_[i].src0 = tap[0] * gemm.axis[0].step + gemm.axis[0].off;
         row_[i].src1 = tap[1] * gemm.axis[1].step + gemm.axis[1].off;
         row_[i].src2 = tap[2] * gemm.axis[2].step + gemm.axis[2].off;
-        int64_t pixel =
-            dense_ ? gemm.SourcePixel(row_[i].src0, row_[i].src1, row_[i].src2) : int64_t{0};
+        const int64_t pixel =
+            Dense() ? gemm.SourcePixel(row_[i].src0, row_[i].src1, row_[i].src2) : int64_t{0};
         row_[i].a += pixel * gemm.src_channels + channel;
       }
     }
-    InitColumn(b, n_first);
-    Decode(0);
+    Init(n_first, stage);
+  }
+
+  // The stages that are left and the Fetch too many, at most a table at a time.
+  __device__ __forceinline__ int FirstRun() {
+    fetches_ = end_ > next_ ? (end_ - next_ + kSimtTileK - 1) / kSimtTileK + 1 : 0;
+    return NextRun();
+  }
+  __device__ __forceinline__ int NextRun() {
+    if (fetches_ == 0) return 0;
+    // Every thread has done its Fetches from the table: a barrier follows each of them.
+    for (int i = threadIdx.x; i < kTableStages * kSimtTileK; i += Tile::kThreads) Decode(i);
+    next_ += kTableStages * kSimtTileK;
+    entry_a_ = &table_[0][KOfA(0)];
+    entry_b_ = &table_[0][KOfB(0)];
     __syncthreads();
+    const int run = min(fetches_, kTableStages);
+    fetches_ -= run;
+    return run;
   }
 
-  __device__ __forceinline__ int Blocks() const {
-    return (end_ - first_ + kSimtTileK - 1) / kSimtTileK;
-  }
-
-  __device__ __forceinline__ void Fetch(int block) {
+  __device__ __forceinline__ void Fetch() {
     const ImplicitGemm& gemm = params_.gemm;
-    const ReduceEntry* table = table_[block & 1];
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) {
-      const ReduceEntry entry = table[KOfA(i)];
+      const ReduceEntry& entry = entry_a_[i * (kSimtTileK / kPassesA)];
+      const int4 entry_src = *reinterpret_cast<const int4*>(&entry.src0);
 #pragma unroll
       for (int r = 0; r < kRowsOfA; ++r) {
-        int32_t src0 = row_[r].src0 + entry.src0;
-        int32_t src1 = row_[r].src1 + entry.src1;
-        int32_t src2 = row_[r].src2 + entry.src2;
+        int32_t src0 = row_[r].src0 + entry_src.x;
+        int32_t src1 = row_[r].src1 + entry_src.y;
+        int32_t src2 = row_[r].src2 + entry_src.z;
         const T* source = row_[r].a + entry.a_offset;
         bool valid = true;
-        if (kOp == Op::kWgrad && !dense_) {
+        if (!Dense()) {
           valid = src0 >= 0 && src1 >= 0 && src2 >= 0;
           int32_t rest0, rest1, rest2;
           gemm.axis[0].div_divmod.Divmod(src0, &src0, &rest0);
@@ -324,30 +348,42 @@ class TableLoader {
           source += gemm.SourcePixel(src0, src1, src2) * gemm.src_channels;
         }
         valid = valid && gemm.InSource(src0, src1, src2);
-        a_pack_[i][r].Clear();
-        if (valid) a_pack_[i][r].Load(source);
+        a_pack_[i][r].Load(valid ? source : Zeros<T>());
       }
     }
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
-      const ReduceEntry& entry = table[KOfB(i)];
-      b_pack_[i].Clear();
-      if (column_valid_ && entry.valid) b_pack_[i].Load(b_ + entry.b_offset);
+      const ReduceEntry& entry = entry_b_[i * (kSimtTileK / kPassesB)];
+      const T* source = static_cast<const T*>(entry.b) + b_column_;
+      // Columns of dgrad lie too far apart for a row of zeros.
+      if (kOp == Op::kDgrad && entry.b == nullptr) source = Zeros<T>();
+      b_pack_[i].Load(source);
     }
-    // The slot being filled was last read before the barrier that ended the stage before this one.
-    Decode(block + 1);
+    entry_a_ += kSimtTileK;
+    entry_b_ += kSimtTileK;
   }
 
-  __device__ __forceinline__ void Commit(SimtStage<Tile>& stage) const {
+  __device__ __forceinline__ void Commit() const {
+    float values[kWidth];
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) {
 #pragma unroll
-      for (int r = 0; r < kRowsOfA; ++r) Store(a_pack_[i][r], &stage.a[KOfA(i)][Row(r)]);
+      for (int r = 0; r < kRowsOfA; ++r) {
+        a_pack_[i][r].Unpack(values);
+        StoreShared(
+            a_store_ + (i * (kSimtTileK / kPassesA) * Tile::kStrideA + r * Tile::kThreads) * 4, values);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
-      Store(b_pack_[i], &stage.b[KOfB(i)][threadIdx.x % kItemsOfB * kWidth]);
+      b_pack_[i].Unpack(values);
+      StoreShared(b_store_ + i * (kSimtTileK / kPassesB) * Tile::kStrideB * 4, values);
     }
+  }
+
+  __device__ __forceinline__ void FlipStage(int32_t bytes) {
+    a_store_ += bytes;
+    b_store_ += bytes;
   }
 
  private:
@@ -357,6 +393,12 @@ class TableLoader {
   static constexpr int kPassesA = kSimtTileK * kItemsOfA / Tile::kThreads / kRowsOfA;
   static constexpr int kPassesB = kSimtTileK * kItemsOfB / Tile::kThreads;
   static_assert(kItemsOfB <= Tile::kThreads && kPassesA >= 1 && kPassesB >= 1);
+
+  // A row's part of the sums of ReduceEntry.
+  struct TableRow {
+    int32_t src0, src1, src2;
+    const T* a;
+  };
 
   // Row of the tile, and reduction index of the stage, that this thread loads.
   __device__ static int Row(int r) {
@@ -369,30 +411,30 @@ class TableLoader {
     return threadIdx.x / kItemsOfB + pass * (kSimtTileK / kPassesB);
   }
 
-  __device__ __forceinline__ void InitColumn(const T* b, int n_first) {
-    const int column = n_first + threadIdx.x % kItemsOfB * kWidth;
-    column_valid_ = column < params_.gemm.gemm_n;
-    b_ = b + column * params_.gemm.b_column;
+  // Whether offsets of rows and reduction indices simply add. Phases make it so in fprop and dgrad; wgrad
+  // with lhs_dilation is left to the scalar instances, so that the others carry no code for it.
+  __device__ __forceinline__ bool Dense() const {
+    return kOp != Op::kWgrad || kWidth != 1 || params_.gemm.Dense();
   }
 
-  __device__ static void Store(const Pack<T, 1>& pack, float* to) {
-    float value[1];
-    pack.Unpack(value);
-    *to = value[0];
-  }
-  __device__ static void Store(const Pack<T, 4>& pack, float* to) {
-    float quad[4];
-    pack.Unpack(quad);
-    *reinterpret_cast<float4*>(to) = make_float4(quad[0], quad[1], quad[2], quad[3]);
+  __device__ __forceinline__ void Init(int n_first, const SimtStage<Tile>& stage) {
+    a_store_ = SharedAddress(&stage.a[KOfA(0)][Row(0)]);
+    b_store_ = SharedAddress(&stage.b[KOfB(0)][threadIdx.x % kItemsOfB * kWidth]);
+    n_first_ = n_first;
+    // Columns beyond the last read the last instead; nobody stores their sums.
+    const int column = min(n_first + static_cast<int>(threadIdx.x % kItemsOfB * kWidth),
+                           params_.gemm.gemm_n - kWidth);
+    b_column_ = (column - n_first) * params_.gemm.b_column;
   }
 
-  __device__ __forceinline__ void Decode(int block) {
-    if (threadIdx.x >= kSimtTileK) return;
+  // Entry i of the table, for the reduction index next_ + i. Beyond the end A is outside of the source and
+  // B is zeros, so that the term is 0 * 0 whatever lies in memory.
+  __device__ __forceinline__ void Decode(int i) {
     const ImplicitGemm& gemm = params_.gemm;
-    const int64_t index = int64_t{first_} + int64_t{block} * kSimtTileK + threadIdx.x;
-    ReduceEntry entry{kInvalidCoordinate, kInvalidCoordinate, kInvalidCoordinate, 0, 0, 0};
+    const int64_t index = int64_t{next_} + i;
+    ReduceEntry entry{kInvalidCoordinate, kInvalidCoordinate, kInvalidCoordinate, 0, 0, nullptr};
+    int64_t b_offset = n_first_ * gemm.b_column;
     if (index < end_) {
-      entry.valid = 1;
       if constexpr (kOp == Op::kWgrad) {
         int32_t image, dst[3];
         gemm.DecodePixel(static_cast<int32_t>(index), &image, dst);
@@ -400,9 +442,9 @@ class TableLoader {
         entry.src1 = dst[1] * gemm.axis[1].mul;
         entry.src2 = dst[2] * gemm.axis[2].mul;
         int64_t pixel = image * gemm.SourceImage();
-        if (dense_) pixel += gemm.SourcePixel(entry.src0, entry.src1, entry.src2);
+        if (Dense()) pixel += gemm.SourcePixel(entry.src0, entry.src1, entry.src2);
         entry.a_offset = pixel * gemm.src_channels;
-        entry.b_offset = index * gemm.b_reduce;
+        b_offset += index * gemm.b_reduce;
       } else {
         int32_t tap, channel, t[3], filter_tap[3];
         gemm.reduce_channels_divmod.Divmod(static_cast<int32_t>(index), &tap, &channel);
@@ -416,22 +458,30 @@ class TableLoader {
         entry.src2 = t[2] * gemm.axis[2].src_per_t;
         entry.a_offset =
             gemm.SourcePixel(entry.src0, entry.src1, entry.src2) * gemm.src_channels + channel;
-        entry.b_offset = gemm.TapIndex(filter_tap[0], filter_tap[1], filter_tap[2]) * gemm.b_tap +
-                         channel * gemm.b_reduce;
+        b_offset += gemm.TapIndex(filter_tap[0], filter_tap[1], filter_tap[2]) * gemm.b_tap +
+                    channel * gemm.b_reduce;
       }
+      entry.b = b_ + b_offset;
+    } else if (kOp != Op::kDgrad) {
+      entry.b = Zeros<T>();
     }
-    table_[block & 1][threadIdx.x] = entry;
+    table_[i / kSimtTileK][i % kSimtTileK] = entry;
   }
 
   const IgemmParams& params_;
   const AxisPhase (*phase_)[3];
-  ReduceEntry (&table_)[2][kSimtTileK];
-  int32_t first_, end_;
-  TableRow<T> row_[kRowsOfA];
+  ReduceTable& table_;
   const T* b_;
+  int32_t next_, end_;
+  int32_t fetches_;  // that follow the current run
+  int32_t n_first_;
+  const ReduceEntry* entry_a_;
+  const ReduceEntry* entry_b_;
+  TableRow row_[kRowsOfA];
+  int64_t b_column_;  // of this thread, from the first column of the tile on
   Pack<T, kWidth> a_pack_[kPassesA][kRowsOfA];
   Pack<T, kWidth> b_pack_[kPassesB];
-  bool column_valid_, dense_;
+  uint32_t a_store_, b_store_;  // shared-memory addresses of the stage that Commit fills
 };
 
 }  // namespace jaxconv

@@ -20,6 +20,7 @@ struct IgemmParams {
   //     fprop, dgrad   batch * groups, phases (the ones with most taps first)
   //     wgrad          split-K slices, batch * groups
   FastDivmod n_tiles, m_tiles, batch_groups, slices;
+  uint32_t b_step_bytes = 0;  // fprop, dgrad: of B from one stage to the next inside a tap
   // wgrad: kSimtTileK-pixel blocks of one slice, and the elements of one slice's partial result.
   int32_t blocks_per_slice = 0;
   int64_t slice_elements = 0;

@@ -18,17 +18,20 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/shared_memory.cuh"
+
 namespace jaxconv {
 
 // Reduction indices of one shared-memory stage. 8 keeps the two staged quads of a thread at 8 registers
 // and still gives 512 FMAs between barriers.
 inline constexpr int kSimtTileK = 8;
 
-template <int kTileM_, int kTileN_, int kWarpsM_, int kWarpsN_, int kLanesM_, int kLanesN_,
-          int kMinBlocks_>
+template <int kTileM_, int kTileN_, int kThreadN_, int kWarpsM_, int kWarpsN_, int kLanesM_,
+          int kLanesN_, int kMinBlocks_>
 struct SimtTile {
   static constexpr int kTileM = kTileM_;
   static constexpr int kTileN = kTileN_;
+  static constexpr int kThreadN = kThreadN_;  // columns of one thread; its rows are 8
   static constexpr int kLanesM = kLanesM_;
   static constexpr int kLanesN = kLanesN_;
   static constexpr int kWarpsN = kWarpsN_;
@@ -39,7 +42,7 @@ struct SimtTile {
   static constexpr int kStrideA = kTileM + 4;
   static constexpr int kStrideB = kTileN + 4;
   static_assert(kLanesM * kLanesN == 32);
-  static_assert(kTileM == kWarpsM_ * kLanesM * 8 && kTileN == kWarpsN_ * kLanesN * 8);
+  static_assert(kTileM == kWarpsM_ * kLanesM * 8 && kTileN == kWarpsN_ * kLanesN * kThreadN);
 
   // The first row and column of this thread's quadrant 0; quadrants lie kLanes * 4 apart.
   __device__ static int FirstRow() {
@@ -49,7 +52,7 @@ struct SimtTile {
   }
   __device__ static int FirstColumn() {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    return warp % kWarpsN * kLanesN * 8 + ((lane >> 1) % kLanesN) * 4;
+    return warp % kWarpsN * kLanesN * kThreadN + ((lane >> 1) % kLanesN) * 4;
   }
 };
 
@@ -59,54 +62,103 @@ struct alignas(16) SimtStage {
   float b[kSimtTileK][Tile::kStrideB];
 };
 
-// acc += A B over `blocks` stages. Loader gives Fetch(block): global memory -> its registers, and
-// Commit(stage): its registers -> shared memory. While a stage is multiplied, the next one travels
-// through the loader's registers, and the fragments of the next k are read one k ahead; one barrier a
-// stage orders both directions, because the two stages alternate.
-template <class Tile, class Loader>
-__device__ __forceinline__ void SimtMainloop(Loader& loader, int blocks,
-                                             SimtStage<Tile> (&stages)[2], float (&acc)[8][8]) {
-  if (blocks <= 0) return;
-  loader.Fetch(0);
-  loader.Commit(stages[0]);
-  __syncthreads();
+template <class Tile>
+inline constexpr int kSimtStageBytes = sizeof(SimtStage<Tile>);
 
-  float a[2][8], b[2][8];
-  const int row = Tile::FirstRow(), column = Tile::FirstColumn();
-  auto read_fragments = [&](const SimtStage<Tile>& stage, int k, int slot) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float4*>(&a[slot][half * 4]) =
-          *reinterpret_cast<const float4*>(&stage.a[k][row + half * Tile::kLanesM * 4]);
-      *reinterpret_cast<float4*>(&b[slot][half * 4]) =
-          *reinterpret_cast<const float4*>(&stage.b[k][column + half * Tile::kLanesN * 4]);
-    }
-  };
-  read_fragments(stages[0], 0, 0);
+// One k of a stage: this thread's 8 values of A and of B.
+template <class Tile, int kK>
+__device__ __forceinline__ void ReadFragments(uint32_t a_address, uint32_t b_address, float (&a)[8],
+                                              float (&b)[Tile::kThreadN]) {
+  LoadShared<kK * Tile::kStrideA * 4>(a_address, &a[0]);
+  LoadShared<kK * Tile::kStrideB * 4>(b_address, &b[0]);
+  LoadShared<kK * Tile::kStrideA * 4 + Tile::kLanesM * 16>(a_address, &a[4]);
+  LoadShared<kK * Tile::kStrideB * 4 + Tile::kLanesN * 16>(b_address, &b[4]);
+  if constexpr (Tile::kThreadN == 16) {
+    LoadShared<kK * Tile::kStrideB * 4 + Tile::kLanesN * 32>(b_address, &b[8]);
+    LoadShared<kK * Tile::kStrideB * 4 + Tile::kLanesN * 48>(b_address, &b[12]);
+  }
+}
 
-  int current = 0;
-#pragma unroll 1
-  for (int block = 1; block <= blocks; ++block) {
-    const bool more = block < blocks;
-    if (more) loader.Fetch(block);
+template <int kThreadN>
+__device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&b)[kThreadN],
+                                             float (&acc)[8][kThreadN]) {
+  // There and back again: the turn reuses the operand that the last FMA left in the operand cache. Which
+  // way runs inside is what the compiler's register allocation takes best: fewer FMAs whose three operands
+  // fall into one register bank (11 of 512 against 14, 26 of 1024 against 86).
+  constexpr bool kRowsInside = kThreadN == 16;
+  constexpr int kOuter = kRowsInside ? kThreadN : 8;
+  constexpr int kInner = kRowsInside ? 8 : kThreadN;
 #pragma unroll
-    for (int k = 0; k < kSimtTileK; ++k) {
-      if (k == kSimtTileK - 1) {
-        if (more) loader.Commit(stages[current ^ 1]);
-        __syncthreads();
-        current ^= 1;
-        // After the last stage this reads what nobody uses; a branch would cost more.
-        read_fragments(stages[current], 0, 0);
-      } else {
-        read_fragments(stages[current], k + 1, (k + 1) % 2);
-      }
+  for (int outer = 0; outer < kOuter; ++outer) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) acc[i][j] = fmaf(a[k % 2][i], b[k % 2][j], acc[i][j]);
-      }
+    for (int step = 0; step < kInner; ++step) {
+      const int inner = outer % 2 == 0 ? step : kInner - 1 - step;
+      const int i = kRowsInside ? inner : outer, j = kRowsInside ? outer : inner;
+      acc[i][j] = fmaf(a[i], b[j], acc[i][j]);
     }
   }
+}
+
+// acc += A B over the stages of a loader.
+//
+// Loader: Fetch() loads the next stage from global memory to its registers, Commit() stores them to the
+// stage's shared memory, FlipStage(bytes) moves what Commit writes by so many bytes. FirstRun() and
+// NextRun() say how many Fetches follow until the loader wants to branch (0: none is left); together they
+// count the stages and one Fetch more, which nobody uses. So the hot loop is one block of straight code:
+// with a branch in it the compiler moves more of the accumulators to other registers in every pass, and
+// the FMAs there collide in the register banks.
+//
+// While a stage is multiplied, the next one travels through the loader's registers, and the fragments of
+// the next k are read one k ahead; one barrier a stage orders both directions, because the two stages
+// alternate.
+template <class Tile, class Loader>
+__device__ __forceinline__ void SimtMainloop(Loader& loader, const SimtStage<Tile> (&stages)[2],
+                                             float (&acc)[8][Tile::kThreadN]) {
+  int run = loader.FirstRun();
+  if (run == 0) return;
+  loader.Fetch();
+  loader.Commit();
+  int32_t flip = kSimtStageBytes<Tile>;
+  loader.FlipStage(flip);
+  __syncthreads();
+
+  float a[2][8], b[2][Tile::kThreadN];
+  uint32_t a_address = SharedAddress(&stages[0].a[0][Tile::FirstRow()]);
+  uint32_t b_address = SharedAddress(&stages[0].b[0][Tile::FirstColumn()]);
+  ReadFragments<Tile, 0>(a_address, b_address, a[0], b[0]);
+
+  --run;
+#pragma unroll 1
+  do {
+#pragma unroll 1
+    for (; run > 0; --run) {
+      loader.Fetch();
+      ReadFragments<Tile, 1>(a_address, b_address, a[1], b[1]);
+      OuterProduct(a[0], b[0], acc);
+      ReadFragments<Tile, 2>(a_address, b_address, a[0], b[0]);
+      OuterProduct(a[1], b[1], acc);
+      ReadFragments<Tile, 3>(a_address, b_address, a[1], b[1]);
+      OuterProduct(a[0], b[0], acc);
+      ReadFragments<Tile, 4>(a_address, b_address, a[0], b[0]);
+      OuterProduct(a[1], b[1], acc);
+      ReadFragments<Tile, 5>(a_address, b_address, a[1], b[1]);
+      OuterProduct(a[0], b[0], acc);
+      ReadFragments<Tile, 6>(a_address, b_address, a[0], b[0]);
+      OuterProduct(a[1], b[1], acc);
+      ReadFragments<Tile, 7>(a_address, b_address, a[1], b[1]);
+      OuterProduct(a[0], b[0], acc);
+      loader.Commit();
+      a_address += flip;
+      b_address += flip;
+      flip = -flip;
+      loader.FlipStage(flip);
+      __syncthreads();
+      // After the last stage this reads what nobody uses.
+      ReadFragments<Tile, 0>(a_address, b_address, a[0], b[0]);
+      OuterProduct(a[1], b[1], acc);
+    }
+    run = loader.NextRun();
+  } while (run > 0);
 }
 
 }  // namespace jaxconv
