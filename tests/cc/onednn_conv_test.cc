@@ -18,8 +18,8 @@
 #include <thread>
 #include <vector>
 
-#include "cc/naive_conv.h"
 #include "cpu/convert.h"
+#include "naive_conv.h"
 
 namespace jaxconv {
 namespace {
