@@ -31,7 +31,9 @@ def sources(program: pathlib.Path) -> list[pathlib.Path]:
         for name in INCLUDE.findall(file.read_text()):
             for root in (CC, TESTS):
                 header = root / name
-                pending += [f for f in (header, header.with_suffix(".cc")) if f.exists()]
+                if header.exists():
+                    # A header's definitions carry its name, not always its folder (kernel_table).
+                    pending += [header, *root.rglob(f"{header.stem}.cc")]
     return found
 
 

@@ -596,9 +596,9 @@ std::string MakePrimitives(Plan* plan) {
     int a = plan->geometry.axis;
     const ConvProblem& sub = piece->sub;
     std::array<int64_t, 5> key{sub.n, sub.in[a], sub.out[a], sub.pad_lo[a], sub.pad_hi[a]};
-    auto [entry, is_new] = made.insert({key, static_cast<int>(plan->primitives.size())});
+    auto [entry, inserted] = made.insert({key, static_cast<int>(plan->primitives.size())});
     piece->primitive = entry->second;
-    if (!is_new) continue;
+    if (!inserted) continue;
     ConvPrimitive primitive;
     bool ok = false;
     if (!plan->packed.empty()) {
