@@ -1,22 +1,23 @@
 // The index algebra of implicit GEMM: the one place that says which element meets which.
 //
-// Every operation gathers along each spatial axis by one relation between a destination coordinate, a
-// filter tap and a source coordinate:
+// Every operation gathers along each spatial axis by one relation between a destination coordinate,
+// a filter tap and a source coordinate:
 //
 //     src * div = dst * mul + tap * step + off
 //
-//     fprop   dst = p, src = i   mul = stride         step = +dilation   off = -pad_lo   div = lhs_dilation
-//     dgrad   dst = i, src = p   mul = lhs_dilation   step = -dilation   off = +pad_lo   div = stride
-//     wgrad   as fprop: rows are taps, the reduction runs over dst = p
+//     fprop   dst = p, src = i   mul = stride         step = +dilation   off = -pad_lo   div =
+//     lhs_dilation dgrad   dst = i, src = p   mul = lhs_dilation   step = -dilation   off = +pad_lo
+//     div = stride wgrad   as fprop: rows are taps, the reduction runs over dst = p
 //
-// Where div > 1 only some taps hit a source element. fprop and dgrad split the destination into phases,
-// dst = phase + j * period with period = div / gcd(mul, div). Inside one phase the taps that hit are
-// tap = first_tap + t * tap_period with tap_period = div / gcd(step, div), and
+// Where div > 1 only some taps hit a source element. fprop and dgrad split the destination into
+// phases, dst = phase + j * period with period = div / gcd(mul, div). Inside one phase the taps
+// that hit are tap = first_tap + t * tap_period with tap_period = div / gcd(step, div), and
 //
 //     src = src0 + j * src_per_j + t * src_per_t
 //
-// in integers: each phase is a plain dense convolution, no inserted zero is ever multiplied, and a phase
-// without taps has an empty sum. wgrad keeps the relation and drops the terms that do not divide.
+// in integers: each phase is a plain dense convolution, no inserted zero is ever multiplied, and a
+// phase without taps has an empty sum. wgrad keeps the relation and drops the terms that do not
+// divide.
 //
 // GEMM extents, per group (gemm_m x gemm_n x reduction):
 //     fprop  (N P Q, K/g, R S C/g)    dgrad  (N H W, C/g, R S K/g)    wgrad  (R S C/g, K/g, N P Q)
@@ -63,7 +64,8 @@ struct GatherAxis {
   int32_t step_inverse = 0;  // of step / step_gcd modulo tap_period
   int32_t src_per_j = 1;
   int32_t src_per_t = 1;
-  // dst_count and tap_count of a phase are one of two neighbours; their divisors are made on the host.
+  // dst_count and tap_count of a phase are one of two neighbours; their divisors are made on the
+  // host.
   FastDivmod dst_count_divmod[2];  // ceil(dst_extent / period), and one less
   FastDivmod tap_count_divmod[2];  // ceil(taps / tap_period), and one less
   FastDivmod dst_divmod;           // by dst_extent
@@ -106,8 +108,8 @@ struct GatherAxis {
 struct ImplicitGemm {
   GatherAxis axis[3];
   int32_t images = 1;
-  int32_t gemm_m = 1;       // fprop, dgrad: of the largest phase
-  int32_t gemm_n = 1;       // per group
+  int32_t gemm_m = 1;           // fprop, dgrad: of the largest phase
+  int32_t gemm_n = 1;           // per group
   int32_t reduce_channels = 1;  // fprop, dgrad: channels of one group of the gathered tensor
   int32_t row_channels = 1;     // wgrad: C / groups, the channels under one tap
   FastDivmod reduce_channels_divmod;
@@ -122,8 +124,9 @@ struct ImplicitGemm {
   // Distances in elements.
   int64_t a_batch = 0, b_batch = 0, out_batch = 0;
   int32_t a_group = 0, b_group = 0, out_group = 0;
-  int64_t b_tap = 0;     // fprop, dgrad: from one tap of the filter to the next
-  int64_t b_reduce = 0;  // from one reduction index to the next inside a tap; wgrad: per pixel of dy
+  int64_t b_tap = 0;  // fprop, dgrad: from one tap of the filter to the next
+  int64_t b_reduce =
+      0;  // from one reduction index to the next inside a tap; wgrad: per pixel of dy
   int64_t b_column = 1;  // from one gemm_n to the next
 
   JAXCONV_HOST_DEVICE bool InSource(int32_t src0, int32_t src1, int32_t src2) const {
@@ -234,8 +237,8 @@ inline GatherAxis MakeAxis(int64_t dst_extent, int64_t src_extent, int64_t taps,
 
 }  // namespace implicit_gemm_internal
 
-// Fails, with the reason, where an extent does not fit the 32-bit coordinates of the kernels. Offsets
-// of elements are 64-bit throughout, so tensors may pass 2^31 elements.
+// Fails, with the reason, where an extent does not fit the 32-bit coordinates of the kernels.
+// Offsets of elements are 64-bit throughout, so tensors may pass 2^31 elements.
 inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result) {
   constexpr int64_t kInt32Max = (int64_t{1} << 31) - 1;
   ImplicitGemm gemm;
@@ -257,9 +260,9 @@ inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result)
                                                  -problem.pad_lo[a], problem.lhs_dilation[a]);
   }
   const int64_t cg = problem.c_per_group(), kg = problem.k_per_group();
-  for (int64_t extent : {problem.n * problem.in_pixels(), problem.n * problem.out_pixels(),
-                         problem.taps() * cg, problem.taps() * problem.k,
-                         problem.batch * problem.groups, problem.c, problem.k}) {
+  for (int64_t extent :
+       {problem.n * problem.in_pixels(), problem.n * problem.out_pixels(), problem.taps() * cg,
+        problem.taps() * problem.k, problem.batch * problem.groups, problem.c, problem.k}) {
     if (extent > kInt32Max) {
       return Status::Unimplemented("a GEMM extent is " + std::to_string(extent) +
                                    ", expected less than 2^31");

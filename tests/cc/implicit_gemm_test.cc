@@ -1,8 +1,8 @@
 // The index algebra of implicit GEMM against the definition of ConvProblem, on the CPU.
 //
-// For each problem the set of (output element, source pixel, filter tap) that the algebra reaches must be the
-// set that the definition i * lhs_dilation = p * stride + r * dilation - pad_lo gives: nothing twice, nothing
-// missing, every output row exactly once.
+// For each problem the set of (output element, source pixel, filter tap) that the algebra reaches
+// must be the set that the definition i * lhs_dilation = p * stride + r * dilation - pad_lo gives:
+// nothing twice, nothing missing, every output row exactly once.
 #include "core/implicit_gemm.h"
 
 #include <cstdio>
@@ -75,8 +75,7 @@ void CheckGather(const ConvProblem& problem, const ImplicitGemm& gemm) {
         gemm.DecodeTap(phase, tap, t);
         for (int a = 0; a < 3; ++a) {
           filter_tap[a] = phase[a].first_tap + t[a] * gemm.axis[a].tap_period;
-          src[a] =
-              phase[a].src0 + j[a] * gemm.axis[a].src_per_j + t[a] * gemm.axis[a].src_per_t;
+          src[a] = phase[a].src0 + j[a] * gemm.axis[a].src_per_j + t[a] * gemm.axis[a].src_per_t;
           if (filter_tap[a] >= gemm.axis[a].taps) Fail(problem, "a tap beyond the filter");
         }
         if (!gemm.InSource(src[0], src[1], src[2])) continue;
@@ -154,7 +153,9 @@ void CheckRefusals() {
 int main() {
   using jaxconv::ConvProblem;
   std::mt19937 random(20240611);
-  auto draw = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
+  auto draw = [&](int low, int high) {
+    return low + static_cast<int>(random() % (high - low + 1));
+  };
   int checked = 0;
   while (checked < 600) {
     ConvProblem problem;
@@ -170,10 +171,9 @@ int main() {
       problem.dilation[a] = draw(1, 4);
       problem.pad_lo[a] = draw(-3, 5);
       problem.pad_hi[a] = draw(-3, 5);
-      problem.out[a] =
-          jaxconv::OutputExtent(problem.in[a], problem.filter[a], problem.stride[a],
-                                problem.lhs_dilation[a], problem.dilation[a], problem.pad_lo[a],
-                                problem.pad_hi[a]);
+      problem.out[a] = jaxconv::OutputExtent(problem.in[a], problem.filter[a], problem.stride[a],
+                                             problem.lhs_dilation[a], problem.dilation[a],
+                                             problem.pad_lo[a], problem.pad_hi[a]);
     }
     if (!problem.Validate().ok()) continue;  // an empty output
     jaxconv::Check(problem);

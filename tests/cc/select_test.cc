@@ -16,9 +16,11 @@ Status LaunchIgemmSimt(SimtTileId, const IgemmParams&, int64_t, void*) {
   ++launches;
   return {};
 }
-#define JAXCONV_STUB(op)                                                                            \
-  template Status LaunchIgemmSimt<op, DType::kF32>(SimtTileId, const IgemmParams&, int64_t, void*); \
-  template Status LaunchIgemmSimt<op, DType::kF16>(SimtTileId, const IgemmParams&, int64_t, void*); \
+#define JAXCONV_STUB(op)                                                                    \
+  template Status LaunchIgemmSimt<op, DType::kF32>(SimtTileId, const IgemmParams&, int64_t, \
+                                                   void*);                                  \
+  template Status LaunchIgemmSimt<op, DType::kF16>(SimtTileId, const IgemmParams&, int64_t, \
+                                                   void*);                                  \
   template Status LaunchIgemmSimt<op, DType::kBF16>(SimtTileId, const IgemmParams&, int64_t, void*)
 JAXCONV_STUB(Op::kFprop);
 JAXCONV_STUB(Op::kDgrad);
@@ -74,42 +76,43 @@ Selection SelectOk(const ConvProblem& problem, const DeviceInfo& device,
 
 void ExpectChoice(const ConvProblem& problem, const std::string& instance) {
   Selection selection = SelectOk(problem, PortableTarget(9, 0));
-  Expect(selection.instance == instance, problem.ToString() + ": expected " + instance + ", got " +
-                                             selection.instance);
+  Expect(selection.instance == instance,
+         problem.ToString() + ": expected " + instance + ", got " + selection.instance);
 }
 
 void TestPinnedChoices() {
-  ExpectChoice(Layer(Op::kFprop, 64, 56, 64, 64, 3), "?");
-  ExpectChoice(Layer(Op::kDgrad, 64, 56, 64, 64, 3), "?");
-  ExpectChoice(Layer(Op::kWgrad, 64, 56, 64, 64, 3), "?");
-  ExpectChoice(Layer(Op::kFprop, 64, 28, 128, 128, 3), "?");
-  ExpectChoice(Layer(Op::kDgrad, 64, 28, 128, 128, 3), "?");
-  ExpectChoice(Layer(Op::kWgrad, 64, 28, 128, 128, 3), "?");
-  ExpectChoice(Layer(Op::kFprop, 64, 14, 256, 256, 3), "?");
-  ExpectChoice(Layer(Op::kDgrad, 64, 14, 256, 256, 3), "?");
-  ExpectChoice(Layer(Op::kWgrad, 64, 14, 256, 256, 3), "?");
-  ExpectChoice(Layer(Op::kFprop, 64, 56, 64, 256, 1), "?");
-  ExpectChoice(Layer(Op::kDgrad, 64, 56, 64, 256, 1), "?");
-  ExpectChoice(Layer(Op::kWgrad, 64, 56, 64, 256, 1), "?");
-  ExpectChoice(Layer(Op::kFprop, 64, 224, 3, 64, 7, 2), "?");
-  ExpectChoice(Layer(Op::kDgrad, 64, 224, 3, 64, 7, 2), "?");
-  ExpectChoice(Layer(Op::kWgrad, 64, 224, 3, 64, 7, 2), "?");
-  ExpectChoice(Layer(Op::kFprop, 32, 112, 128, 128, 3), "?");
-  ExpectChoice(Layer(Op::kDgrad, 32, 112, 128, 128, 3), "?");
-  ExpectChoice(Layer(Op::kWgrad, 32, 112, 128, 128, 3), "?");
-  ExpectChoice(Layer(Op::kFprop, 32, 28, 512, 512, 3), "?");
-  ExpectChoice(Layer(Op::kDgrad, 32, 28, 512, 512, 3), "?");
-  ExpectChoice(Layer(Op::kWgrad, 32, 28, 512, 512, 3), "?");
-  ExpectChoice(Layer(Op::kFprop, 4, 64, 320, 320, 3), "?");
-  ExpectChoice(Layer(Op::kDgrad, 4, 64, 320, 320, 3), "?");
-  ExpectChoice(Layer(Op::kWgrad, 4, 64, 320, 320, 3), "?");
+  ExpectChoice(Layer(Op::kFprop, 64, 56, 64, 64, 3), "fprop_igemm_simt_f32_128x64x8_vec_wide");
+  ExpectChoice(Layer(Op::kDgrad, 64, 56, 64, 64, 3), "dgrad_igemm_simt_f32_128x64x8_vec_wide");
+  ExpectChoice(Layer(Op::kWgrad, 64, 56, 64, 64, 3), "wgrad_igemm_simt_f32_64x64x8_vec");
+  ExpectChoice(Layer(Op::kFprop, 64, 28, 128, 128, 3), "fprop_igemm_simt_f32_128x64x8_vec");
+  ExpectChoice(Layer(Op::kDgrad, 64, 28, 128, 128, 3), "dgrad_igemm_simt_f32_128x64x8_vec");
+  ExpectChoice(Layer(Op::kWgrad, 64, 28, 128, 128, 3), "wgrad_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kFprop, 64, 14, 256, 256, 3), "fprop_igemm_simt_f32_128x64x8_vec");
+  ExpectChoice(Layer(Op::kDgrad, 64, 14, 256, 256, 3), "dgrad_igemm_simt_f32_128x64x8_vec");
+  ExpectChoice(Layer(Op::kWgrad, 64, 14, 256, 256, 3), "wgrad_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kFprop, 64, 56, 64, 256, 1), "fprop_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kDgrad, 64, 56, 64, 256, 1), "dgrad_igemm_simt_f32_128x64x8_vec_wide");
+  ExpectChoice(Layer(Op::kWgrad, 64, 56, 64, 256, 1), "wgrad_igemm_simt_f32_64x64x8_vec");
+  ExpectChoice(Layer(Op::kFprop, 64, 224, 3, 64, 7, 2), "fprop_igemm_simt_f32_128x64x8_scalar");
+  ExpectChoice(Layer(Op::kDgrad, 64, 224, 3, 64, 7, 2), "dgrad_igemm_simt_f32_128x32x8_scalar");
+  ExpectChoice(Layer(Op::kWgrad, 64, 224, 3, 64, 7, 2), "wgrad_igemm_simt_f32_128x64x8_scalar");
+  ExpectChoice(Layer(Op::kFprop, 32, 112, 128, 128, 3), "fprop_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kDgrad, 32, 112, 128, 128, 3), "dgrad_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kWgrad, 32, 112, 128, 128, 3), "wgrad_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kFprop, 32, 28, 512, 512, 3), "fprop_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kDgrad, 32, 28, 512, 512, 3), "dgrad_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kWgrad, 32, 28, 512, 512, 3), "wgrad_igemm_simt_f32_128x128x8_vec_wide");
+  ExpectChoice(Layer(Op::kFprop, 4, 64, 320, 320, 3), "fprop_igemm_simt_f32_128x64x8_vec");
+  ExpectChoice(Layer(Op::kDgrad, 4, 64, 320, 320, 3), "dgrad_igemm_simt_f32_128x64x8_vec");
+  ExpectChoice(Layer(Op::kWgrad, 4, 64, 320, 320, 3), "wgrad_igemm_simt_f32_64x64x8_vec");
 }
 
 void TestWorkspace() {
   const DeviceInfo device = PortableTarget(9, 0);
   for (Op op : {Op::kFprop, Op::kDgrad}) {
     Selection selection = SelectOk(Layer(op, 64, 28, 128, 128, 3), device);
-    Expect(selection.workspace_bytes == 0 && selection.slices == 1, "fprop and dgrad need no workspace");
+    Expect(selection.workspace_bytes == 0 && selection.slices == 1,
+           "fprop and dgrad need no workspace");
   }
   for (int c : {64, 256, 512, 1024, 2048}) {
     ConvProblem problem = Layer(Op::kWgrad, 64, 14, c, c, 3);
@@ -130,7 +133,8 @@ void TestAlgorithms() {
   const std::string name = "fprop_igemm_simt_f32_64x64x8_vec";
   Expect(SelectOk(layer, device, name).instance == name, "an instance is an algorithm");
   Selection other = SelectOk(Layer(Op::kDgrad, 8, 28, 64, 64, 3), device, name);
-  Expect(other.instance.empty() && other.refusals.size() == 1, "an instance of another operation refuses");
+  Expect(other.instance.empty() && other.refusals.size() == 1,
+         "an instance of another operation refuses");
   Selection odd = SelectOk(Layer(Op::kFprop, 8, 28, 3, 64, 3), device, name);
   Expect(odd.instance.empty() && odd.refusals.size() == 1 &&
              odd.refusals[0].reason == "C/groups 3 is not a multiple of 4",
@@ -148,7 +152,8 @@ void TestLastResort() {
   const char* lines[] = {
       "fprop f32:f32:f32 default b1 n1 g1 c1 k1 i1 f1 o1 s1 l1 d1 p0_0",
       "dgrad bf16:bf16:bf16 default b3 n2 g5 c5 k10 i9x7 f3x2 o4x5 s2x1 l1x1 d1x2 p0_0x0_0",
-      "wgrad f16:f32:f16 default b1 n2 g1 c3 k7 i5x5x5 f2x2x2 o8x8x8 s1x1x1 l2x2x2 d1x1x1 p0_0x0_0x0_0",
+      "wgrad f16:f32:f16 default b1 n2 g1 c3 k7 i5x5x5 f2x2x2 o8x8x8 s1x1x1 l2x2x2 d1x1x1 "
+      "p0_0x0_0x0_0",
       "fprop f16:f16:f32 default b2 n1 g4 c4 k4 i8x8 f3x3 o4x4 s1x1 l1x1 d1x1 p-1_-1x-1_-1",
   };
   for (const char* line : lines) {
@@ -158,7 +163,8 @@ void TestLastResort() {
   ConvProblem mixed = Layer(Op::kFprop, 1, 8, 8, 8, 3);
   mixed.x_dtype = DType::kF16;
   Selection selection = SelectOk(mixed, PortableTarget(9, 0));
-  Expect(selection.instance.empty() && !selection.refusals.empty(), "unequal operand types are refused");
+  Expect(selection.instance.empty() && !selection.refusals.empty(),
+         "unequal operand types are refused");
 }
 
 void TestLaunchChecks() {

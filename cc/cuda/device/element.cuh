@@ -78,8 +78,8 @@ struct Pack<T, 4> {
   }
 };
 
-// Zeros for a row of any tile: where a load that lies in the padding points, so that the hot loop needs no
-// predicate.
+// Zeros for a row of any tile: where a load that lies in the padding points, so that the hot loop
+// needs no predicate.
 static __device__ const uint4 kZeroRow[32] = {};
 
 template <typename T>

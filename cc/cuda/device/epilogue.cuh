@@ -22,11 +22,13 @@ __device__ inline void StoreQuad(T* to, const float* quad) {
   *reinterpret_cast<uint2*>(to) = packed;
 }
 
-// Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from n_first to
-// n_end. kQuads: n_end and row_stride are multiples of 4 and `out` is aligned to four elements.
+// Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
+// n_first to n_end. kQuads: n_end and row_stride are multiples of 4 and `out` is aligned to four
+// elements.
 template <class Tile, bool kQuads, typename Out, typename DstRow>
-__device__ __forceinline__ void StoreTile(const float (&acc)[8][Tile::kThreadN], Out* out, DstRow dst_row,
-                                          int64_t row_stride, int n_first, int n_end) {
+__device__ __forceinline__ void StoreTile(const float (&acc)[8][Tile::kThreadN], Out* out,
+                                          DstRow dst_row, int64_t row_stride, int n_first,
+                                          int n_end) {
   const int row = Tile::FirstRow();
   const int column = n_first + Tile::FirstColumn();
 #pragma unroll

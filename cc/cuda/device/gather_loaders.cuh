@@ -1,15 +1,20 @@
 // Global memory -> registers -> shared memory for the three implicit GEMMs.
 //
-//   VectorGatherLoader  fprop, dgrad with channel extents that are multiples of 4. The reduction runs tap
-//                       by tap; inside a tap a load is a pointer and an increment. Whether a row's pixel
-//                       lies in the padding is settled at the change of a tap, by pointing it at zeros.
-//   TableLoader         everything else: fprop and dgrad element by element, wgrad by elements or quads.
-//                       Eight threads decode the eight reduction indices of a stage into a small table in
-//                       shared memory one stage ahead; an address is then row part + table part.
+//   VectorGatherLoader  fprop, dgrad with channel extents that are multiples of 4. The reduction
+//   runs tap
+//                       by tap; inside a tap a load is a pointer and an increment. Whether a row's
+//                       pixel lies in the padding is settled at the change of a tap, by pointing it
+//                       at zeros.
+//   TableLoader         everything else: fprop and dgrad element by element, wgrad by elements or
+//   quads.
+//                       Eight threads decode the eight reduction indices of a stage into a small
+//                       table in shared memory one stage ahead; an address is then row part + table
+//                       part.
 #ifndef JAXCONV_CUDA_DEVICE_GATHER_LOADERS_CUH_
 #define JAXCONV_CUDA_DEVICE_GATHER_LOADERS_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/implicit_gemm.h"
 #include "cuda/device/element.cuh"
@@ -18,8 +23,8 @@
 
 namespace jaxconv {
 
-// What one CTA of fprop or dgrad knows of its tile. It lives in shared memory because it is needed only
-// at the change of a tap, and registers are what the tile is short of.
+// What one CTA of fprop or dgrad knows of its tile. It lives in shared memory because it is needed
+// only at the change of a tap, and registers are what the tile is short of.
 template <class Tile>
 struct GatherTile {
   int4 row[Tile::kTileM];         // src coordinates at t = 0, and the first pixel of the image
@@ -27,6 +32,7 @@ struct GatherTile {
   AxisPhase phase[3];
   uint32_t tap_mask;  // taps that hit a source element for any row; all ones above 32 taps
   int32_t n_first;    // first column
+  int64_t out;        // offset of this batch and group in the output
   const void* a;      // first element of this batch and group
   const void* b;
 };
@@ -34,7 +40,7 @@ struct GatherTile {
 // Fills `tile` for the tile's first row; all threads call it. False: the tile has no row.
 template <class Tile, typename T>
 __device__ __forceinline__ bool InitGatherTile(const IgemmParams& params, int m_tile, int n_first,
-                                               int phase_index, const T* a, const T* b,
+                                               int phase_index, const T* a, const T* b, int64_t out,
                                                GatherTile<Tile>& tile) {
   const ImplicitGemm& gemm = params.gemm;
   if (threadIdx.x < 3) {
@@ -42,6 +48,7 @@ __device__ __forceinline__ bool InitGatherTile(const IgemmParams& params, int m_
   } else if (threadIdx.x == 3) {
     tile.tap_mask = 0;
     tile.n_first = n_first;
+    tile.out = out;
     tile.a = a;
     tile.b = b;
   }
@@ -89,18 +96,20 @@ __device__ __forceinline__ bool InitGatherTile(const IgemmParams& params, int m_
   return true;
 }
 
-// kTransposeB: the filter's reduction channels are neighbours in memory (dgrad) and not its columns.
+// kTransposeB: the filter's reduction channels are neighbours in memory (dgrad) and not its
+// columns.
 template <typename T, class Tile, bool kTransposeB>
 class VectorGatherLoader {
  public:
-  __device__ __forceinline__ VectorGatherLoader(const IgemmParams& params, const GatherTile<Tile>& tile,
+  __device__ __forceinline__ VectorGatherLoader(const IgemmParams& params,
+                                                const GatherTile<Tile>& tile,
                                                 const SimtStage<Tile>& stage)
       : params_(params), tile_(tile) {
     const int k = threadIdx.x % 2 * 4;
     a_store_ = SharedAddress(&stage.a[k][threadIdx.x / 2]);
-    b_store_ = SharedAddress(kTransposeB ? &stage.b[k][threadIdx.x / 2]
-                                         : &stage.b[threadIdx.x / kQuadsOfB]
-                                                   [threadIdx.x % kQuadsOfB * 4]);
+    b_store_ =
+        SharedAddress(kTransposeB ? &stage.b[k][threadIdx.x / 2]
+                                  : &stage.b[threadIdx.x / kQuadsOfB][threadIdx.x % kQuadsOfB * 4]);
   }
 
   __device__ __forceinline__ void Fetch() {
@@ -114,7 +123,8 @@ class VectorGatherLoader {
     for (int i = 0; i < kPassesB; ++i) b_[i] = AddBytes(b_[i], params_.b_step_bytes);
   }
 
-  // A run is the whole stages of a tap, then its tail if it has one; the last is the Fetch too many.
+  // A run is the whole stages of a tap, then its tail if it has one; the last is the Fetch too
+  // many.
   __device__ __forceinline__ int FirstRun() {
     const int run = NextTap();
     return position_ < kEnd ? run : 0;
@@ -215,9 +225,14 @@ class VectorGatherLoader {
       const int4 row = tile_.row[threadIdx.x / 2 + i * (Tile::kThreads / 2)];
       const int32_t src0 = row.x + t[0], src1 = row.y + t[1], src2 = row.z + t[2];
       const bool valid = gemm.InSource(src0, src1, src2);
-      const int64_t pixel = row.w + gemm.SourcePixel(src0, src1, src2);
+      // Pixels of a tensor number less than 2^31; outside of the source the sum may wrap, unused.
+      const uint32_t pixel = row.w +
+                             (static_cast<uint32_t>(src0) * gemm.axis[1].src_extent + src1) *
+                                 static_cast<uint32_t>(gemm.axis[2].src_extent) +
+                             src2;
       a_step_[i] = valid ? kSimtTileK * sizeof(T) : 0;
-      a_[i] = valid ? static_cast<const T*>(tile_.a) + pixel * gemm.src_channels +
+      a_[i] = valid ? static_cast<const T*>(tile_.a) +
+                          static_cast<uint64_t>(pixel) * static_cast<uint32_t>(gemm.src_channels) +
                           threadIdx.x % 2 * 4
                     : Zeros<T>();
     }
@@ -226,10 +241,10 @@ class VectorGatherLoader {
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
       // Columns beyond the last read the last quad (or column) instead; nobody stores their sums.
-      const int column = min(tile_.n_first + static_cast<int>(kTransposeB
-                                                 ? threadIdx.x / 2 + i * (Tile::kThreads / 2)
-                                                 : threadIdx.x % kQuadsOfB * 4),
-                             gemm.gemm_n - (kTransposeB ? 1 : 4));
+      const int column = min(
+          tile_.n_first + static_cast<int>(kTransposeB ? threadIdx.x / 2 + i * (Tile::kThreads / 2)
+                                                       : threadIdx.x % kQuadsOfB * 4),
+          gemm.gemm_n - (kTransposeB ? 1 : 4));
       const int k = kTransposeB ? threadIdx.x % 2 * 4 : threadIdx.x / kQuadsOfB + i * kRowsOfB;
       b_[i] = filter + k * gemm.b_reduce + column * gemm.b_column;
     }
@@ -241,15 +256,15 @@ class VectorGatherLoader {
   const GatherTile<Tile>& tile_;
   const T* a_[kPassesA];
   const T* b_[kPassesB];
-  uint32_t a_step_[kPassesA];  // bytes
+  uint32_t a_step_[kPassesA];   // bytes
   uint32_t a_store_, b_store_;  // shared-memory addresses of the stage that Commit fills
   Pack<T, 4> a_pack_[kPassesA];
   Pack<T, 4> b_pack_[kPassesB];
   int32_t position_ = -2;  // 2 * tap, and 1 more in its tail; kEnd after the last
 };
 
-// One reduction index: what it adds to a row's source coordinates and to the offset into A, and its first
-// column of B.
+// One reduction index: what it adds to a row's source coordinates and to the offset into A, and its
+// first column of B.
 struct alignas(16) ReduceEntry {
   int32_t src0, src1, src2;
   int32_t unused;
@@ -257,8 +272,8 @@ struct alignas(16) ReduceEntry {
   const void* b;
 };
 
-// Stages decoded at once. 16 make 128 entries of 32 bytes, one for each thread of most tiles, and spread the
-// cost of decoding and of its barrier over 16 stages.
+// Stages decoded at once. 16 make 128 entries of 32 bytes, one for each thread of most tiles, and
+// spread the cost of decoding and of its barrier over 16 stages.
 inline constexpr int kTableStages = 16;
 using ReduceTable = ReduceEntry[kTableStages][kSimtTileK];
 
@@ -301,7 +316,8 @@ class TableLoader {
         row_[i].src2 = tap[2] * gemm.axis[2].step + gemm.axis[2].off;
         const int64_t pixel =
             Dense() ? gemm.SourcePixel(row_[i].src0, row_[i].src1, row_[i].src2) : int64_t{0};
-        row_[i].a += pixel * gemm.src_channels + channel;
+        row_[i].a +=
+            static_cast<uint64_t>(pixel) * static_cast<uint32_t>(gemm.src_channels) + channel;
       }
     }
     Init(n_first, stage);
@@ -371,7 +387,8 @@ class TableLoader {
       for (int r = 0; r < kRowsOfA; ++r) {
         a_pack_[i][r].Unpack(values);
         StoreShared(
-            a_store_ + (i * (kSimtTileK / kPassesA) * Tile::kStrideA + r * Tile::kThreads) * 4, values);
+            a_store_ + (i * (kSimtTileK / kPassesA) * Tile::kStrideA + r * Tile::kThreads) * 4,
+            values);
       }
     }
 #pragma unroll
@@ -401,9 +418,7 @@ class TableLoader {
   };
 
   // Row of the tile, and reduction index of the stage, that this thread loads.
-  __device__ static int Row(int r) {
-    return threadIdx.x % kItemsOfA * kWidth + r * Tile::kThreads;
-  }
+  __device__ static int Row(int r) { return threadIdx.x % kItemsOfA * kWidth + r * Tile::kThreads; }
   __device__ static int KOfA(int pass) {
     return threadIdx.x / kItemsOfA + pass * (kSimtTileK / kPassesA);
   }
@@ -411,8 +426,9 @@ class TableLoader {
     return threadIdx.x / kItemsOfB + pass * (kSimtTileK / kPassesB);
   }
 
-  // Whether offsets of rows and reduction indices simply add. Phases make it so in fprop and dgrad; wgrad
-  // with lhs_dilation is left to the scalar instances, so that the others carry no code for it.
+  // Whether offsets of rows and reduction indices simply add. Phases make it so in fprop and dgrad;
+  // wgrad with lhs_dilation is left to the scalar instances, so that the others carry no code for
+  // it.
   __device__ __forceinline__ bool Dense() const {
     return kOp != Op::kWgrad || kWidth != 1 || params_.gemm.Dense();
   }
@@ -424,11 +440,12 @@ class TableLoader {
     // Columns beyond the last read the last instead; nobody stores their sums.
     const int column = min(n_first + static_cast<int>(threadIdx.x % kItemsOfB * kWidth),
                            params_.gemm.gemm_n - kWidth);
-    b_column_ = (column - n_first) * params_.gemm.b_column;
+    b_column_ = static_cast<Column>(column - n_first);
+    if (kOp == Op::kDgrad) b_column_ *= params_.gemm.b_column;
   }
 
-  // Entry i of the table, for the reduction index next_ + i. Beyond the end A is outside of the source and
-  // B is zeros, so that the term is 0 * 0 whatever lies in memory.
+  // Entry i of the table, for the reduction index next_ + i. Beyond the end A is outside of the
+  // source and B is zeros, so that the term is 0 * 0 whatever lies in memory.
   __device__ __forceinline__ void Decode(int i) {
     const ImplicitGemm& gemm = params_.gemm;
     const int64_t index = int64_t{next_} + i;
@@ -478,7 +495,10 @@ class TableLoader {
   const ReduceEntry* entry_a_;
   const ReduceEntry* entry_b_;
   TableRow row_[kRowsOfA];
-  int64_t b_column_;  // of this thread, from the first column of the tile on
+  // Of this thread, from the first column of the tile on, in elements of B. Only in dgrad are
+  // columns not neighbours; elsewhere the register of a wide offset is saved.
+  using Column = std::conditional_t<kOp == Op::kDgrad, int64_t, uint32_t>;
+  Column b_column_;
   Pack<T, kWidth> a_pack_[kPassesA][kRowsOfA];
   Pack<T, kWidth> b_pack_[kPassesB];
   uint32_t a_store_, b_store_;  // shared-memory addresses of the stage that Commit fills

@@ -15,8 +15,8 @@ struct IgemmParams {
   const void* b = nullptr;
   void* out = nullptr;
   int32_t out_is_f32 = 1;  // else the operand type
-  // The grid is one-dimensional, because gridDim.y and .z end at 65535. n tiles run fastest, so that
-  // neighbours share their rows of A; then m tiles, then
+  // The grid is one-dimensional, because gridDim.y and .z end at 65535. n tiles run fastest, so
+  // that neighbours share their rows of A; then m tiles, then
   //     fprop, dgrad   batch * groups, phases (the ones with most taps first)
   //     wgrad          split-K slices, batch * groups
   FastDivmod n_tiles, m_tiles, batch_groups, slices;

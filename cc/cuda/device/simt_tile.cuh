@@ -1,6 +1,7 @@
 // The FP32 FMA tile: its geometry, its shared memory, and the mainloop that multiplies it.
 //
-// Every thread owns 8x8 outputs as four 4x4 quadrants; a warp owns (8 lanes_m) x (8 lanes_n) outputs:
+// Every thread owns 8x8 outputs as four 4x4 quadrants (8x16 as eight in a wide tile); a warp owns
+// (8 lanes_m) x (8 lanes_n) outputs:
 //
 //        n ->  | quadrant 0 of all lanes | quadrant 1 of all lanes |
 //      m       +-------------------------+-------------------------+
@@ -8,9 +9,10 @@
 //      v       +-------------------------+-------------------------+
 //              | quadrant 2              | quadrant 3              |
 //
-// so one 16-byte shared-memory load feeds 4 rows (or columns) of a quadrant and the lanes of a warp read
-// neighbouring quads. Lanes run in z order over the lane grid: lanes 2i and 2i+1 differ in m, so that the
-// lanes served together read few distinct quads of A and of B and the hardware broadcasts them.
+// so one 16-byte shared-memory load feeds 4 rows (or columns) of a quadrant and the lanes of a warp
+// read neighbouring quads. Lanes run in z order over the lane grid: lanes 2i and 2i+1 differ in m,
+// so that the lanes served together read few distinct quads of A and of B and the hardware
+// broadcasts them.
 #ifndef JAXCONV_CUDA_DEVICE_SIMT_TILE_CUH_
 #define JAXCONV_CUDA_DEVICE_SIMT_TILE_CUH_
 
@@ -22,8 +24,8 @@
 
 namespace jaxconv {
 
-// Reduction indices of one shared-memory stage. 8 keeps the two staged quads of a thread at 8 registers
-// and still gives 512 FMAs between barriers.
+// Reduction indices of one shared-memory stage. 8 keeps the two staged quads of a thread at 8
+// registers and still gives 512 FMAs between barriers.
 inline constexpr int kSimtTileK = 8;
 
 template <int kTileM_, int kTileN_, int kThreadN_, int kWarpsM_, int kWarpsN_, int kLanesM_,
@@ -37,8 +39,9 @@ struct SimtTile {
   static constexpr int kWarpsN = kWarpsN_;
   static constexpr int kThreads = 32 * kWarpsM_ * kWarpsN_;
   static constexpr int kMinBlocks = kMinBlocks_;
-  // Rows of 4 more floats than the tile: a transposed store puts 16 rows of m under two values of k that
-  // differ by 4, and 4 * stride = 16 modulo 32 banks sends the two halves of the warp to disjoint banks.
+  // Rows of 4 more floats than the tile: a transposed store puts 16 rows of m under two values of k
+  // that differ by 4, and 4 * stride = 16 modulo 32 banks sends the two halves of the warp to
+  // disjoint banks.
   static constexpr int kStrideA = kTileM + 4;
   static constexpr int kStrideB = kTileN + 4;
   static_assert(kLanesM * kLanesN == 32);
@@ -82,9 +85,9 @@ __device__ __forceinline__ void ReadFragments(uint32_t a_address, uint32_t b_add
 template <int kThreadN>
 __device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&b)[kThreadN],
                                              float (&acc)[8][kThreadN]) {
-  // There and back again: the turn reuses the operand that the last FMA left in the operand cache. Which
-  // way runs inside is what the compiler's register allocation takes best: fewer FMAs whose three operands
-  // fall into one register bank (11 of 512 against 14, 26 of 1024 against 86).
+  // There and back again: the turn reuses the operand that the last FMA left in the operand cache.
+  // Which way runs inside is what the compiler's register allocation takes best: fewer FMAs whose
+  // three operands fall into one register bank (11 of 512 against 14, 26 of 1024 against 86).
   constexpr bool kRowsInside = kThreadN == 16;
   constexpr int kOuter = kRowsInside ? kThreadN : 8;
   constexpr int kInner = kRowsInside ? 8 : kThreadN;
@@ -101,16 +104,16 @@ __device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&
 
 // acc += A B over the stages of a loader.
 //
-// Loader: Fetch() loads the next stage from global memory to its registers, Commit() stores them to the
-// stage's shared memory, FlipStage(bytes) moves what Commit writes by so many bytes. FirstRun() and
-// NextRun() say how many Fetches follow until the loader wants to branch (0: none is left); together they
-// count the stages and one Fetch more, which nobody uses. So the hot loop is one block of straight code:
-// with a branch in it the compiler moves more of the accumulators to other registers in every pass, and
-// the FMAs there collide in the register banks.
+// Loader: Fetch() loads the next stage from global memory to its registers, Commit() stores them to
+// the stage's shared memory, FlipStage(bytes) moves what Commit writes by so many bytes. FirstRun()
+// and NextRun() say how many Fetches follow until the loader wants to branch (0: none is left);
+// together they count the stages and one Fetch more, which nobody uses. So the hot loop is one
+// block of straight code: with a branch in it the compiler moves more of the accumulators to other
+// registers in every pass, and the FMAs there collide in the register banks.
 //
-// While a stage is multiplied, the next one travels through the loader's registers, and the fragments of
-// the next k are read one k ahead; one barrier a stage orders both directions, because the two stages
-// alternate.
+// While a stage is multiplied, the next one travels through the loader's registers, and the
+// fragments of the next k are read one k ahead; one barrier a stage orders both directions, because
+// the two stages alternate.
 template <class Tile, class Loader>
 __device__ __forceinline__ void SimtMainloop(Loader& loader, const SimtStage<Tile> (&stages)[2],
                                              float (&acc)[8][Tile::kThreadN]) {

@@ -1,0 +1,6 @@
+#include "cuda/kernels/igemm_simt.cuh"
+
+namespace jaxconv {
+template Status LaunchIgemmSimt<Op::kWgrad, DType::kF16>(SimtTileId, const IgemmParams&, int64_t,
+                                                         void*);
+}  // namespace jaxconv

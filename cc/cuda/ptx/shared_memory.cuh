@@ -1,0 +1,40 @@
+// Shared memory by 32-bit address. An address that has passed through an instruction of ours is a
+// value the compiler keeps: left to itself it recomputes addresses from threadIdx at every use,
+// which costs a hot loop dozens of instructions.
+#ifndef JAXCONV_CUDA_PTX_SHARED_MEMORY_CUH_
+#define JAXCONV_CUDA_PTX_SHARED_MEMORY_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace jaxconv {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  uint32_t address;
+  asm volatile("mov.u32 %0, %1;"
+               : "=r"(address)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(pointer))));
+  return address;
+}
+
+// kOffset: bytes, part of the instruction.
+template <int kOffset>
+__device__ __forceinline__ void LoadShared(uint32_t address, float* quad) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=f"(quad[0]), "=f"(quad[1]), "=f"(quad[2]), "=f"(quad[3])
+               : "r"(address), "n"(kOffset));
+}
+
+__device__ __forceinline__ void StoreShared(uint32_t address, const float (&quad)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(quad[0]),
+               "f"(quad[1]), "f"(quad[2]), "f"(quad[3])
+               : "memory");
+}
+__device__ __forceinline__ void StoreShared(uint32_t address, const float (&value)[1]) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value[0]) : "memory");
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_PTX_SHARED_MEMORY_CUH_
