@@ -83,27 +83,27 @@ def platform(request):
         yield request.param
 
 
-GPU_RESULTS = pytest.StashKey[dict]()
+class GpuRecord:
+    """Collects what the tests marked gpu did; with pytest-xdist, in the controlling process."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.results: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report):
+        if "gpu" in report.keywords and (report.when == "call" or report.outcome != "passed"):
+            self.results[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self):
+        gpu_report.write(self.path, self.results)
 
 
 def pytest_configure(config):
-    config.stash[GPU_RESULTS] = {}
-    if config.getoption("record_gpu_report") and gpu_missing():
-        raise pytest.UsageError(f"--record-gpu-report: {gpu_missing()}")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if item.get_closest_marker("gpu") and (report.when == "call" or report.outcome != "passed"):
-        item.config.stash[GPU_RESULTS][item.nodeid] = report.outcome
-    return report
-
-
-def pytest_sessionfinish(session):
-    path = session.config.getoption("record_gpu_report")
-    if path:
-        gpu_report.write(path, session.config.stash[GPU_RESULTS])
+    path = config.getoption("record_gpu_report")
+    if path and not hasattr(config, "workerinput"):
+        if gpu_missing():
+            raise pytest.UsageError(f"--record-gpu-report: {gpu_missing()}")
+        config.pluginmanager.register(GpuRecord(path))
 
 
 @pytest.fixture

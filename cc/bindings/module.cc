@@ -45,9 +45,9 @@ nb::dict BuildInfo() {
 }  // namespace
 
 NB_MODULE(JAXCONV_MODULE, m) {
-  m.def("ffi_version",
-        [] { return std::pair(Platform().ffi_major, Platform().ffi_minor); },
-        "XLA FFI API version (major, minor) that the handlers were built against.");
+  m.def(
+      "ffi_version", [] { return std::pair(Platform().ffi_major, Platform().ffi_minor); },
+      "XLA FFI API version (major, minor) that the handlers were built against.");
   m.def("registrations", Registrations, "FFI target name -> handler capsule.");
   m.def("select", Select, nb::arg("line"), nb::arg("algorithm"), nb::arg("target"),
         "(instance or '', workspace bytes, slices, [(kernel, reason), ...]) for a problem line.");

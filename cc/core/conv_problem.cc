@@ -30,12 +30,14 @@ class LineReader {
   void ReadInt(char key, int64_t* value) {
     std::string_view word = TakeKey(key);
     if (!ok()) return;
-    if (!ToInt(word, value)) Fail(std::string(1, key) + ": '" + std::string(word) + "' is no integer");
+    if (!ToInt(word, value))
+      Fail(std::string(1, key) + ": '" + std::string(word) + "' is no integer");
   }
 
   // "56x56" into the right-aligned axes; returns the number of axes.
   int ReadSpatial(char key, Spatial* value) {
-    return ReadAxes(key, [&](int axis, std::string_view word) { return ToInt(word, &(*value)[axis]); });
+    return ReadAxes(key,
+                    [&](int axis, std::string_view word) { return ToInt(word, &(*value)[axis]); });
   }
 
   int ReadPadding(Spatial* lo, Spatial* hi) {
@@ -176,9 +178,9 @@ Status ConvProblem::Validate() const {
     int64_t expected = OutputExtent(in[axis], filter[axis], stride[axis], lhs_dilation[axis],
                                     dilation[axis], pad_lo[axis], pad_hi[axis]);
     if (out[axis] != expected) {
-      return Status::InvalidArgument("output extent of spatial axis " +
-                                     std::to_string(axis - (3 - rank)) + ": expected " +
-                                     std::to_string(expected) + ", got " + std::to_string(out[axis]));
+      return Status::InvalidArgument(
+          "output extent of spatial axis " + std::to_string(axis - (3 - rank)) + ": expected " +
+          std::to_string(expected) + ", got " + std::to_string(out[axis]));
     }
   }
   return {};
@@ -188,7 +190,9 @@ std::string ConvProblem::ToString() const {
   std::string line = Name(op);
   line += std::string(" ") + Name(x_dtype) + ":" + Name(w_dtype) + ":" + Name(y_dtype);
   line += std::string(" ") + Name(precision);
-  auto add = [&](char key, int64_t value) { line += std::string(" ") + key + std::to_string(value); };
+  auto add = [&](char key, int64_t value) {
+    line += std::string(" ") + key + std::to_string(value);
+  };
   add('b', batch);
   add('n', n);
   add('g', groups);
@@ -228,8 +232,10 @@ Status ConvProblem::Parse(std::string_view line, ConvProblem* problem) {
   reader.ReadInt('k', &parsed.k);
   parsed.rank = reader.ReadSpatial('i', &parsed.in);
   bool same_rank = true;
-  for (auto [key, value] : {std::pair{'f', &parsed.filter}, {'o', &parsed.out},
-                            {'s', &parsed.stride}, {'l', &parsed.lhs_dilation},
+  for (auto [key, value] : {std::pair{'f', &parsed.filter},
+                            {'o', &parsed.out},
+                            {'s', &parsed.stride},
+                            {'l', &parsed.lhs_dilation},
                             {'d', &parsed.dilation}}) {
     same_rank &= reader.ReadSpatial(key, value) == parsed.rank;
   }

@@ -38,8 +38,8 @@ const char* Name(DType dtype);
 const char* Name(Precision precision);
 int64_t ByteWidth(DType dtype);
 
-// Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index algebra
-// serves ranks 1 to 3. Unused axes hold the neutral value (size 1, stride 1, padding 0).
+// Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index
+// algebra serves ranks 1 to 3. Unused axes hold the neutral value (size 1, stride 1, padding 0).
 using Spatial = std::array<int64_t, 3>;
 
 struct ConvProblem {
@@ -72,7 +72,8 @@ struct ConvProblem {
   int64_t x_elements() const { return batch * n * in_pixels() * c; }
   int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
   int64_t y_elements() const { return batch * n * out_pixels() * k; }
-  // Multiplications and additions of the definition, padding counted: the figure behind every FLOP/s.
+  // Multiplications and additions of the definition, padding counted: the figure behind every
+  // FLOP/s.
   int64_t flops() const { return 2 * batch * n * out_pixels() * taps() * c_per_group() * k; }
 
   DType output_dtype() const {
@@ -82,13 +83,14 @@ struct ConvProblem {
   DType lhs_dtype() const { return op == Op::kDgrad ? y_dtype : x_dtype; }
   DType rhs_dtype() const { return op == Op::kWgrad ? y_dtype : w_dtype; }
 
-  // Dense row-major extents of x, w and y: (batch, n, spatial..., C), (batch, spatial..., C / groups,
-  // K), (batch, n, spatial..., K), with `rank` spatial entries.
+  // Dense row-major extents of x, w and y: (batch, n, spatial..., C), (batch, spatial..., C /
+  // groups, K), (batch, n, spatial..., K), with `rank` spatial entries.
   std::vector<int64_t> x_shape() const;
   std::vector<int64_t> w_shape() const;
   std::vector<int64_t> y_shape() const;
 
-  // Sizes positive, groups dividing both channel counts, and `out` the extent that the window implies.
+  // Sizes positive, groups dividing both channel counts, and `out` the extent that the window
+  // implies.
   Status Validate() const;
 
   // The one-line form, also the custom call's attribute and the tests' repro line:
@@ -99,7 +101,8 @@ struct ConvProblem {
   static Status Parse(std::string_view line, ConvProblem* problem);
 };
 
-// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where that is negative.
+// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where that is
+// negative.
 int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dilation,
                      int64_t dilation, int64_t pad_lo, int64_t pad_hi);
 

@@ -1,4 +1,5 @@
-// What selection returns on every platform, and the one thing kernels ask of their host: to run tasks.
+// What selection returns on every platform, and the one thing kernels ask of their host: to run
+// tasks.
 #ifndef JAXCONV_CORE_SELECTION_H_
 #define JAXCONV_CORE_SELECTION_H_
 
@@ -14,9 +15,9 @@ struct Refusal {
   std::string reason;
 };
 
-// The plan of one custom call, fixed when it is lowered. `slices` (split-K slices on a GPU, tasks on a
-// CPU) is part of it, so that the order of every sum, and with it every bit of the result, is settled
-// before anything runs.
+// The plan of one custom call, fixed when it is lowered. `slices` (split-K slices on a GPU, tasks
+// on a CPU) is part of it, so that the order of every sum, and with it every bit of the result, is
+// settled before anything runs.
 struct Selection {
   std::string instance;  // empty: no kernel takes the problem, and `refusals` says why
   int64_t workspace_bytes = 0;

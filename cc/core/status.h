@@ -38,10 +38,9 @@ class [[nodiscard]] Status {
 
 }  // namespace jaxconv
 
-#define JAXCONV_RETURN_IF_ERROR(expr)                      \
-  do {                                                     \
-    if (::jaxconv::Status status_ = (expr); !status_.ok()) \
-      return status_;                                      \
+#define JAXCONV_RETURN_IF_ERROR(expr)                                      \
+  do {                                                                     \
+    if (::jaxconv::Status status_ = (expr); !status_.ok()) return status_; \
   } while (0)
 
 #endif  // JAXCONV_CORE_STATUS_H_

@@ -1258,9 +1258,6 @@ Status Execute(const ConvProblem& problem, std::string_view instance, int64_t sl
     return Status::InvalidArgument("instance: '" + std::string(instance) +
                                    "' is no kernel of the CPU");
   }
-  if (slices < 1) {
-    return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
-  }
   std::shared_ptr<const Plan> plan;
   std::string refusal;
   JAXCONV_RETURN_IF_ERROR(FindPlan(problem, row, slices, &plan, &refusal));

@@ -30,13 +30,14 @@ ffi::DataType ToXla(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
-// `canonical` leads with the batch of independent convolutions; arrays of an unbatched call lack it.
+// `canonical` leads with the batch of independent convolutions; arrays of an unbatched call lack
+// it.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
                    std::vector<int64_t> canonical, Axes axes) {
   if (buffer.element_type() != ToXla(dtype)) {
-    return Status::InvalidArgument(
-        std::string(name) + ": expected dtype " + Name(dtype) + ", got XLA type " +
-        std::to_string(static_cast<int>(buffer.element_type())));
+    return Status::InvalidArgument(std::string(name) + ": expected dtype " + Name(dtype) +
+                                   ", got XLA type " +
+                                   std::to_string(static_cast<int>(buffer.element_type())));
   }
   if (axes.size() + 1 == canonical.size() && canonical[0] == 1) {
     canonical.erase(canonical.begin());
@@ -66,13 +67,16 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
 }  // namespace
 
 Status DecodeCall(Op op, std::string_view line, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                  ffi::AnyBuffer out, ffi::AnyBuffer workspace, Axes lhs_axes, Axes rhs_axes,
-                  Axes out_axes, Call* call) {
+                  ffi::AnyBuffer out, ffi::AnyBuffer workspace, int64_t slices, Axes lhs_axes,
+                  Axes rhs_axes, Axes out_axes, Call* call) {
   JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(line, &call->problem));
   const ConvProblem& problem = call->problem;
   if (problem.op != op) {
-    return Status::InvalidArgument(std::string("problem: expected operation ") + Name(op) + ", got " +
-                                   Name(problem.op));
+    return Status::InvalidArgument(std::string("problem: expected operation ") + Name(op) +
+                                   ", got " + Name(problem.op));
+  }
+  if (slices < 1) {
+    return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
   }
   auto check_x = [&](const ffi::AnyBuffer& buffer, Axes axes) {
     return CheckBuffer(op == Op::kDgrad ? "dx" : "x", buffer, problem.x_dtype, problem.x_shape(),
@@ -108,6 +112,7 @@ Status DecodeCall(Op op, std::string_view line, ffi::AnyBuffer lhs, ffi::AnyBuff
   call->out = out.untyped_data();
   call->workspace = workspace.untyped_data();
   call->workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
+  call->slices = slices;
   return {};
 }
 

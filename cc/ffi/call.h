@@ -1,9 +1,9 @@
 // Decoding and checking of a custom call, the same on every platform.
 //
-// Operands and result have the axis order of the caller's arrays; `*_axes[i]` is the array position of
-// canonical axis i, and the layout constraint put on the call stores the array in canonical order.
-// Everything is compared with the problem that the call carries: a mismatch is an INVALID_ARGUMENT that
-// names the buffer, what was expected and what was found.
+// Operands and result have the axis order of the caller's arrays; `*_axes[i]` is the array position
+// of canonical axis i, and the layout constraint put on the call stores the array in canonical
+// order. Everything is compared with the problem that the call carries: a mismatch is an
+// INVALID_ARGUMENT that names the buffer, what was expected and what was found.
 #ifndef JAXCONV_FFI_CALL_H_
 #define JAXCONV_FFI_CALL_H_
 
@@ -26,28 +26,29 @@ struct Call {
   void* out;
   void* workspace;
   int64_t workspace_bytes;
+  int64_t slices;
 };
 
 Status DecodeCall(Op op, std::string_view line, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                  ffi::AnyBuffer out, ffi::AnyBuffer workspace, Axes lhs_axes, Axes rhs_axes,
-                  Axes out_axes, Call* call);
+                  ffi::AnyBuffer out, ffi::AnyBuffer workspace, int64_t slices, Axes lhs_axes,
+                  Axes rhs_axes, Axes out_axes, Call* call);
 
 ffi::Error ToError(const Status& status);
 
 }  // namespace jaxconv
 
 // The part of a handler's binding that all handlers share, after their contexts.
-#define JAXCONV_BIND_CALL(binding)         \
-  (binding)                                \
-      .Arg<::xla::ffi::AnyBuffer>()        \
-      .Arg<::xla::ffi::AnyBuffer>()        \
-      .Ret<::xla::ffi::AnyBuffer>()        \
-      .Ret<::xla::ffi::AnyBuffer>()        \
-      .Attr<std::string_view>("instance")  \
-      .Attr<std::string_view>("problem")   \
-      .Attr<int64_t>("slices")             \
-      .Attr<::jaxconv::Axes>("lhs_axes")   \
-      .Attr<::jaxconv::Axes>("rhs_axes")   \
+#define JAXCONV_BIND_CALL(binding)        \
+  (binding)                               \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Attr<std::string_view>("instance") \
+      .Attr<std::string_view>("problem")  \
+      .Attr<int64_t>("slices")            \
+      .Attr<::jaxconv::Axes>("lhs_axes")  \
+      .Attr<::jaxconv::Axes>("rhs_axes")  \
       .Attr<::jaxconv::Axes>("out_axes")
 
 #endif  // JAXCONV_FFI_CALL_H_

@@ -13,9 +13,9 @@
 namespace jaxconv {
 namespace {
 
-// Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next task,
-// the calling thread included: so a call finishes even if the pool lends no thread (every pool
-// thread may itself be inside a call), and no thread is ever added to XLA's own.
+// Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next
+// task, the calling thread included: so a call finishes even if the pool lends no thread (every
+// pool thread may itself be inside a call), and no thread is ever added to XLA's own.
 class TaskQueue {
  public:
   TaskQueue(int64_t tasks, const std::function<void(int64_t)>& body) : tasks_(tasks), body_(body) {}
@@ -65,10 +65,10 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    std::string_view instance, std::string_view line, int64_t slices, Axes lhs_axes,
                    Axes rhs_axes, Axes out_axes) {
   Call call;
-  Status status =
-      DecodeCall(kOp, line, lhs, rhs, *out, *workspace, lhs_axes, rhs_axes, out_axes, &call);
+  Status status = DecodeCall(kOp, line, lhs, rhs, *out, *workspace, slices, lhs_axes, rhs_axes,
+                             out_axes, &call);
   if (status.ok()) {
-    status = cpu::Execute(call.problem, instance, slices, call.lhs, call.rhs, call.out,
+    status = cpu::Execute(call.problem, instance, call.slices, call.lhs, call.rhs, call.out,
                           call.workspace, call.workspace_bytes, OnPool(pool));
   }
   return ToError(status);
@@ -104,13 +104,8 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
 
 const PlatformInterface& CpuPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR,
-      XLA_FFI_API_MINOR,
-      Handlers,
-      SelectLine,
-      cpu::KernelNames,
-      cpu::FamilyNames,
-      BuildInfo,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,  SelectLine,
+      cpu::KernelNames,  cpu::FamilyNames,  BuildInfo,
   };
   return *platform;
 }

@@ -1,5 +1,5 @@
-// XLA:GPU handlers over the CUDA kernels. A handler launches and returns: it allocates nothing, waits
-// for nothing and tunes nothing, so every one may be recorded into a command buffer.
+// XLA:GPU handlers over the CUDA kernels. A handler launches and returns: it allocates nothing,
+// waits for nothing and tunes nothing, so every one may be recorded into a command buffer.
 #include <charconv>
 #include <set>
 
@@ -18,8 +18,8 @@ ffi::Error Execute(void* stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    std::string_view instance, std::string_view line, int64_t slices, Axes lhs_axes,
                    Axes rhs_axes, Axes out_axes) {
   Call call;
-  Status status =
-      DecodeCall(kOp, line, lhs, rhs, *out, *workspace, lhs_axes, rhs_axes, out_axes, &call);
+  Status status = DecodeCall(kOp, line, lhs, rhs, *out, *workspace, slices, lhs_axes, rhs_axes,
+                             out_axes, &call);
   if (!status.ok()) return ToError(status);
   const KernelRow* kernel = FindKernel(instance);
   if (kernel == nullptr || kernel->op != kOp) {
@@ -28,13 +28,13 @@ ffi::Error Execute(void* stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                                            std::string(instance) + "'"));
   }
   return ToError(kernel->launch(call.problem, {call.lhs, call.rhs, call.out, call.workspace,
-                                               call.workspace_bytes, slices, stream}));
+                                               call.workspace_bytes, call.slices, stream}));
 }
 
-// PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file needs
-// no CUDA header.
-#define JAXCONV_CUDA_HANDLER(name, op)                                                     \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                           \
+// PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
+// needs no CUDA header.
+#define JAXCONV_CUDA_HANDLER(name, op)                                                          \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
       name, Execute<op>, JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()), \
       {ffi::Traits::kCmdBufferCompatible})
 
@@ -48,8 +48,8 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)}};
 }
 
-// "sm_90a" -> a device of capability 9.0; empty -> this process's first device (JAX wants all of one
-// kind), or, without one, the oldest that the portable kernels run on.
+// "sm_90a" -> a device of capability 9.0; empty -> this process's first device (JAX wants all of
+// one kind), or, without one, the oldest that the portable kernels run on.
 Status Target(std::string_view target, DeviceInfo* device) {
   constexpr std::string_view kPrefix = "sm_";
   if (target.empty()) {

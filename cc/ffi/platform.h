@@ -1,5 +1,5 @@
-// What one kernel library (libjaxconv_cpu, libjaxconv_cuda) offers to the Python module over it. No XLA
-// and no Python types, so that one library serves every Python version.
+// What one kernel library (libjaxconv_cpu, libjaxconv_cuda) offers to the Python module over it. No
+// XLA and no Python types, so that one library serves every Python version.
 #ifndef JAXCONV_FFI_PLATFORM_H_
 #define JAXCONV_FFI_PLATFORM_H_
 
