@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,15 @@ class Problem:
             reach = (self.window[axis] - 1) * self.dilation[axis] + 1
             counts.append(len(range(0, extent - reach + 1, self.stride[axis])))
         return tuple(counts)
+
+    def reduction(self, op: Op) -> int:
+        """Terms of one output's sum, padding counted."""
+        taps = math.prod(self.window)
+        return {
+            Op.FPROP: taps * self.c // self.groups,
+            Op.DGRAD: taps * self.k // self.groups,
+            Op.WGRAD: self.n * math.prod(self.out_spatial),
+        }[op]
 
     def canonical_shape(self, role: str) -> tuple[int, ...]:
         """(batch?, n, *spatial, c), (batch?, *window, c / groups, k) or (batch?, n, *out, k)."""

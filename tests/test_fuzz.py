@@ -71,6 +71,8 @@ def test_random_problems(platform, part, seed):
     failures = []
     for one in range(seed + part * PER_TEST, seed + (part + 1) * PER_TEST):
         problem, op, dtype, layout = draw(one)
+        if platform == "cuda" and dtype == "s8":
+            continue  # numerics.NO_INTEGERS_ON_GPU
         lhs, rhs, expected = exact_operands(op, problem, dtype, seed=one)
         arrays = [
             problem.to_layout(role, a, layout)

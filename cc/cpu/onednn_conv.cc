@@ -649,8 +649,10 @@ std::string MakePrimitives(Plan* plan) {
   return "";
 }
 
-// An empty string, or why this row does not take the problem.
-std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices, Plan* plan) {
+// An empty string, or why this row does not take the problem. `native`: whether 16-bit operands go
+// to oneDNN as they are, or are computed in float32.
+std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices, bool native,
+                     Plan* plan) {
   if (row.op != problem.op) return std::string("computes ") + Name(row.op);
   if (problem.lhs_dtype() != row.dtype || problem.rhs_dtype() != row.dtype) {
     return std::string("takes ") + Name(row.dtype) + " operands, got " + Name(problem.lhs_dtype()) +
@@ -673,12 +675,6 @@ std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices,
   plan->slices = slices;
   bool wgrad = p.op == Op::kWgrad;
 
-  // Types. On processors without bf16 instructions oneDNN emulates them, slower than float32.
-  bool native = row.kind == Kind::kOnednn &&
-                (row.dtype == DType::kF16    ? IsaHas(dnnl::cpu_isa::avx512_core_fp16)
-                 : row.dtype == DType::kBF16 ? IsaHas(dnnl::cpu_isa::avx512_core_bf16)
-                                             : true);
-  if (!IsFloat16(row.dtype)) native = true;
   plan->compute_dtype = native ? row.dtype : DType::kF32;
   plan->lhs_converted = plan->rhs_converted = !native;
   plan->result_dtype = wgrad || !native ? DType::kF32 : output;
@@ -751,6 +747,19 @@ std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices,
     }
   }
   return "";
+}
+
+// On processors without bf16 instructions oneDNN emulates them, slower than float32; with them, it
+// still has only reference code for some geometries.
+std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices, Plan* plan) {
+  if (!IsFloat16(row.dtype)) return MakePlan(row, problem, slices, true, plan);
+  bool instructions = row.dtype == DType::kF16 ? IsaHas(dnnl::cpu_isa::avx512_core_fp16)
+                                               : IsaHas(dnnl::cpu_isa::avx512_core_bf16);
+  if (row.kind == Kind::kOnednn && instructions) {
+    if (MakePlan(row, problem, slices, true, plan).empty()) return "";
+    *plan = Plan();
+  }
+  return MakePlan(row, problem, slices, false, plan);
 }
 
 int64_t ChooseSlices(const ConvProblem& p, Kind kind, int64_t threads) {
