@@ -19,6 +19,9 @@
 #include "cpu/onednn_conv.h"
 
 #include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -1203,6 +1206,18 @@ int64_t WorkspaceBytes(const Plan& plan) {
   return plan.workspace_bytes == 0 ? 0 : plan.workspace_bytes + kAlignment;
 }
 
+// XLA's allocator hands a large workspace back to the system after every run, and touching 27 MB of
+// it anew costs 7000 page faults, about 1 ms: as huge pages it costs 14. A hint; failure changes
+// nothing.
+void AdviseHugePages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = 2 << 20;
+  uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) / kHugePage * kHugePage;
+  uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
@@ -1281,6 +1296,7 @@ Status Execute(const ConvProblem& problem, std::string_view instance, int64_t sl
   }
   auto address = reinterpret_cast<uintptr_t>(workspace);
   char* aligned = static_cast<char*>(workspace) + (AlignUp(address) - address);
+  AdviseHugePages(aligned, WorkspaceBytes(*plan));
   return Execution(*plan, problem, lhs, rhs, out, aligned, parallel_for).Run();
 }
 
