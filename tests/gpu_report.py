@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import json
 import pathlib
+import re
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 PATH = REPOSITORY / "tests" / "gpu_report.json"
@@ -48,7 +49,9 @@ def write(path: str, outcomes: dict[str, str]) -> None:
     report = {
         "sources_sha256": sources_sha256(),
         "gpu": f"{jax.device_count('gpu')} x {device.device_kind}",
-        "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
+        "driver": re.search(r"\d+\.[\d.]+", driver.read_text())[0]
+        if driver.exists()
+        else "unknown",
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "passed": outcome.count("passed"),

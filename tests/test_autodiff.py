@@ -11,25 +11,12 @@ import pytest
 from jax import lax
 from jax.test_util import check_grads
 from numerics import assert_exact, on_cpu, reference
-from problems import BY_NAME, Problem
+from problems import BY_NAME, REPRESENTATIVE, Problem
 
 import jaxconv
 from jaxconv._src.spec import Op
 
-CASES = [
-    BY_NAME[name]
-    for name in (
-        "channel_tail",
-        "stride_and_tail",
-        "dilation_and_stride",
-        "lhs_dilation_and_stride",
-        "negative_padding",
-        "groups_with_tails",
-        "depth_multiplier",
-        "1d_causal",
-        "3d_strided",
-    )
-]
+CASES = [problem for problem in REPRESENTATIVE if problem.batch is None]
 NAMES = [problem.name for problem in CASES]
 ANY_RANK = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
 

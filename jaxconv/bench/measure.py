@@ -41,9 +41,6 @@ _BOUNDS = {
     ("int8", None): 0.0,
 }
 
-# Asked for by name, Winograd trades accuracy for arithmetic; its transforms lose up to three bits.
-_WINOGRAD_FACTOR = 8
-
 # Bytes of operands and results that one measurement may hold: a part of the smallest usual device.
 _MEMORY = {"cpu": 1.5e9, "cuda": 8e9}
 
@@ -79,8 +76,7 @@ class Problem:
     def bound(self) -> float:
         """The largest accepted relative error."""
         precision = self.precision if self.dtype == "f32" else None
-        factor = _WINOGRAD_FACTOR if "winograd" in self.algorithm else 1
-        return _BOUNDS[self.dtype, precision] * factor
+        return _BOUNDS[self.dtype, precision]
 
     @property
     def dtype_label(self) -> str:
