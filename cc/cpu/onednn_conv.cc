@@ -81,6 +81,14 @@ constexpr int64_t kMaxPartialBytes = 256 << 20;
 // Below this a filter is packed by one task: the reorder takes as long as handing it over.
 constexpr int64_t kMinPackBytes = 128 << 10;
 
+// wgrad_gemm: rows of dy this long feed a matrix product straight from x; shorter ones are gathered
+// first, so many pixels at a time that x, dy and a tap's sums share the second-level cache.
+constexpr int64_t kLongRow = 192;
+constexpr int64_t kGatheredPixels = 256;
+// Up to this many pixels of dy, packing and adding the partial sums of a large filter costs
+// oneDNN's weight gradient more than gathering: 7x7, 4 images, 512 channels.
+constexpr int64_t kFewPixels = 512;
+
 int64_t CeilDiv(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 int64_t AlignUp(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
@@ -696,6 +704,11 @@ std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices,
 
   if (row.kind == Kind::kGemm) {
     if (mirrored) return "the input is dilated";
+    if (p.out[2] < kLongRow) {
+      int64_t channels = std::min(p.c_per_group(), CeilDiv(p.batch * p.c, slices));
+      plan->scratch_stride = AlignUp(kGatheredPixels * channels * int64_t{sizeof(float)});
+      plan->scratch_offset = plan->Reserve(plan->scratch_stride * slices);
+    }
     return "";
   }
   if (row.kind == Kind::kDepthwise) {
@@ -791,7 +804,10 @@ int64_t ChooseSlices(const ConvProblem& p, Kind kind, int64_t threads) {
 // Why "auto" passes over a row that could run: another one, or XLA, is faster.
 std::string NotWorthIt(const Row& row, const ConvProblem& p) {
   if (row.kind == Kind::kGemm) {
-    if (p.rank != 1 || p.out[2] < 192) return "pays for long one-dimensional rows only";
+    bool few_pixels = p.n * p.out_pixels() <= kFewPixels && p.taps() > 1;
+    if (!few_pixels && (p.rank != 1 || p.out[2] < kLongRow)) {
+      return "pays for long one-dimensional rows or few pixels only";
+    }
     if (p.c_per_group() < 64 || p.k_per_group() < 64) return "pays from 64 channels per group on";
   }
   return "";
@@ -1095,6 +1111,50 @@ class Execution {
   // dw[tap] = x[tap]^T dy, rows of x being `stride` pixels apart: one matrix product per tap and
   // row of output pixels. A task owns a range of input channels of all taps, so nothing is left to
   // add up.
+  // dw += x' dy for `rows` input channels of one group, tap by tap; x' are the pixels of x that the
+  // tap brings together with dy's, copied to scratch, zero where they lie in the padding.
+  Status GatheredTaps(int64_t task, const float* x, const float* dy, int64_t rows, float* dw) {
+    float* gathered = reinterpret_cast<float*>(Scratch(task));
+    int64_t pixels = p_.n * p_.out_pixels();
+    for (int64_t first = 0; first < pixels; first += kGatheredPixels) {
+      int64_t count = std::min(kGatheredPixels, pixels - first);
+      for (int64_t t = 0; t < p_.taps(); ++t) {
+        int64_t tap[3] = {t / (p_.filter[1] * p_.filter[2]), t / p_.filter[2] % p_.filter[1],
+                          t % p_.filter[2]};
+        for (int64_t i = 0; i < count; ++i) {
+          int64_t rest = first + i;
+          int64_t at[3];
+          for (int a = 2; a >= 0; --a) {
+            at[a] = rest % p_.out[a] * p_.stride[a] + tap[a] * p_.dilation[a] - p_.pad_lo[a];
+            rest /= p_.out[a];
+          }
+          bool inside = true;
+          for (int a = 0; a < 3; ++a) inside &= at[a] >= 0 && at[a] < p_.in[a];
+          float* to = gathered + i * rows;
+          if (inside) {
+            int64_t pixel = ((rest * p_.in[0] + at[0]) * p_.in[1] + at[1]) * p_.in[2] + at[2];
+            std::memcpy(to, x + pixel * p_.c, rows * sizeof(float));
+          } else {
+            std::memset(to, 0, rows * sizeof(float));
+          }
+        }
+        JAXCONV_RETURN_IF_ERROR(AddProduct(rows, count, gathered, rows, dy + first * p_.k,
+                                           dw + t * p_.c_per_group() * p_.k));
+      }
+    }
+    return {};
+  }
+
+  // dw (rows, K) += x^T dy over `pixels`; consecutive pixels of x lie x_stride apart, those of dy
+  // K.
+  Status AddProduct(int64_t rows, int64_t pixels, const float* x, int64_t x_stride, const float* dy,
+                    float* dw) {
+    dnnl_status_t status = dnnl_sgemm('T', 'N', rows, p_.k_per_group(), pixels, 1.0f, x, x_stride,
+                                      dy, p_.k, 1.0f, dw, p_.k);
+    if (status == dnnl_success) return {};
+    return Status::Internal("oneDNN: sgemm failed (status " + std::to_string(status) + ")");
+  }
+
   Status GemmTask(int64_t task) {
     // A chunk of dy (512 pixels) is used by every tap while it is in the second-level cache.
     constexpr int64_t kChunk = 512;
@@ -1114,6 +1174,13 @@ class Execution {
           std::memset(dw + t * tap_stride + r * p_.k, 0, k_per_group * sizeof(float));
         }
       }
+      if (p_.out[2] < kLongRow) {
+        JAXCONV_RETURN_IF_ERROR(
+            GatheredTaps(task, x + b * p_.n * p_.in_pixels() * p_.c + c,
+                         y + b * p_.n * p_.out_pixels() * p_.k + g * k_per_group, rows, dw));
+        begin += rows;
+        continue;
+      }
       for (int64_t row = 0; row < p_.n * p_.out[0] * p_.out[1]; ++row) {
         int64_t n = row / (p_.out[0] * p_.out[1]);
         int64_t p0 = row / p_.out[1] % p_.out[0], p1 = row % p_.out[1];
@@ -1132,14 +1199,9 @@ class Execution {
             if (q_begin >= q_end) continue;
             int64_t pixel = (((b * p_.n + n) * p_.in[0] + i0) * p_.in[1] + i1) * p_.in[2] +
                             q_begin * p_.stride[2] + shift;
-            dnnl_status_t status =
-                dnnl_sgemm('T', 'N', rows, k_per_group, q_end - q_begin, 1.0f, x + pixel * p_.c + c,
-                           p_.stride[2] * p_.c, dy + q_begin * p_.k + g * k_per_group, p_.k, 1.0f,
-                           dw + t * tap_stride, p_.k);
-            if (status != dnnl_success) {
-              return Status::Internal("oneDNN: sgemm failed (status " + std::to_string(status) +
-                                      ")");
-            }
+            JAXCONV_RETURN_IF_ERROR(
+                AddProduct(rows, q_end - q_begin, x + pixel * p_.c + c, p_.stride[2] * p_.c,
+                           dy + q_begin * p_.k + g * k_per_group, dw + t * tap_stride));
           }
         }
       }
