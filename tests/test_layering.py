@@ -30,7 +30,7 @@ MAY_INCLUDE = {
 # Foreign headers by layer; the C++ standard library is everyone's.
 MAY_USE = {
     "core": set(),
-    "cpu": {"dnnl", "intrinsics", "openmp"},
+    "cpu": {"dnnl", "intrinsics", "memory advice", "openmp"},
     "cuda/ptx": {"cuda"},
     "cuda/device": {"cuda"},
     "cuda/select": set(),
@@ -39,6 +39,7 @@ MAY_USE = {
     "bindings": {"nanobind"},
 }
 FOREIGN = {
+    "memory advice": re.compile(r"sys/mman\.h"),
     "dnnl": re.compile(r"(oneapi/)?dnnl(/.*)?(\.h|\.hpp)|dnnl.*\.(h|hpp)"),
     "intrinsics": re.compile(r"(immintrin|cpuid|x86intrin)\.h"),
     "openmp": re.compile(r"omp\.h"),
