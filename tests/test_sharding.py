@@ -60,6 +60,14 @@ def tensors(p):
     return x, w, t, {name: a.astype(np.float32) for name, a in expected.items()}
 
 
+def assert_gradients_with_one_sum(step, p, operands, expected):
+    """The step's (dx, dw) are exact, and cost one all-reduce and nothing else."""
+    dx, dw = step(*operands)
+    assert_exact(dx, expected["dx"], p.name)
+    assert_exact(dw, expected["dw"], p.name)
+    assert collectives(step.lower(*operands).compile()) == {"all-reduce": 1}
+
+
 @pytest.mark.parametrize("p", CASES, ids=NAMES)
 def test_forward_inside_shard_map(mesh, p):
     x, w, _, expected = tensors(p)
@@ -92,10 +100,7 @@ def test_gradient_of_the_replicated_filter_taken_inside(mesh, p):
             check_vma=True,
         )
     )
-    dx, dw = step(x, w, t)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
-    assert collectives(step.lower(x, w, t).compile()) == {"all-reduce": 1}
+    assert_gradients_with_one_sum(step, p, (x, w, t), expected)
 
 
 @pytest.mark.parametrize("p", CASES, ids=NAMES)
@@ -113,11 +118,8 @@ def test_gradient_of_the_replicated_filter_taken_outside(mesh, p):
         check_vma=True,
     )
     step = jax.jit(jax.grad(mapped, argnums=(0, 1)))
-    dx, dw = step(x, w, t)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
     # Of the filter's gradient. The loss itself is not needed, and so not summed.
-    assert collectives(step.lower(x, w, t).compile()) == {"all-reduce": 1}
+    assert_gradients_with_one_sum(step, p, (x, w, t), expected)
 
 
 def test_second_derivative_inside_shard_map(mesh):
@@ -158,10 +160,7 @@ def test_filter_sharded_by_output_channels_inside_shard_map(mesh):
             check_vma=True,
         )
     )
-    dx, dw = step(x, w, t)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
-    assert collectives(step.lower(x, w, t).compile()) == {"all-reduce": 1}
+    assert_gradients_with_one_sum(step, p, (x, w, t), expected)
 
 
 @pytest.mark.parametrize("p", CASES, ids=NAMES)

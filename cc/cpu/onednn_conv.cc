@@ -400,7 +400,7 @@ struct Plan {
   Kind kind = Kind::kOnednn;
   Geometry geometry;
   int64_t slices = 1;
-  bool lhs_converted = false, rhs_converted = false;
+  bool converted = false;             // stage 1 runs, on both operands
   DType compute_dtype = DType::kF32;  // of both operands in stage 4
   DType result_dtype = DType::kF32;   // of what stage 4 or 5 writes
   bool plain_filter = false;          // the primitives read the filter as it is
@@ -687,7 +687,7 @@ std::string MakePlan(const Row& row, const ConvProblem& problem, int64_t slices,
   bool wgrad = p.op == Op::kWgrad;
 
   plan->compute_dtype = native ? row.dtype : DType::kF32;
-  plan->lhs_converted = plan->rhs_converted = !native;
+  plan->converted = !native;
   plan->result_dtype = wgrad || !native ? DType::kF32 : output;
   auto reserve_operand = [&](int64_t elements) { return plan->Reserve(elements * sizeof(float)); };
   int64_t x = problem.x_elements(), w = problem.w_elements(), y = problem.y_elements();
@@ -947,6 +947,7 @@ class Execution {
   }
 
   Status ConvertOperands() {
+    if (!plan_.converted) return {};
     auto convert = [&](int64_t offset, DType dtype, int64_t count, const void** operand) -> Status {
       const void* from = *operand;
       float* to = reinterpret_cast<float*>(workspace_ + offset);
@@ -955,15 +956,10 @@ class Execution {
                        [&](int64_t begin, int64_t end) { ToFloat(dtype, from, to, begin, end); });
     };
     int64_t x = problem_.x_elements(), w = problem_.w_elements(), y = problem_.y_elements();
-    if (plan_.lhs_converted) {
-      JAXCONV_RETURN_IF_ERROR(convert(plan_.lhs_offset, problem_.lhs_dtype(),
-                                      problem_.op == Op::kDgrad ? y : x, &lhs_));
-    }
-    if (plan_.rhs_converted) {
-      JAXCONV_RETURN_IF_ERROR(convert(plan_.rhs_offset, problem_.rhs_dtype(),
-                                      problem_.op == Op::kWgrad ? y : w, &rhs_));
-    }
-    return {};
+    JAXCONV_RETURN_IF_ERROR(
+        convert(plan_.lhs_offset, problem_.lhs_dtype(), problem_.op == Op::kDgrad ? y : x, &lhs_));
+    return convert(plan_.rhs_offset, problem_.rhs_dtype(), problem_.op == Op::kWgrad ? y : w,
+                   &rhs_);
   }
 
   // Copies a filter with its taps in reverse order.

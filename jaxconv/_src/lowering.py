@@ -37,6 +37,18 @@ def _applies(algorithm: str, op: Op) -> bool:
     return not algorithm.startswith(prefixes)
 
 
+def _no_kernel(algorithm: str, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype) -> str:
+    """Why no kernel of any platform comes into question, or ""."""
+    if algorithm == XLA:
+        return 'algorithm="xla" was asked for'
+    if sizes.empty:
+        return "a tensor has no elements"
+    if not 1 <= spec.rank <= 3:
+        return f"{spec.rank} spatial axes; kernels take 1 to 3"
+    unknown = [name for d in dtypes if (name := np.dtype(d).name) not in DTYPE_NAMES]
+    return f"no kernel for dtype {unknown[0]}" if unknown else ""
+
+
 def select(
     platform: str,
     op: Op,
@@ -44,7 +56,6 @@ def select(
     sizes: Sizes,
     operand_dtype: np.dtype,
     out_dtype: np.dtype,
-    target: str | None = None,
 ) -> tuple[native.Selection, str]:
     """Chooses the kernel instance for one operation on one platform.
 
@@ -55,26 +66,15 @@ def select(
         ValueError: the demanded algorithm is not known on this platform.
     """
     algorithm = spec.algorithm_of(op)
-    if algorithm == XLA:
-        refusal = native.Refusal("jaxconv", 'algorithm="xla" was asked for')
-        return native.Selection(None, refusals=(refusal,)), ""
-    if sizes.empty:
-        refusal = native.Refusal("jaxconv", "a tensor has no elements")
-        return native.Selection(None, refusals=(refusal,)), ""
-    if not 1 <= spec.rank <= 3:
-        refusal = native.Refusal("jaxconv", f"{spec.rank} spatial axes; kernels take 1 to 3")
-        return native.Selection(None, refusals=(refusal,)), ""
-    for dtype in (operand_dtype, out_dtype):
-        if np.dtype(dtype).name not in DTYPE_NAMES:
-            refusal = native.Refusal("jaxconv", f"no kernel for dtype {np.dtype(dtype).name}")
-            return native.Selection(None, refusals=(refusal,)), ""
+    if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
+        return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),)), ""
     line = problem_line(op, spec, sizes, operand_dtype, out_dtype)
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
         return native.Selection(None, refusals=(kernels,)), line
     if not _applies(algorithm, op):
         algorithm = "auto"
-    return kernels.select(line, algorithm, native.target() if target is None else target), line
+    return kernels.select(line, algorithm, native.target()), line
 
 
 def _reasons(refusals: tuple[native.Refusal, ...]) -> str:
