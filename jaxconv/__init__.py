@@ -6,7 +6,15 @@
 interface, and to XLA's own convolution where no kernel takes the problem.
 """
 
+from jaxconv import checkpoint_policies as checkpoint_policies
+from jaxconv import export as export
 from jaxconv.conv import conv as conv
 from jaxconv.conv import conv_general_dilated as conv_general_dilated
+from jaxconv.conv import conv_transpose as conv_transpose
+from jaxconv.explain import explain as explain
+from jaxconv.export import register as register
+from jaxconv.override import install as install
+from jaxconv.override import override as override
+from jaxconv.override import uninstall as uninstall
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Convolution with this library's kernels: ``conv`` and ``conv_general_dilated``."""
+"""Convolution with this library's kernels: ``conv``, and what ``jax.lax`` calls its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import compat, primitives
+from jaxconv._src import canonical, partition
 from jaxconv._src.lowering import XLA, families
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.spec import Op, output_extent
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -142,7 +142,8 @@ def conv_general_dilated(
             channels.
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
         preferred_element_type: dtype of the result; by default that of the operands.
-        out_sharding: must be None.
+        out_sharding: None, or the sharding of the result on a mesh with explicit axes: a
+            ``NamedSharding`` or a ``PartitionSpec``.
         algorithm: as in ``conv``.
 
     Returns:
@@ -152,61 +153,132 @@ def conv_general_dilated(
         TypeError: operand dtypes differ, or cannot give ``preferred_element_type``.
         ValueError: shapes, groups or window parameters do not fit.
     """
-    lhs, rhs = _operands("lhs", lhs, "rhs", rhs)
-    if lhs.ndim != rhs.ndim:
-        raise ValueError(f"rhs: expected {lhs.ndim} dimensions as lhs has, got shape {rhs.shape}")
-    if lhs.ndim < 2:
-        raise ValueError(f"lhs: expected at least 2 dimensions, got shape {lhs.shape}")
-    if out_sharding is not None:
-        raise ValueError(f"out_sharding: only None is supported, got {out_sharding!r}")
+    lhs, rhs, numbers = _lax_operands(lhs, rhs, dimension_numbers)
     rank = lhs.ndim - 2
-    try:
-        numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    except TypeError as error:
-        raise ValueError(f"dimension_numbers: {error}") from error
-    arguments = dict(
+    lhs_dilation = _per_axis("lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank)
+    if isinstance(padding, str) and any(d > 1 for d in lhs_dilation):
+        raise ValueError(
+            f"padding: {padding!r} has no meaning where lhs_dilation is {lhs_dilation}; give pairs "
+            "(low, high), or use conv_transpose"
+        )
+    y = _convolve(
+        lhs,
+        rhs,
         numbers=numbers,
         stride=_per_axis("window_strides", window_strides, rank),
         padding=padding,
-        lhs_dilation=_per_axis("lhs_dilation", lhs_dilation or 1, rank),
-        dilation=_per_axis("rhs_dilation", rhs_dilation or 1, rank),
+        lhs_dilation=lhs_dilation,
+        dilation=_per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank),
         groups=feature_group_count,
+        batch_groups=batch_group_count,
         precision=precision,
         algorithm=algorithm,
         preferred_element_type=preferred_element_type,
         names=("lhs", "rhs", "feature_group_count"),
     )
-    if batch_group_count == 1:
-        return _convolve(lhs, rhs, **arguments)
-    return _batch_grouped(lhs, rhs, batch_group_count, **arguments)
+    return partition.with_out_sharding(y, out_sharding)
 
 
-def _batch_grouped(lhs, rhs, count: int, *, numbers, **arguments) -> jax.Array:
-    """Batch groups are independent convolutions: slice g of the batch with filter slice g."""
-    batch, features, out_features = numbers.lhs_spec[0], numbers.rhs_spec[0], numbers.out_spec[1]
-    if count < 1 or lhs.shape[batch] % count or rhs.shape[features] % count:
-        raise ValueError(
-            f"batch_group_count: {count} does not divide the batch {lhs.shape[batch]} of lhs and "
-            f"the {rhs.shape[features]} output channels of rhs"
-        )
-    if arguments["groups"] != 1:
-        raise ValueError(
-            f"batch_group_count: {count} together with feature_group_count "
-            f"{arguments['groups']}; at most one may exceed 1"
-        )
+def conv_transpose(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    transpose_kernel: bool = False,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    use_consistent_padding: bool = False,
+    *,
+    algorithm: Algorithm = "auto",
+) -> jax.Array:
+    """``jax.lax.conv_transpose`` on this library's kernels, with the same parameters.
 
-    def split(a, axis):
-        return a.reshape(*a.shape[:axis], count, a.shape[axis] // count, *a.shape[axis + 1 :])
+    The transpose of a convolution is its data gradient, and is computed as one: no zeros are
+    inserted or multiplied.
 
-    def one(a, b):
-        return _convolve(a, b, numbers=numbers, **arguments)
+    Args:
+        lhs: input of n + 2 dimensions.
+        rhs: filters of n + 2 dimensions; same dtype as lhs.
+        strides: n fractional strides: every axis grows by about this factor.
+        padding: "SAME" or "VALID", as of the convolution that this one transposes, or n pairs
+            (low, high) that pad the dilated input; with ``use_consistent_padding``, the pairs too
+            are the other convolution's, as in PyTorch.
+        rhs_dilation: n dilations of the filter, default 1.
+        dimension_numbers: as in ``conv_general_dilated``, by default channels last: ("NHWC",
+            "HWIO", "NHWC") for two spatial axes.
+        transpose_kernel: reverses the window and exchanges the filter's channel axes, which makes
+            the result the data gradient of a convolution with this filter, as in Keras.
+        precision, preferred_element_type, algorithm: as in ``conv_general_dilated``; the algorithm
+            is that of the direction "dgrad".
+        use_consistent_padding: see ``padding``.
 
-    y = jax.vmap(one, in_axes=(batch, features), out_axes=out_features)(
-        split(lhs, batch), split(rhs, features)
+    Returns:
+        The output, in the order of ``dimension_numbers``.
+
+    Raises:
+        TypeError, ValueError: as ``conv_general_dilated``.
+    """
+    if dimension_numbers is None:
+        channels_last = {2: "", 3: "H", 4: "HW", 5: "HWD"}
+        if np.ndim(lhs) not in channels_last:
+            raise ValueError(f"dimension_numbers: no default for {np.ndim(lhs)} dimensions")
+        spatial = channels_last[np.ndim(lhs)]
+        dimension_numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+    lhs, rhs, numbers = _lax_operands(lhs, rhs, dimension_numbers)
+    rank = lhs.ndim - 2
+    strides = _per_axis("strides", strides, rank)
+    dilation = _per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
+    reach = [
+        (rhs.shape[a] - 1) * d + 1 for a, d in zip(numbers.rhs_spec[2:], dilation, strict=True)
+    ]
+    if padding in ("SAME", "VALID"):
+        pads = []
+        for r, s in zip(reach, strides, strict=True):
+            if padding == "VALID":
+                total, low = r + s - 2 + max(r - s, 0), r - 1
+            else:
+                total = r + s - 2
+                low = r - 1 if s > r - 1 else -(-total // 2)
+            pads.append((low, total - low))
+    elif use_consistent_padding:
+        pairs = _padding(padding, (0,) * rank, (0,) * rank, strides, dilation)
+        pads = [(r - 1 - lo, r - 1 - hi) for r, (lo, hi) in zip(reach, pairs, strict=True)]
+    else:
+        pads = padding
+    if transpose_kernel:
+        out_features, in_features, *window = numbers.rhs_spec
+        numbers = numbers._replace(rhs_spec=(in_features, out_features, *window))
+    return _convolve(
+        lhs,
+        rhs,
+        numbers=numbers,
+        stride=(1,) * rank,
+        padding=pads,
+        lhs_dilation=strides,
+        dilation=dilation,
+        groups=1,
+        transposed=True,
+        filter_reversed=transpose_kernel,
+        precision=precision,
+        algorithm=algorithm,
+        preferred_element_type=preferred_element_type,
+        names=("lhs", "rhs", "groups"),
     )
-    shape = list(y.shape)
-    shape[out_features : out_features + 2] = [shape[out_features] * shape[out_features + 1]]
-    return y.reshape(shape)
+
+
+def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: Any):
+    """Checks what lax's own entry points take: operands of any axis order, 0-D and up."""
+    lhs, rhs = _operands("lhs", lhs, "rhs", rhs)
+    if lhs.ndim != rhs.ndim:
+        raise ValueError(f"rhs: expected {lhs.ndim} dimensions as lhs has, got shape {rhs.shape}")
+    if lhs.ndim < 2:
+        raise ValueError(f"lhs: expected at least 2 dimensions, got shape {lhs.shape}")
+    try:
+        return lhs, rhs, lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    except TypeError as error:
+        raise ValueError(f"dimension_numbers: {error}") from error
 
 
 def _convolve(
@@ -223,8 +295,15 @@ def _convolve(
     algorithm: Algorithm,
     preferred_element_type: DTypeLike | None,
     names: tuple[str, str, str],
+    batch_groups: int = 1,
+    transposed: bool = False,
+    filter_reversed: bool = False,
 ) -> jax.Array:
-    """Checks what every entry point has in common and binds fprop."""
+    """Checks what every entry point has in common and binds fprop, or dgrad.
+
+    ``transposed`` asks for dgrad, which is also what a dilated input is read as. With
+    ``filter_reversed``, w is then the filter of the convolution that this one transposes.
+    """
     x_name, w_name, groups_name = names
     lhs_spec, rhs_spec, out_spec = numbers
     in_spatial = tuple(x.shape[a] for a in lhs_spec[2:])
@@ -241,6 +320,17 @@ def _convolve(
             f"{w_name}: expected {c // groups} input channels per group ({x_name} has {c}, "
             f"{groups_name} is {groups}), got {c_per_group} in shape {w.shape}"
         )
+    n, batch_groups = x.shape[lhs_spec[0]], _integer("batch_group_count", batch_groups, at_least=1)
+    if n % batch_groups or k % batch_groups:
+        raise ValueError(
+            f"batch_group_count: {batch_groups} does not divide the batch {n} of {x_name} and the "
+            f"{k} output channels of {w_name}"
+        )
+    if batch_groups > 1 and groups > 1:
+        raise ValueError(
+            f"batch_group_count: {batch_groups} together with {groups_name} {groups}; at most one "
+            "may exceed 1"
+        )
     for name, values in (
         ("stride", stride),
         ("lhs dilation", lhs_dilation),
@@ -253,21 +343,30 @@ def _convolve(
         if min(lo, 0) + min(hi, 0) + extent < 0:
             raise ValueError(f"padding: {(lo, hi)} crops more than the extent {extent} of {x_name}")
     out_dtype = _result_dtype(x.dtype, preferred_element_type)
-    spec = ConvSpec(
-        stride=stride,
+    convolution = canonical.LaxConvolution(
+        window_strides=stride,
         padding=pairs,
         lhs_dilation=lhs_dilation,
-        dilation=dilation,
-        groups=groups,
-        in_spatial=in_spatial,
-        filter_spatial=filter_spatial,
-        x_axes=(lhs_spec[0], *lhs_spec[2:], lhs_spec[1]),
-        w_axes=(*rhs_spec[2:], rhs_spec[1], rhs_spec[0]),
-        y_axes=(out_spec[0], *out_spec[2:], out_spec[1]),
-        precision=_precision(precision),
+        rhs_dilation=dilation,
+        lhs_spec=tuple(lhs_spec),
+        rhs_spec=tuple(rhs_spec),
+        out_spec=tuple(out_spec),
+        feature_group_count=groups,
+        batch_group_count=batch_groups,
+        precision=canonical.precision_name(precision),
         algorithm=_algorithm(algorithm),
     )
-    return primitives.bind(Op.FPROP, x, w, spec, out_dtype)
+    window = zip(in_spatial, filter_spatial, stride, lhs_dilation, dilation, pairs, strict=True)
+    out_spatial = [output_extent(i, r, s, ld, d, lo, hi) for i, r, s, ld, d, (lo, hi) in window]
+    out_shape = [0] * x.ndim
+    for axis, extent in zip(out_spec, (n // batch_groups, k, *out_spatial), strict=True):
+        out_shape[axis] = extent
+    transposed |= any(d > 1 for d in lhs_dilation) and all(s == 1 for s in stride)
+    if 0 in (*x.shape, *w.shape, *out_shape):
+        transposed = False  # dgrad's padding is not defined, and the result is empty or zero
+    op = Op.DGRAD if transposed else Op.FPROP
+    reading = canonical.read(convolution, op, x.shape, w.shape, out_shape)
+    return reading.apply(x, w, out_dtype, filter_reversed=filter_reversed)
 
 
 def _operands(x_name: str, x: ArrayLike, w_name: str, w: ArrayLike) -> tuple[jax.Array, jax.Array]:
@@ -358,16 +457,6 @@ def _result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
             f"as wide, got {result.name}"
         )
     return result
-
-
-def _precision(precision: Any) -> str:
-    """The higher of the two operands' precisions: there is one kernel for both."""
-    pair = compat.canonicalize_precision(precision)
-    if pair is None:
-        return "default"
-    if not isinstance(pair, tuple) or not all(isinstance(p, lax.Precision) for p in pair):
-        raise ValueError(f"precision: expected lax.Precision or its names, got {precision!r}")
-    return max(pair, key=lambda level: level.value).name.lower()
 
 
 def _algorithm(algorithm: Algorithm) -> tuple[str, str, str]:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
+import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
+from jax.interpreters.mlir import ir as _ir
 
 # Turns every form of `precision` that jax.lax takes (None, names, enums, pairs), and the global
 # default, into None or a pair of Precision.
@@ -20,3 +28,105 @@ if hasattr(_core, "auto_insert_reshard"):
     match_varying = _core.auto_insert_reshard
 else:
     match_varying = _core.standard_insert_pvary
+
+
+# Goes on with the next operation, in a callback of `walk`.
+CONTINUE_WALK = _ir.WalkResult.ADVANCE
+
+# Whether every extent of a shape is a number (not a dimension variable of jax.export).
+is_constant_shape = _core.is_constant_shape
+
+# The user's code, in source locations and error messages, is what calls this package.
+_source_info.register_exclusion(os.path.dirname(os.path.dirname(__file__)))
+
+
+def user_location(ctx) -> str:
+    """File, line and function of the user's code that a lowering context stems from, or ""."""
+    frame = _source_info.user_frame(ctx.traceback)
+    if frame is None:
+        return ""
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def set_attribute(value, name: str, number: int) -> None:
+    """Marks the operation that made a value of the program being lowered."""
+    attribute = _ir.IntegerAttr.get(_ir.IntegerType.get_signless(64), number)
+    value.owner.attributes[name] = attribute
+
+
+def set_global(context, value) -> None:
+    """Sets a user context (``jax.make_user_context``) for all threads that do not set their own."""
+    getattr(context, "set_global", context._obj.set_global)(value)  # JAX 0.9 has the inner one only
+
+
+def lowering_rule(primitive, platform: str):
+    """The lowering rule of a primitive on a platform."""
+    entry = _mlir._platform_specific_lowerings[platform].get(primitive)
+    return (entry or _mlir._lowerings[primitive]).rule
+
+
+@contextlib.contextmanager
+def lowered_one_by_one(primitives):
+    """Lowers every use of these primitives by itself, where JAX would reuse an identical one's."""
+    added = set(primitives) - _mlir._uncacheable_primitives
+    _mlir._uncacheable_primitives.update(added)
+    try:
+        yield
+    finally:
+        _mlir._uncacheable_primitives.difference_update(added)
+
+
+# --- sharding ---
+
+# What `tiling_partitions` raises for a tiling that is not one of the mesh.
+NOT_A_TILING_OF_THE_MESH = (AssertionError, NotImplementedError, StopIteration, ValueError)
+
+
+def tiling_partitions(tiling, mesh, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes over which XLA's tiling (``HloSharding``) splits each array axis."""
+    spec = _sharding_impls.parse_flatten_op_sharding(tiling, mesh)[0]
+    axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
+    return (*axes, *((),) * (rank - len(axes)))
+
+
+def _manual_axes(mesh) -> set[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in types if kind == jax.sharding.AxisType.Manual}
+
+
+def device_axes(ctx) -> tuple[tuple[int, bool], ...]:
+    """The axes in which the devices of a lowered program are arranged: size, and whether manual.
+
+    Empty where there is nothing for XLA's partitioner to split: on one device, where all axes are
+    manual, and in an exported program, which may outlive the partitioner's callback.
+    """
+    module = ctx.module_context
+    axes = module.axis_context
+    if module.lowering_parameters.for_export:
+        return ()
+    if isinstance(axes, _sharding_impls.ShardingContext):
+        return () if axes.num_devices == 1 else ((axes.num_devices, False),)
+    if isinstance(axes, _sharding_impls.SPMDAxisContext):
+        # JAX 0.9 forgets the axes of an outer `shard_map` here; types know them.
+        manual = set(axes.manual_axes).union(*(_manual_axes(a.sharding.mesh) for a in ctx.avals_in))
+        found = [(size, name in manual) for name, size in axes.mesh.shape.items()]
+        return () if all(done or size == 1 for size, done in found) else tuple(found)
+    return ()
+
+
+def placed_context(count: int):
+    """A lowering context of automatic sharding over ``count`` devices.
+
+    JAX asks which devices they are only to wrap XLA's shardings in an object, of which nothing but
+    the sharding is used; the program may be for devices that are not in this process.
+    """
+    return _sharding_impls.ShardingContext(count, (jax.devices()[0],) * count)
+
+
+# Raised while tracing for types whose shardings do not go together on an explicit mesh.
+ShardingTypeError = _core.ShardingTypeError
+
+
+def canonical_out_sharding(sharding, name: str):
+    """An ``out_sharding`` argument as a NamedSharding, checked as lax checks its own."""
+    return _sharding_impls.canonicalize_sharding(sharding, name)

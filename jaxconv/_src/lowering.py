@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jaxconv._src import native, xla
-from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, problem_line
+from jaxconv._src import native, partition, record, xla
+from jaxconv._src.spec import (
+    DTYPE_NAMES,
+    ConvSpec,
+    Op,
+    Sizes,
+    explicit_input,
+    flops,
+    problem_line,
+)
 
 PLATFORMS = ("cpu", "cuda")
 
 # Not an algorithm of ours: the caller asks for XLA's own convolution.
 XLA = "xla"
 
+# Said of a convolution that has nothing to compute.
+EMPTY = "a tensor has no elements"
+
+# Whether the lowering of lax's convolution is ours: a global value, and one of each thread. JAX has
+# both in the keys of its caches: nothing compiled under one value is reused under the other.
+override_in_force = jax.make_user_context(False)
+
 _log = logging.getLogger("jaxconv")
+
+
+def call_target(op: Op) -> str:
+    """Name of the custom call, on every platform."""
+    return f"jaxconv_{op.value}"
 
 
 def families() -> dict[str, tuple[str, ...]]:
@@ -41,8 +64,10 @@ def _no_kernel(algorithm: str, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype) 
     """Why no kernel of any platform comes into question, or ""."""
     if algorithm == XLA:
         return 'algorithm="xla" was asked for'
+    if not all(isinstance(e, int) for e in (sizes.n, sizes.c, sizes.k, *sizes.in_spatial)):
+        return "symbolic shape; kernels are selected for known extents"
     if sizes.empty:
-        return "a tensor has no elements"
+        return EMPTY
     if not 1 <= spec.rank <= 3:
         return f"{spec.rank} spatial axes; kernels take 1 to 3"
     unknown = [name for d in dtypes if (name := np.dtype(d).name) not in DTYPE_NAMES]
@@ -77,7 +102,7 @@ def select(
     return kernels.select(line, algorithm, native.target()), line
 
 
-def _reasons(refusals: tuple[native.Refusal, ...]) -> str:
+def reasons(refusals: tuple[native.Refusal, ...]) -> str:
     return "; ".join(f"{kernel}: {reason}" for kernel, reason in refusals)
 
 
@@ -92,7 +117,7 @@ def _refuse(algorithm: str, line: str, problem: tuple, refusals: tuple[native.Re
             if chosen.instance:
                 accepting.append(f"{name} ({platform})")
     return ValueError(
-        f"algorithm {algorithm!r} cannot serve {line or op.value}: {_reasons(refusals)}. "
+        f"algorithm {algorithm!r} cannot serve {line or op.value}: {reasons(refusals)}. "
         f"Accepted here: {', '.join(accepting)}."
     )
 
@@ -132,6 +157,42 @@ def check_algorithm(
     raise _refuse(algorithm, line if known else "", problem, tuple(refusals))
 
 
+def select_explicit(
+    platform: str, op: Op, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype
+) -> tuple[native.Selection, ConvSpec]:
+    """Chooses a kernel for the convolution of an input that was dilated and cropped beforehand.
+
+    Returns:
+        The selection, and the spec of that convolution.
+    """
+    explicit = explicit_input(spec)
+    if explicit is None or spec.algorithm_of(op) != "auto":
+        return native.Selection(None), spec
+    sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)
+    return select(platform, op, explicit, sizes, *dtypes)[0], explicit
+
+
+def _with_explicit_input(
+    op: Op, spec: ConvSpec, explicit: ConvSpec, primitive, out_dtype, lhs, rhs
+):
+    """Dilates and crops x by itself, or undoes both on dx."""
+    positions = spec.x_axes[-1 - spec.rank : -1]
+    crop = [(min(lo, 0), min(hi, 0)) for lo, hi in spec.padding]
+    config = [(0, 0, 0)] * len(spec.x_axes)
+    if op is Op.DGRAD:
+        dx = primitive.bind(lhs, rhs, spec=explicit, out_dtype=out_dtype)
+        steps = [1] * dx.ndim
+        for axis, (lo, hi), dilation in zip(positions, crop, spec.lhs_dilation, strict=True):
+            config[axis] = (-lo, -hi, 0)
+            steps[axis] = dilation
+        dx = lax.pad(dx, jnp.zeros((), dx.dtype), config)
+        return lax.slice(dx, (0,) * dx.ndim, dx.shape, steps)
+    for axis, (lo, hi), dilation in zip(positions, crop, spec.lhs_dilation, strict=True):
+        config[axis] = (lo, hi, dilation - 1)
+    x = lax.pad(lhs, jnp.zeros((), lhs.dtype), config)
+    return primitive.bind(x, rhs, spec=explicit, out_dtype=out_dtype)
+
+
 def _layout(axes: tuple[int, ...]) -> tuple[int, ...]:
     """Minor-to-major order that stores an array in its canonical axis order."""
     return tuple(reversed(axes))
@@ -147,17 +208,39 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
     sizes = spec.sizes(op, lhs_aval.shape, rhs_aval.shape)
     problem = (op, spec, sizes, lhs_aval.dtype, out_dtype)
     chosen, line = select(platform, *problem)
+    recorded = functools.partial(
+        record.emit,
+        ctx,
+        op.value,
+        line,
+        spec.precision,
+        platform,
+        flops(spec, sizes),
+        instance=chosen.instance,
+        workspace_bytes=chosen.workspace_bytes,
+        refusals=() if chosen.instance else chosen.refusals,
+    )
+    split = partition.lower(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
+    if split is not None:
+        return recorded(results=split)
     if chosen.instance is None:
+        beforehand, explicit = select_explicit(platform, *problem)
+        if beforehand.instance is not None:
+            through = functools.partial(
+                _with_explicit_input, op, spec, explicit, ctx.primitive, out_dtype
+            )
+            with record.located(ctx):
+                return mlir.lower_fun(through, multiple_results=False)(ctx, lhs, rhs)
         algorithm = spec.algorithm_of(op)
         if algorithm not in ("auto", XLA) and _applies(algorithm, op) and not sizes.empty:
             raise _refuse(algorithm, line, problem, chosen.refusals)
-        _log.info("%s on %s goes to XLA: %s", line or op.value, platform, _reasons(chosen.refusals))
-        return lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
+        _log.info("%s on %s goes to XLA: %s", line or op.value, platform, reasons(chosen.refusals))
+        return recorded(results=lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
     _log.debug("%s on %s: %s", line, platform, chosen.instance)
     axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
     workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
     call = jax.ffi.ffi_lowering(
-        f"jaxconv_{op.value}",
+        call_target(op),
         operand_layouts=[_layout(spec.axes(role)) for role in op.roles[:2]],
         result_layouts=[_layout(spec.axes(op.roles[2])), (0,)],
     )
@@ -172,10 +255,14 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
         rhs_axes=axes[1],
         out_axes=axes[2],
     )
-    return results[:1]
+    return recorded(results=results[:1])
 
 
 def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     """Lowers to XLA's own convolution."""
     convolve = functools.partial(xla.convolve, op, spec=spec, out_dtype=out_dtype)
-    return mlir.lower_fun(convolve, multiple_results=False)(ctx, lhs, rhs)
+    # XLA's partitioner comes here in a thread of its own, without the caller's `enable_x64`.
+    known = jax.dtypes.canonicalize_dtype(out_dtype) == out_dtype
+    wide = contextlib.nullcontext() if known else jax.enable_x64(True)
+    with override_in_force(False), record.paused(), wide:
+        return mlir.lower_fun(convolve, multiple_results=False)(ctx, lhs, rhs)

@@ -21,11 +21,18 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxconv._src import compat, lowering
+from jaxconv._src import compat, lowering, partition
 from jaxconv._src.spec import ConvSpec, Op
 
 PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
 conv_fprop_p, conv_dgrad_p, conv_wgrad_p = PRIMITIVES.values()
+
+
+@functools.cache
+def _wider(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The dtype that holds the values of both, whatever promotion the user allows implicitly."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
 
 
 def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.dtype) -> jax.Array:
@@ -37,9 +44,9 @@ def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.d
     Raises:
         ValueError: the algorithm that ``spec`` demands does not take this problem.
     """
-    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    common = _wider(lhs.dtype, rhs.dtype)
     lhs, rhs = (a if a.dtype == common else lax.convert_element_type(a, common) for a in (lhs, rhs))
-    kernel_dtype = jnp.promote_types(common, out_dtype)
+    kernel_dtype = _wider(common, out_dtype)
     lowering.check_algorithm(op, spec, lhs.shape, rhs.shape, common, kernel_dtype)
     lhs, rhs = compat.match_varying(lhs, rhs)
     out = PRIMITIVES[op].bind(lhs, rhs, spec=spec, out_dtype=np.dtype(kernel_dtype))
@@ -48,8 +55,11 @@ def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.d
 
 def _abstract_eval(op: Op, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     shape = spec.shape(op.roles[2], spec.sizes(op, lhs.shape, rhs.shape))
+    sharding = partition.result_sharding(op, spec, lhs, rhs)
     # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
-    return lhs.update(shape=shape, dtype=out_dtype, weak_type=False)
+    return lhs.update(
+        shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding or lhs.sharding
+    )
 
 
 # --- differentiation ---
@@ -68,11 +78,13 @@ _RHS_TRANSPOSE = {
 
 
 def _transpose_lhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
-    return bind(*_LHS_TRANSPOSE[op](ct, rhs), spec, lhs.aval.dtype)
+    out = bind(*_LHS_TRANSPOSE[op](ct, rhs), spec, lhs.aval.dtype)
+    return partition.like(out, lhs.aval)
 
 
 def _transpose_rhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
-    return bind(*_RHS_TRANSPOSE[op](ct, lhs), spec, rhs.aval.dtype)
+    out = bind(*_RHS_TRANSPOSE[op](ct, lhs), spec, rhs.aval.dtype)
+    return partition.like(out, rhs.aval)
 
 
 # --- batching ---
@@ -86,24 +98,46 @@ def _runs_by_group(role: str, name: str) -> bool:
     return name == "k" or (role, name) == ("x", "c")
 
 
-def _fold(array: jax.Array, mapped: int, axis: int, groups: int) -> jax.Array:
-    """Merges axis ``mapped`` into ``axis`` (numbered without it), as (groups, mapped, rest)."""
+def _goes_inside(array: jax.Array, mapped: int, axis: int, groups: int) -> bool:
+    """Whether ``_fold`` puts the mapped axis inside the other one instead of outside.
+
+    On an explicit mesh only the outermost of the axes that are merged can be split over devices.
+
+    Raises:
+        ShardingTypeError: both axes are split, or the mapped one where groups must be outermost.
+    """
+    outer = partition.split_over(array, mapped)
+    held = partition.split_over(array, axis + (axis >= mapped))
+    if outer and (held or groups > 1):
+        raise compat.ShardingTypeError(
+            f"convolution under vmap: the mapped axis is split over {outer} and cannot be merged "
+            f"with an axis {f'split over {held}' if held else f'of {groups} groups'}. Change an "
+            "operand's sharding with jax.sharding.reshard, or use shard_map."
+        )
+    return bool(held) and groups == 1
+
+
+def _fold(array: jax.Array, mapped: int, axis: int, groups: int, inside: bool) -> jax.Array:
+    """Merges axis ``mapped`` into ``axis`` (numbered without it), as (groups, mapped, rest).
+
+    With one group and ``inside``, as (rest, mapped).
+    """
     array = jnp.moveaxis(array, mapped, 0)
-    count, *shape = array.shape
-    rest = shape[axis] // groups
-    array = array.reshape(count, *shape[:axis], groups, rest, *shape[axis + 1 :])
-    array = jnp.moveaxis(array, 0, axis + 1)
-    return array.reshape(*shape[:axis], groups * count * rest, *shape[axis + 1 :])
+    parts = (groups, array.shape[axis + 1] // groups)
+    array = partition.split_axis(array, axis + 1, parts)
+    array = jnp.moveaxis(array, 0, axis + 1 + inside)
+    return partition.merge_axes(array, axis, 3)
 
 
 def _unfold(
-    array: jax.Array, count: int, axis: int, extent: int, groups: int
+    array: jax.Array, count: int, axis: int, extent: int, groups: int, inside: bool
 ) -> tuple[jax.Array, int]:
     """Undoes ``_fold`` on an axis that had ``extent``; also returns the mapped axis' position."""
-    shape, rest = array.shape, extent // groups
-    array = array.reshape(*shape[:axis], groups, count, rest, *shape[axis + 1 :])
-    array = jnp.moveaxis(array, axis + 1, axis)
-    return array.reshape(*shape[:axis], count, extent, *shape[axis + 1 :]), axis
+    rest = extent // groups
+    parts = (groups, rest, count) if inside else (groups, count, rest)
+    array = partition.split_axis(array, axis, parts)
+    array = jnp.moveaxis(array, axis + 1 + inside, axis)
+    return partition.merge_axes(array, axis + 1, 2), axis
 
 
 def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype):
@@ -117,28 +151,29 @@ def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype
     out_shape = spec.shape(out_role, spec.sizes(op, *one_shape))
     if lhs_mapped is not None and rhs_mapped is not None:
         if spec.batched:  # a nested vmap: one batch axis counts both
-            lhs = _fold(lhs, lhs_mapped, spec.axis(lhs_role, "batch"), 1)
-            rhs = _fold(rhs, rhs_mapped, spec.axis(rhs_role, "batch"), 1)
+            places = [
+                (array, mapped, spec.axis(role, "batch"))
+                for array, mapped, role in zip(operands, mapped_axes, op.roles[:2], strict=True)
+            ]
+            inside = any([_goes_inside(*place, 1) for place in places])
+            lhs, rhs = (_fold(*place, 1, inside) for place in places)
             out = bind(op, lhs, rhs, spec, out_dtype)
             count = operands[0].shape[lhs_mapped]
             axis = spec.axis(out_role, "batch")
-            return _unfold(out, count, axis, out_shape[axis], 1)
+            return _unfold(out, count, axis, out_shape[axis], 1, inside)
         positions = {lhs_role: lhs_mapped, rhs_role: rhs_mapped, out_role: None}
         return bind(op, lhs, rhs, spec.with_batch(**positions), out_dtype), 0
     side = 0 if rhs_mapped is None else 1
     role, mapped, name = op.roles[side], mapped_axes[side], _FOLD[op][side]
-    count = operands[side].shape[mapped]
-    folded = _fold(
-        operands[side],
-        mapped,
-        spec.axis(role, name),
-        spec.groups if _runs_by_group(role, name) else 1,
-    )
+    count, axis = operands[side].shape[mapped], spec.axis(role, name)
+    groups = spec.groups if _runs_by_group(role, name) else 1
+    inside = _goes_inside(operands[side], mapped, axis, groups)
+    folded = _fold(operands[side], mapped, axis, groups, inside)
     lhs, rhs = (folded, rhs) if side == 0 else (lhs, folded)
     out = bind(op, lhs, rhs, spec, out_dtype)
     axis = spec.axis(out_role, name)
     groups = spec.groups if _runs_by_group(out_role, name) else 1
-    return _unfold(out, count, axis, out_shape[axis], groups)
+    return _unfold(out, count, axis, out_shape[axis], groups, inside)
 
 
 for _op, _primitive in PRIMITIVES.items():

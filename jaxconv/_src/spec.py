@@ -180,6 +180,23 @@ class ConvSpec:
         )
 
 
+def explicit_input(spec: ConvSpec) -> ConvSpec | None:
+    """The same convolution of an input that is already dilated and cropped, as an array.
+
+    None where the input is neither dilated nor cropped (negative padding), or nothing is left.
+    """
+    extents, pairs = [], []
+    for extent, dilation, (lo, hi) in zip(
+        spec.in_spatial, spec.lhs_dilation, spec.padding, strict=True
+    ):
+        extents.append((extent - 1) * dilation + 1 + min(lo, 0) + min(hi, 0))
+        pairs.append((max(lo, 0), max(hi, 0)))
+    explicit = dataclasses.replace(
+        spec, in_spatial=tuple(extents), padding=tuple(pairs), lhs_dilation=(1,) * spec.rank
+    )
+    return None if explicit == spec or min(extents) < 1 else explicit
+
+
 # Dtypes that have a name in the one-line form, and so a chance of a kernel.
 DTYPE_NAMES = {
     "float32": "f32",

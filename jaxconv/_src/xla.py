@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxconv._src import partition
 from jaxconv._src.spec import ConvSpec, Op
 
 _PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
@@ -93,15 +94,8 @@ def _dilated(extents, dilations):
 
 def _dgrad(dy, w, spec: ConvSpec, out_dtype):
     """A convolution of dy, dilated by the stride, with the reversed, transposed filter."""
-    k_axis, c_axis = spec.axis("w", "k"), spec.axis("w", "c")
-    if spec.groups > 1:  # k is now the contracted channel: its groups go outermost into c
-        shape = list(w.shape)
-        shape[k_axis : k_axis + 1] = [spec.groups, shape[k_axis] // spec.groups]
-        w = jnp.moveaxis(w.reshape(shape), k_axis, 0)  # (groups, *shape of one group)
-        w = jnp.moveaxis(w, 0, c_axis)  # right before c
-        shape = list(w.shape)
-        shape[c_axis : c_axis + 2] = [shape[c_axis] * shape[c_axis + 1]]
-        w = w.reshape(shape)
+    # k is now the contracted channel: its groups go outermost into c
+    w = partition.move_groups(w, spec.axis("w", "k"), spec.axis("w", "c"), spec.groups)
     spatial = spec.w_axes[: spec.rank]
     padding = []
     for i, r, p, s, (lo, _) in zip(

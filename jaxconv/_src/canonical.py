@@ -1,0 +1,315 @@
+"""Reads a convolution in ``jax.lax``'s form as fprop, dgrad or wgrad.
+
+``lax.conv_general_dilated`` is one operation with many parameters; lax writes the gradients of a
+convolution in the same form, with batch and channels exchanged, strides turned into dilations and
+filters reversed. Up to such renaming, every convolution is each of our operations:
+
+    fprop           lhs is x,  rhs is w,           the result is y
+    dgrad           lhs is dy, rhs is w, reversed, the result is dx
+    wgrad           lhs is x,  rhs is dy,          the result is dw
+    wgrad, swapped  lhs is dy, rhs is x,           the result is dw, reversed
+
+They compute the same sums; they differ in which arrays are stored in the order that the kernels
+read (channels last), and in which one is dilated by inserted zeros. ``readings`` orders them by
+that. Feature groups and batch groups are groups for one of the readings, and independent
+convolutions (a batch of problems) for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxconv._src import compat, partition, primitives
+from jaxconv._src.spec import ConvSpec, Op, Pairs, Sizes
+
+
+def precision_name(precision: Any) -> str:
+    """The higher of the two operands' precisions: there is one kernel for both.
+
+    Raises:
+        ValueError: not a ``lax.Precision``, the name of one, a pair of them, or None.
+    """
+    pair = compat.canonicalize_precision(precision)
+    if pair is None:
+        return "default"
+    if not isinstance(pair, tuple) or not all(isinstance(p, lax.Precision) for p in pair):
+        raise ValueError(f"precision: expected lax.Precision or its names, got {precision!r}")
+    return max(pair, key=lambda level: level.value).name.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class LaxConvolution:
+    """The parameters of ``lax.conv_general_dilated``, every form of them resolved."""
+
+    window_strides: tuple[int, ...]
+    padding: Pairs
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    lhs_spec: tuple[int, ...]  # axes of (batch, feature, *spatial)
+    rhs_spec: tuple[int, ...]  # axes of (out feature, in feature, *spatial)
+    out_spec: tuple[int, ...]  # axes of (batch, feature, *spatial)
+    feature_group_count: int = 1
+    batch_group_count: int = 1
+    precision: str = "default"
+    algorithm: tuple[str, str, str] = ("auto", "auto", "auto")
+
+    @property
+    def rank(self) -> int:
+        return len(self.window_strides)
+
+    def with_window(self) -> LaxConvolution:
+        """The same matrix product of arrays with one more axis, of extent 1, in the middle."""
+
+        def insert(spec):
+            return (*(2 * axis for axis in spec), 1)
+
+        return dataclasses.replace(
+            self,
+            window_strides=(1,),
+            padding=((0, 0),),
+            lhs_dilation=(1,),
+            rhs_dilation=(1,),
+            lhs_spec=insert(self.lhs_spec),
+            rhs_spec=insert(self.rhs_spec),
+            out_spec=insert(self.out_spec),
+        )
+
+    @property
+    def group_axes(self) -> tuple[int, int, int]:
+        """Axes of lhs, rhs and result that hold the groups, outermost."""
+        lhs = self.lhs_spec[0] if self.batch_group_count > 1 else self.lhs_spec[1]
+        return lhs, self.rhs_spec[0], self.out_spec[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One operation on our primitives that computes a ``LaxConvolution``."""
+
+    op: Op
+    spec: ConvSpec
+    sizes: Sizes
+    swapped: bool = False  # the lax rhs is the primitive's left operand
+    batch: int = 1  # groups taken as independent convolutions
+    group_axes: tuple[int, int, int] = (0, 0, 0)  # where lhs, rhs and result hold them
+    reversed_axes: tuple[int, ...] = ()  # spatial axes to reverse: of w (dgrad) or of dw (swapped)
+    pointwise: bool = False  # no spatial axes: computed with one of extent 1, the middle axis
+
+    @property
+    def in_order(self) -> bool:
+        """True where the three arrays have the kernels' order of axes."""
+        axes = (self.spec.x_axes, self.spec.w_axes, self.spec.y_axes)
+        return all(tuple(a) == tuple(range(len(a))) for a in axes)
+
+    def apply(
+        self, lhs: jax.Array, rhs: jax.Array, out_dtype: np.dtype, *, filter_reversed: bool = False
+    ) -> jax.Array:
+        """Computes the convolution.
+
+        Args:
+            lhs, rhs: operands as lax's.
+            out_dtype: dtype of the result.
+            filter_reversed: rhs is w itself, whose reverse the lax convolution would take (dgrad).
+        """
+        if self.pointwise:
+            lhs, rhs = jnp.expand_dims(lhs, 1), jnp.expand_dims(rhs, 1)
+        if self.op is Op.DGRAD and self.reversed_axes and not filter_reversed:
+            rhs = lax.rev(rhs, self.reversed_axes)
+        if self.batch > 1:
+            lhs, rhs = (
+                partition.move_groups(a, axis, None, self.batch)
+                for a, axis in zip((lhs, rhs), self.group_axes, strict=False)
+            )
+        if self.op is Op.DGRAD:
+            c, k = self.spec.axis("w", "c"), self.spec.axis("w", "k")
+            rhs = partition.move_groups(rhs, c, k, self.spec.groups)
+        operands = (rhs, lhs) if self.swapped else (lhs, rhs)
+        out = primitives.bind(self.op, *operands, self.spec, out_dtype)
+        if self.batch > 1:
+            axis = self.group_axes[2]
+            out = partition.merge_axes(jnp.moveaxis(out, 0, axis), axis, 2)
+        if self.swapped and self.reversed_axes:
+            out = lax.rev(out, self.reversed_axes)
+        return lax.squeeze(out, (1,)) if self.pointwise else out
+
+
+def _reach(extents: Sequence[int], dilations: Sequence[int]) -> list[int]:
+    return [(e - 1) * d + 1 for e, d in zip(extents, dilations, strict=True)]
+
+
+def read(
+    conv: LaxConvolution,
+    op: Op,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    out_shape: Sequence[int],
+    *,
+    batch: int = 1,
+    swapped: bool = False,
+) -> Reading:
+    """Reads ``conv`` as ``op``; no tensor may be empty.
+
+    Args:
+        conv: the convolution.
+        op: the operation.
+        lhs_shape, rhs_shape, out_shape: the arrays' shapes, in their own axis order.
+        batch: how many of the groups to take as independent convolutions; all of them where
+            ``op`` cannot take the rest as its groups.
+        swapped: for wgrad, lhs is dy and rhs is x.
+    """
+    if pointwise := conv.rank == 0:
+        conv = conv.with_window()
+        lhs_shape, rhs_shape, out_shape = (
+            (s[0], 1, s[1]) for s in (lhs_shape, rhs_shape, out_shape)
+        )
+    features, batches = conv.feature_group_count, conv.batch_group_count
+    foreign = batches if op is not Op.WGRAD else features
+    if swapped:
+        batch = features * batches
+    elif foreign > 1:
+        batch = foreign
+    lhs, rhs, out = conv.lhs_spec, conv.rhs_spec, conv.out_spec
+    lhs_spatial = tuple(lhs_shape[a] for a in lhs[2:])
+    rhs_spatial = tuple(rhs_shape[a] for a in rhs[2:])
+    out_spatial = tuple(out_shape[a] for a in out[2:])
+    lows = [lo for lo, _ in conv.padding]
+    if op is Op.FPROP:
+        window = dict(
+            stride=conv.window_strides,
+            lhs_dilation=conv.lhs_dilation,
+            dilation=conv.rhs_dilation,
+            in_spatial=lhs_spatial,
+            filter_spatial=rhs_spatial,
+            x_axes=(lhs[0], *lhs[2:], lhs[1]),
+            w_axes=(*rhs[2:], rhs[1], rhs[0]),
+            y_axes=(out[0], *out[2:], out[1]),
+        )
+        padding = conv.padding
+    elif op is Op.DGRAD:
+        window = dict(
+            stride=conv.lhs_dilation,
+            lhs_dilation=conv.window_strides,
+            dilation=conv.rhs_dilation,
+            in_spatial=out_spatial,
+            filter_spatial=rhs_spatial,
+            x_axes=(out[0], *out[2:], out[1]),
+            w_axes=(*rhs[2:], rhs[0], rhs[1]),
+            y_axes=(lhs[0], *lhs[2:], lhs[1]),
+        )
+        reach = _reach(rhs_spatial, conv.rhs_dilation)
+        padding = _padding(
+            window, lhs_spatial, [r - 1 - lo for r, lo in zip(reach, lows, strict=True)]
+        )
+    elif swapped:
+        window = dict(
+            stride=conv.lhs_dilation,
+            lhs_dilation=conv.rhs_dilation,
+            dilation=conv.window_strides,
+            in_spatial=rhs_spatial,
+            filter_spatial=out_spatial,
+            x_axes=(rhs[1], *rhs[2:], rhs[0]),
+            w_axes=(*out[2:], out[1], out[0]),
+            y_axes=(lhs[1], *lhs[2:], lhs[0]),
+        )
+        reach = _reach(out_spatial, conv.window_strides)
+        padding = _padding(
+            window, lhs_spatial, [r - 1 - lo for r, lo in zip(reach, lows, strict=True)]
+        )
+    else:
+        window = dict(
+            stride=conv.rhs_dilation,
+            lhs_dilation=conv.lhs_dilation,
+            dilation=conv.window_strides,
+            in_spatial=lhs_spatial,
+            filter_spatial=out_spatial,
+            x_axes=(lhs[1], *lhs[2:], lhs[0]),
+            w_axes=(*out[2:], out[0], out[1]),
+            y_axes=(rhs[1], *rhs[2:], rhs[0]),
+        )
+        padding = _padding(window, rhs_spatial, lows)
+    groups = features * batches // batch
+    spec = ConvSpec(
+        **window,
+        padding=padding,
+        groups=groups,
+        precision=conv.precision,
+        algorithm=conv.algorithm,
+    )
+    outer, inner, rest = rhs_shape[rhs[0]] // batch, rhs_shape[rhs[1]] * groups, out_shape[out[0]]
+    if swapped:
+        n, c, k = inner, outer, rest
+    else:
+        n, c, k = {
+            Op.FPROP: (rest, inner, outer),
+            Op.DGRAD: (rest, outer, inner),
+            Op.WGRAD: (rhs_shape[rhs[1]], rest * groups, outer),
+        }[op]
+    sizes = Sizes(batch, n, c, k, spec.in_spatial, spec.filter_spatial, spec.out_spatial)
+    if batch > 1:
+        spec = spec.with_batch(x=0, w=0, y=0)
+    reversed_axes = ()
+    if op is Op.DGRAD:
+        reversed_axes = tuple(a for a in rhs[2:] if rhs_shape[a] > 1)
+    elif swapped:
+        reversed_axes = tuple(a for a in out[2:] if out_shape[a] > 1)
+    return Reading(op, spec, sizes, swapped, batch, conv.group_axes, reversed_axes, pointwise)
+
+
+def _padding(window: dict, y_spatial: Sequence[int], lows: Sequence[int]) -> Pairs:
+    """The pairs whose low sides are given and whose high sides make y exactly ``y_spatial``."""
+    pairs = []
+    for lo, i, r, p, s in zip(
+        lows,
+        _reach(window["in_spatial"], window["lhs_dilation"]),
+        _reach(window["filter_spatial"], window["dilation"]),
+        y_spatial,
+        window["stride"],
+        strict=True,
+    ):
+        pairs.append((lo, (p - 1) * s + r - i - lo))
+    return tuple(pairs)
+
+
+def readings(
+    conv: LaxConvolution,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    out_shape: Sequence[int],
+    *,
+    batch: int = 1,
+    filter_reversed: bool = False,
+) -> list[Reading]:
+    """Every reading of ``conv``, the most natural first.
+
+    A reading is natural, in this order of importance, where its x is not dilated; where its arrays
+    are stored in the kernels' order; and where it is what a program in another layout means: batch
+    before channels is a forward pass, or dgrad if the filter is reversed, else it is wgrad.
+
+    Args:
+        conv: the convolution.
+        lhs_shape, rhs_shape, out_shape: the arrays' shapes, none of them empty.
+        batch: groups known to be independent convolutions (made by ``vmap``).
+        filter_reversed: rhs is known to be a reversed array.
+    """
+    shapes = (lhs_shape, rhs_shape, out_shape)
+    exchanged = conv.lhs_spec[0] > conv.lhs_spec[1]
+    passes = [read(conv, op, *shapes, batch=batch) for op in (Op.FPROP, Op.DGRAD)]
+    if filter_reversed:
+        passes.reverse()
+    wgrads = [read(conv, Op.WGRAD, *shapes, batch=batch, swapped=s) for s in (False, True)]
+    exchanged = conv.lhs_spec[0] > conv.lhs_spec[1]
+
+    def unnatural(reading: Reading) -> tuple[bool, bool]:
+        one = reading
+        if reading.batch > 1:
+            one = dataclasses.replace(reading, spec=reading.spec.without_batch())
+        return math.prod(reading.spec.lhs_dilation) > 1, not one.in_order
+
+    return sorted([*wgrads, *passes] if exchanged else [*passes, *wgrads], key=unnatural)

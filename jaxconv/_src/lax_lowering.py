@@ -1,0 +1,215 @@
+"""The lowering rule that puts our kernels under ``jax.lax``'s convolution.
+
+JAX keeps one primitive for all of its convolutions, so a rule for it serves every model, whatever
+its library, and lax's batching and differentiation stay as they are. What they made of a program is
+read back here: from the parameters (``canonical``), and from the operations that produced the
+operands, which tell a batch of problems made by ``vmap`` from feature groups, and a reversed filter
+from any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jaxconv._src import canonical, compat, lowering, record
+from jaxconv._src.native import Refusal
+from jaxconv._src.spec import Op
+from jaxconv._src.spec import flops as flops_of
+
+_log = logging.getLogger("jaxconv")
+
+
+def conv_parameters(
+    *,
+    window_strides,
+    padding,
+    lhs_dilation,
+    rhs_dilation,
+    dimension_numbers,
+    feature_group_count,
+    batch_group_count,
+    precision,
+    **_,
+) -> canonical.LaxConvolution:
+    """``LaxConvolution`` from the parameters of ``lax.conv_general_dilated_p``.
+
+    Raises:
+        ValueError: ``precision`` is not one of ``lax.Precision``.
+    """
+    return canonical.LaxConvolution(
+        window_strides=tuple(window_strides),
+        padding=tuple((int(lo), int(hi)) for lo, hi in padding),
+        lhs_dilation=tuple(lhs_dilation),
+        rhs_dilation=tuple(rhs_dilation),
+        lhs_spec=tuple(dimension_numbers.lhs_spec),
+        rhs_spec=tuple(dimension_numbers.rhs_spec),
+        out_spec=tuple(dimension_numbers.out_spec),
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=canonical.precision_name(precision),
+    )
+
+
+# --- what made an operand ---
+
+
+def _producer(value):
+    """The operation that made ``value``, or None for an argument of the function."""
+    owner = value.owner
+    return owner if hasattr(owner, "operands") else None
+
+
+def _merged(value, axis: int) -> list[int]:
+    """Extents of the axes that reshapes merged into ``axis`` from outside, outermost first."""
+    found = []
+    while (op := _producer(value)) is not None:
+        if op.name == "stablehlo.transpose":
+            axis = list(op.attributes["permutation"])[axis]
+        elif op.name == "stablehlo.reshape":
+            before, after = op.operands[0].type.shape, value.type.shape
+            outside = math.prod(after[:axis])
+            at = next((i for i in range(len(before)) if math.prod(before[:i]) == outside), None)
+            if at is None:
+                break
+            while at < len(before) and before[at] == 1 != after[axis]:
+                at += 1
+            if at == len(before):
+                break
+            if before[at] == after[axis]:
+                axis = at
+            elif at + 1 < len(before) and before[at] * before[at + 1] == after[axis]:
+                found.append(before[at])
+                axis = at + 1
+            else:
+                break
+        elif op.name not in ("stablehlo.convert", "stablehlo.reverse"):
+            break
+        value = op.operands[0]
+    return found
+
+
+def _independent(conv: canonical.LaxConvolution, lhs, rhs) -> int:
+    """How many of the groups ``vmap`` made: both operands merged the same axes to form them."""
+    groups = conv.feature_group_count * conv.batch_group_count
+    if groups == 1:
+        return 1
+    lhs_axis, rhs_axis, _ = conv.group_axes
+    count = 1
+    for a, b in zip(_merged(lhs, lhs_axis), _merged(rhs, rhs_axis), strict=False):
+        if a != b or groups % (count * a):
+            break
+        count *= a
+    return count
+
+
+def _unreversed(value, axes: tuple[int, ...]):
+    """What ``value`` is the reverse of on exactly these axes, or None."""
+    op = _producer(value)
+    if op is None or op.name != "stablehlo.reverse":
+        return None
+    return op.operands[0] if sorted(op.attributes["dimensions"]) == sorted(axes) else None
+
+
+# --- the rule ---
+
+
+def _outside(ctx, params) -> str:
+    """Why no reading of a convolution can be made, or ""."""
+    shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
+    if not all(compat.is_constant_shape(s) for s in shapes):
+        return "symbolic shape; kernels are selected for known extents"
+    if any(0 in s for s in shapes):
+        return lowering.EMPTY
+    try:
+        canonical.precision_name(params["precision"])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def lower(platform: str, original, ctx, lhs, rhs, **params):
+    """Lowers a lax convolution: through our primitives, or by ``original``, lax's own rule."""
+    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    is_complex = np.issubdtype(out_aval.dtype, np.complexfloating)
+    if is_complex or not (lowering.override_in_force.value or record.wanted()):
+        return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
+    reading = None
+
+    def leave(refusals):
+        """Leaves the convolution to lax, and says why."""
+        op = reading.op.value if reading else Op.FPROP.value
+        reasons = lowering.reasons(refusals)
+        if lowering.override_in_force.value:
+            _log.info("a lax convolution (%s) on %s goes to XLA: %s", op, platform, reasons)
+        taps = (rhs_aval.shape[a] for a in params["dimension_numbers"].rhs_spec[1:])
+        flops = (
+            flops_of(reading.spec, reading.sizes)
+            if reading
+            else 2 * out_aval.size * math.prod(taps)
+        )
+        precision = reading.spec.precision if reading else "default"
+        results = original(ctx, lhs, rhs, **params)
+        return record.emit(ctx, op, "", precision, platform, flops, results, refusals=refusals)
+
+    if reason := _outside(ctx, params):
+        return leave((Refusal("jaxconv", reason),))
+    conv = conv_parameters(**params)
+    given_filter = _unreversed(rhs, conv.rhs_spec[2:])
+    candidates = canonical.readings(
+        conv,
+        lhs_aval.shape,
+        rhs_aval.shape,
+        out_aval.shape,
+        batch=_independent(conv, lhs, rhs),
+        filter_reversed=given_filter is not None,
+    )
+    reading = candidates[0]
+    if not lowering.override_in_force.value:
+        reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
+        return leave((Refusal("jaxconv", reason),))
+    refusals = None
+    for select in lowering.select, lowering.select_explicit:
+        for candidate in candidates:
+            chosen, _ = select(
+                platform,
+                candidate.op,
+                candidate.spec,
+                candidate.sizes,
+                lhs_aval.dtype,
+                out_aval.dtype,
+            )
+            if chosen.instance is not None:
+                break
+            refusals = refusals or chosen.refusals  # of the most natural reading
+        if chosen.instance is not None:
+            break
+    else:
+        return leave(refusals)
+    take_filter = candidate.op is Op.DGRAD and given_filter is not None
+    apply = functools.partial(
+        candidate.apply, out_dtype=out_aval.dtype, filter_reversed=take_filter
+    )
+    with record.located(ctx):
+        return mlir.lower_fun(apply, multiple_results=False)(
+            ctx, lhs, given_filter if take_filter else rhs
+        )
+
+
+@functools.cache
+def register() -> None:
+    """Puts the rule in place for good; it asks ``override_in_force`` each time it is used."""
+    for platform in lowering.PLATFORMS:
+        original = compat.lowering_rule(lax.conv_general_dilated_p, platform)
+        mlir.register_lowering(
+            lax.conv_general_dilated_p,
+            functools.partial(lower, platform, original),
+            platform=platform,
+            # A cached lowering sees arguments in place of the operations that made the operands.
+            cacheable=False,
+        )

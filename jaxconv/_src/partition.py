@@ -1,0 +1,518 @@
+"""How the three operations are split over devices: one algebra, under every way JAX has to shard.
+
+A convolution has the *factors* batch, n, c and k; spatial axes are never split. With groups, the
+channel axes of x and y and the filter's k run group by group, and only whole groups are split: the
+factor g stands for all three, and the filter's c stays whole. Each operation has one factor that
+its result lacks (fprop: c, dgrad: k, wgrad: n; none for channels in groups). Splitting any other
+one needs no communication, splitting that one needs a sum of the partial results over devices.
+
+Three kinds of meshes lead here:
+
+- automatic (``jit`` with shardings): the lowering emits ``custom_partitioning``; XLA's partitioner
+  then asks ``_Call.partition`` for the program of one device;
+- explicit (axis types ``Explicit``): the types say who holds what, ``result_sharding`` while
+  tracing, and ``_map_explicit`` lowers through ``shard_map``;
+- manual (``shard_map``): the arrays are one device's already, and nothing is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxconv._src import compat
+from jaxconv._src.spec import ConvSpec, Op
+
+# Mesh axes per array axis, and per factor.
+Partitions = tuple[tuple[str, ...], ...]
+Split = dict[str, tuple[str, ...]]
+
+# The axes of each tensor that can be split at all.
+_AXES = {"x": ("batch", "n", "c"), "w": ("batch", "c", "k"), "y": ("batch", "n", "k")}
+
+
+def factors(spec: ConvSpec, role: str) -> dict[str, int]:
+    """The factors of one tensor, and the position of each in the array."""
+    found = {}
+    for name in _AXES[role]:
+        if (name == "batch" and not spec.batched) or (
+            spec.groups > 1 and (role, name) == ("w", "c")
+        ):
+            continue
+        grouped = spec.groups > 1 and name in ("c", "k")
+        found["g" if grouped else name] = spec.axis(role, name)
+    return found
+
+
+def contracted(op: Op, spec: ConvSpec) -> str | None:
+    """The factor that is summed over, or None where that is the channels of one group."""
+    lhs, rhs, out = (factors(spec, role) for role in op.roles)
+    return next((name for name in lhs if name in rhs and name not in out), None)
+
+
+def _extents(op: Op, spec: ConvSpec, lhs_shape, rhs_shape) -> dict[str, int]:
+    sizes = spec.sizes(op, lhs_shape, rhs_shape)
+    return {"batch": sizes.batch, "n": sizes.n, "g": spec.groups, "c": sizes.c, "k": sizes.k}
+
+
+def _dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The longest prefix of mesh axes over which ``extent`` splits evenly."""
+    taken = 1
+    for i, axis in enumerate(axes):
+        taken *= mesh[axis]
+        if extent % taken:
+            return tuple(axes[:i])
+    return tuple(axes)
+
+
+def choose(
+    op: Op, spec: ConvSpec, extents: Mapping[str, int], mesh: Mapping[str, int], given: Sequence
+) -> Split:
+    """The mesh axes of every factor, from how the operands, and perhaps the result, are split.
+
+    A mesh axis serves one factor. Where two ask for it, batch and n come first (the activations
+    stay where they are, a filter is gathered), then the contracted channels if an activation is
+    split over them, then the other channels. Of two tensors that split one factor differently, the
+    finer split is kept; of equal ones, that of x or y.
+
+    Args:
+        op, spec: the operation.
+        extents: extent of every factor.
+        mesh: size of every mesh axis.
+        given: ``Partitions`` of the left operand, the right one and the result (None: open).
+    """
+    tensors = [
+        (role, factors(spec, role), split)
+        for role, split in zip(op.roles, given, strict=True)
+        if split is not None
+    ]
+    tensors.sort(key=lambda tensor: tensor[0] == "w")
+    summed = contracted(op, spec)
+    order = ["batch", "n", "g", "c", "k"]
+    if summed in ("c", "k"):
+        order.remove(summed)
+        held = any(split[at[summed]] for role, at, split in tensors if role != "w" and summed in at)
+        order.insert(3 if held else 4, summed)
+    used: set[str] = set()
+    chosen: Split = {}
+    for name in order:
+        candidates = [
+            _dividing(
+                tuple(itertools.takewhile(lambda a: a not in used, split[at[name]])),
+                extents[name],
+                mesh,
+            )
+            for _, at, split in tensors
+            if name in at
+        ]
+        best = max(candidates, key=lambda axes: math.prod(mesh[a] for a in axes), default=())
+        if best:
+            chosen[name] = best
+            used.update(best)
+    return chosen
+
+
+def _partitions(spec: ConvSpec, role: str, split: Split) -> Partitions:
+    """How the array of one tensor is split."""
+    axes: list[tuple[str, ...]] = [()] * len(spec.axes(role))
+    for name, at in factors(spec, role).items():
+        axes[at] = split.get(name, ())
+    return tuple(axes)
+
+
+def _pspec(partitions: Partitions) -> PartitionSpec:
+    return PartitionSpec(
+        *(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in partitions)
+    )
+
+
+def _local(primitive, op: Op, split: Split, mesh: Mapping[str, int], lhs, rhs, *, spec, out_dtype):
+    """One device's part: the operation on local arrays, and the sum if its contraction is split."""
+    parts = math.prod(mesh[axis] for axis in split.get("g", ()))
+    spec = dataclasses.replace(spec, groups=spec.groups // parts)
+    out = primitive.bind(*compat.match_varying(lhs, rhs), spec=spec, out_dtype=out_dtype)
+    summed = split.get(contracted(op, spec) or "", ())
+    return lax.psum(out, summed) if summed else out
+
+
+# --- automatic sharding ---
+
+
+def _radices(count: int) -> Iterator[tuple[int, ...]]:
+    """Every order of the prime factors of ``count``."""
+    if count == 1:
+        yield ()
+    for p in range(2, count + 1):
+        if count % p == 0 and all(p % q for q in range(2, p)):
+            for rest in _radices(count // p):
+                yield (p, *rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The devices of a program as a mesh whose axes all have prime size.
+
+    The program's own mesh is often unknown while lowering, and XLA may split over a part of one of
+    its axes. All that matters is which devices hold which part, and every tiling that comes of a
+    mesh is one of the mesh of its axes' prime factors.
+
+    Attributes:
+        whole: all devices.
+        split: those that XLA splits over; the others' axes are manual already.
+    """
+
+    whole: AbstractMesh
+    split: AbstractMesh
+
+    @classmethod
+    def all_of(cls, axes: tuple[tuple[int, bool], ...]) -> Iterator[_Layout]:
+        """One layout for every order of the prime factors; ``axes`` as ``compat.device_axes``."""
+        for radices in itertools.product(*(_radices(size) for size, _ in axes)):
+            named = [
+                (f"d{i}_{j}", size, manual)
+                for i, (sizes, (_, manual)) in enumerate(zip(radices, axes, strict=True))
+                for j, size in enumerate(sizes)
+            ]
+            whole, split = (
+                AbstractMesh(
+                    tuple(size for _, size, _ in some),
+                    tuple(name for name, *_ in some),
+                    (AxisType.Auto,) * len(some),
+                )
+                for some in (named, [axis for axis in named if not axis[2]])
+            )
+            yield cls(whole, split)
+
+    def read(self, sharding, rank: int) -> Partitions | None:
+        """One of XLA's shardings as mesh axes; None where it leaves the sharding open."""
+        if sharding is None:
+            return None
+        tiling = sharding._to_xla_hlo_sharding(rank)
+        return compat.tiling_partitions(tiling, self.split, rank)
+
+
+def _read(axes, shardings: Sequence, ranks: Sequence[int]) -> tuple[_Layout, list]:
+    """All shardings of one operation over one layout. Any that come of no mesh are replicated."""
+    for layout in _Layout.all_of(axes):
+        try:
+            return layout, [layout.read(s, r) for s, r in zip(shardings, ranks, strict=True)]
+        except compat.NOT_A_TILING_OF_THE_MESH:
+            continue
+    return layout, [((),) * rank for rank in ranks]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One operation as ``custom_partitioning`` sees it: its static half, and its callbacks."""
+
+    primitive: Primitive
+    op: Op
+    spec: ConvSpec
+    out_dtype: object
+    axes: tuple[tuple[int, bool], ...]
+
+    def __call__(self, lhs, rhs):
+        return self.primitive.bind(lhs, rhs, spec=self.spec, out_dtype=self.out_dtype)
+
+    def _choose(self, infos: Sequence) -> tuple[_Layout, Split]:
+        shardings = [getattr(info, "sharding", None) for info in infos]
+        layout, given = _read(self.axes, shardings, [len(info.shape) for info in infos])
+        extents = _extents(self.op, self.spec, infos[0].shape, infos[1].shape)
+        return layout, choose(self.op, self.spec, extents, layout.split.shape, given)
+
+    def _shardings(self, layout: _Layout, split: Split) -> list[NamedSharding]:
+        return [
+            NamedSharding(layout.split, _pspec(_partitions(self.spec, role, split)))
+            for role in self.op.roles
+        ]
+
+    def partition(self, mesh, arguments, result):
+        """One device's program, and the shardings of operands and result that it works with."""
+        layout, split = self._choose([*arguments, result])
+        *operands, out = self._shardings(layout, split)
+
+        def body(lhs, rhs):
+            # XLA calls back in the context of whoever compiles. On that one's explicit mesh the
+            # sum would be lowered with a sharding, which its reduction cannot have.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return _local(
+                    self.primitive,
+                    self.op,
+                    split,
+                    layout.whole.shape,
+                    lhs,
+                    rhs,
+                    spec=self.spec,
+                    out_dtype=self.out_dtype,
+                )
+
+        return layout.whole, body, out, tuple(operands)
+
+    def infer(self, mesh, arguments, result):
+        """The result's sharding, for the partitioner that preceded Shardy."""
+        open_result = jax.ShapeDtypeStruct(result.shape, result.dtype)
+        return self._shardings(*self._choose([*arguments, open_result]))[2]
+
+    def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
+        """The factors in Shardy's terms: splits propagate between axes of one name."""
+        sizes: dict[str, int] = {}
+        mappings = []
+        for role, kind in zip(self.op.roles, (*operand_types, *result_types), strict=True):
+            names: list = [f"{role}{i}" for i in range(len(kind.shape))]
+            for name, axis in factors(self.spec, role).items():
+                names[axis] = name
+                of_one_group = kind.shape[axis] // self.spec.groups
+                if name == "g" and of_one_group > 1:
+                    inner = "c_of_g" if role == "x" else "k_of_g"
+                    names[axis] = CompoundFactor("g", inner)
+                    sizes |= {"g": self.spec.groups, inner: of_one_group}
+            mappings.append(ArrayMapping(*names))
+        *operands, out = mappings
+        if any("g" in names for names in mappings):  # its size is then that of an axis
+            sizes.pop("g", None)
+        free = {"batch", "n", "g", "c", "k"}
+        summed = contracted(self.op, self.spec)
+        # Shardy wants the special factors in the order of their first appearance.
+        flat = [f for names in mappings for n in names for f in ([n] if isinstance(n, str) else n)]
+        return SdyShardingRule(
+            tuple(operands),
+            (out,),
+            need_replication_factors=tuple(dict.fromkeys(f for f in flat if f not in free)),
+            reduction_factors=(summed,) if summed else (),
+            **sizes,
+        )
+
+
+def _spread(ctx, call: _Call, lhs, rhs):
+    """Lowers to a call that XLA's partitioner hands back to ``_Call.partition``."""
+    split = custom_partitioning(call)
+    split.def_partition(
+        call.partition,
+        infer_sharding_from_operands=call.infer,
+        sharding_rule=call.rule,
+        decode_shardings=False,
+    )
+    # Tells this call from others of the same shapes. JAX's persistent cache does so by the address
+    # of the callback, and never finds another process' program, unless users have that left out of
+    # the key (jax_remove_custom_partitioning_ptr_from_cache_key).
+    identity = f"{call.op.value} {call.spec} {call.out_dtype}"
+
+    def identified(lhs, rhs):
+        with set_xla_metadata(jaxconv=identity):
+            return split(lhs, rhs)
+
+    module = ctx.module_context
+    context = compat.placed_context(math.prod(size for size, _ in call.axes))
+    placed = ctx.replace(module_context=module.replace(axis_context=context))
+    return mlir.lower_fun(identified, multiple_results=False)(placed, lhs, rhs)
+
+
+# --- explicit sharding ---
+
+
+def _explicit_mesh(*avals) -> AbstractMesh | None:
+    """The mesh of some types if it has explicit axes, along which a sharding is part of the type.
+
+    Raises:
+        ShardingTypeError: the types are of different meshes.
+    """
+    meshes = {aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}
+    meshes = {mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types}
+    if len(meshes) > 1:
+        raise compat.ShardingTypeError(
+            f"convolution: expected operands on one mesh, got {', '.join(map(str, meshes))}"
+        )
+    return meshes.pop() if meshes else None
+
+
+def _given(aval) -> Partitions:
+    """How a type says that its array is split."""
+    spec = tuple(aval.sharding.spec)
+    axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
+    return (*axes, *((),) * (len(aval.shape) - len(axes)))
+
+
+def _choose_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs) -> Split:
+    extents = _extents(op, spec, lhs.shape, rhs.shape)
+    return choose(op, spec, extents, mesh.shape, [_given(lhs), _given(rhs), None])
+
+
+def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split: Split) -> None:
+    """Refuses what would move an activation, or what has two meanings.
+
+    Only in the forward direction: the gradients' results are brought to their operands' shardings,
+    so there any choice gives the same types.
+    """
+    if op is not Op.FPROP:
+        return
+    for role, aval in zip(op.roles, (lhs, rhs), strict=False):
+        given, at = _given(aval), factors(spec, role)
+        names = {axis: name for name, axis in at.items()}
+        for axis, wanted in enumerate(given):
+            name = names.get(axis)
+            got = split.get(name, ()) if name else ()
+            if not wanted or got == wanted or (role, name) == ("w", "c"):
+                continue
+            if name is None:
+                reason = f"axis {axis} of {role} cannot be split"
+            elif name == "g" and spec.groups % math.prod(mesh.shape[a] for a in wanted):
+                reason = f"axis {axis} of {role} splits into whole groups only, of {spec.groups}"
+            else:
+                reason = f"axis {axis} of {role} conflicts with another axis"
+            raise compat.ShardingTypeError(
+                f"convolution: {reason}. Got x of type {_described(lhs)}, w of type "
+                f"{_described(rhs)}, {spec.groups} groups. Change an operand's sharding with "
+                "jax.sharding.reshard; batch, output channels, whole groups, and input channels "
+                "can be split, each over mesh axes of its own."
+            )
+
+
+def _described(aval) -> str:
+    return aval.str_short(short_dtypes=True)
+
+
+def result_sharding(op: Op, spec: ConvSpec, lhs, rhs) -> NamedSharding | None:
+    """The sharding of an operation's result on an explicit mesh; None on any other.
+
+    Raises:
+        ShardingTypeError: the operands' shardings do not go together.
+    """
+    mesh = _explicit_mesh(lhs, rhs)
+    if mesh is None:
+        return None
+    for aval in (lhs, rhs):
+        if aval.sharding.spec.unreduced or aval.sharding.spec.reduced:
+            raise compat.ShardingTypeError(
+                f"convolution: expected an operand without unreduced or reduced mesh axes, got "
+                f"{_described(aval)}; jax.sharding.reshard it first"
+            )
+    split = _choose_explicit(op, spec, mesh, lhs, rhs)
+    _check_explicit(op, spec, mesh, lhs, rhs, split)
+    return NamedSharding(mesh, _pspec(_partitions(spec, op.roles[2], split)))
+
+
+def like(array: jax.Array, aval) -> jax.Array:
+    """``array`` with the sharding that the type ``aval`` has on an explicit mesh."""
+    if _explicit_mesh(aval) is None or jax.typeof(array).sharding == aval.sharding:
+        return array
+    return jax.sharding.reshard(array, aval.sharding)
+
+
+def with_out_sharding(array: jax.Array, out_sharding) -> jax.Array:
+    """A result with the sharding that the caller demands by the ``out_sharding`` of lax.
+
+    Raises:
+        TypeError, ValueError: as lax does, for one that names no explicit mesh axes.
+    """
+    sharding = compat.canonical_out_sharding(out_sharding, "conv_general_dilated")
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    return jax.sharding.reshard(array, sharding)
+
+
+def split_over(array: jax.Array, axis: int) -> tuple[str, ...]:
+    """The explicit mesh axes that split one axis of an array."""
+    aval = jax.typeof(array)
+    return () if _explicit_mesh(aval) is None else _given(aval)[axis]
+
+
+def _reshape(array: jax.Array, shape: Sequence[int], given: Sequence) -> jax.Array:
+    if not any(given):  # JAX then finds the result's sharding itself
+        return array.reshape(shape)
+    sharding = NamedSharding(_explicit_mesh(jax.typeof(array)), _pspec(tuple(given)))
+    return lax.reshape(array, shape, out_sharding=sharding)
+
+
+def split_axis(array: jax.Array, axis: int, parts: Sequence[int]) -> jax.Array:
+    """Splits one axis of an array; its outermost part above 1 keeps its mesh axes."""
+    given = [split_over(array, i) for i in range(array.ndim)]
+    outermost = next((i for i, part in enumerate(parts) if part > 1), 0)
+    inner = [given[axis] if i == outermost else () for i in range(len(parts))]
+    shape = (*array.shape[:axis], *parts, *array.shape[axis + 1 :])
+    return _reshape(array, shape, (*given[:axis], *inner, *given[axis + 1 :]))
+
+
+def merge_axes(array: jax.Array, axis: int, count: int) -> jax.Array:
+    """Merges ``count`` axes of an array from ``axis`` on; only the outermost may be split."""
+    given = [split_over(array, i) for i in range(array.ndim)]
+    merged = next(filter(None, given[axis : axis + count]), ())
+    extent = math.prod(array.shape[axis : axis + count])
+    shape = (*array.shape[:axis], extent, *array.shape[axis + count :])
+    return _reshape(array, shape, (*given[:axis], merged, *given[axis + count :]))
+
+
+def move_groups(array: jax.Array, source: int, target: int | None, groups: int) -> jax.Array:
+    """Moves the outer ``groups`` of one axis to the outside of another, ``target``.
+
+    Where that is None, they become an axis of their own, the first.
+    """
+    if groups == 1 and target is not None:
+        return array
+    array = split_axis(array, source, (groups, array.shape[source] // groups))
+    array = jnp.moveaxis(array, source, 0)
+    if target is None:
+        return array
+    return merge_axes(jnp.moveaxis(array, 0, target), target, 2)
+
+
+def _map_explicit(mesh: AbstractMesh, primitive, op: Op, ctx, lhs, rhs, *, spec, out_dtype):
+    """Lowers through ``shard_map`` over the explicit axes: the types say what each device holds."""
+    split = _choose_explicit(op, spec, mesh, *ctx.avals_in)
+    *operands, out = (_pspec(_partitions(spec, role, split)) for role in op.roles)
+    explicit = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    local = functools.partial(
+        _local, primitive, op, split, mesh.shape, spec=spec, out_dtype=out_dtype
+    )
+
+    def mapped(lhs, rhs):
+        with jax.sharding.use_abstract_mesh(mesh):
+            lhs, rhs = (
+                jax.sharding.reshard(a, NamedSharding(mesh, s))
+                for a, s in zip((lhs, rhs), operands, strict=True)
+            )
+            return jax.shard_map(
+                local, in_specs=tuple(operands), out_specs=out, axis_names=explicit, check_vma=False
+            )(lhs, rhs)
+
+    return mlir.lower_fun(mapped, multiple_results=False)(ctx, lhs, rhs)
+
+
+# --- lowering ---
+
+
+def lower(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype):
+    """Lowers an operation on arrays that are, or may be, split over devices.
+
+    Returns:
+        The lowering's results, or None where the arrays are one device's and the operation is to
+        be lowered as it stands.
+    """
+    mesh = _explicit_mesh(*ctx.avals_in)
+    axes = () if mesh is not None else compat.device_axes(ctx)
+    split = axes if mesh is None else mesh.size > 1
+    if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return None
+    if mesh is not None:
+        return _map_explicit(mesh, ctx.primitive, op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
+    return _spread(ctx, _Call(ctx.primitive, op, spec, out_dtype, axes), lhs, rhs)

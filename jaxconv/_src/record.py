@@ -1,0 +1,142 @@
+"""What lowering decided, kept for whoever asks: ``explain`` and the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxconv._src import compat
+from jaxconv._src.native import Refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """One convolution of a lowered program, and what became of it.
+
+    Attributes:
+        op: "fprop", "dgrad" or "wgrad", the operation that it was read as.
+        operands: dtype and shape of both operands, such as "f32[8,28,28,64]".
+        result: dtype and shape of the result.
+        platform: "cpu" or "cuda".
+        problem: the problem in one line, or "" where no kernel came into question.
+        precision: the demanded precision, "default", "high" or "highest".
+        instance: the kernel instance, or None where XLA computes it.
+        workspace_bytes: memory that the kernel needs beside its operands and result.
+        flops: multiplications and additions by definition, padding counted.
+        bytes: size of the operands and the result.
+        refusals: for one left to XLA, each refusing kernel and its reason.
+        source: file, line and function of the user's code.
+        count: how often the program calls it; the body of a loop counts once.
+    """
+
+    op: str
+    operands: tuple[str, str]
+    result: str
+    platform: str
+    problem: str
+    precision: str
+    instance: str | None
+    workspace_bytes: int
+    flops: int
+    bytes: int
+    refusals: tuple[Refusal, ...]
+    source: str
+    count: int = 1
+
+
+# Attribute of the operation that computes a recorded convolution: its index in the recording.
+TAG = "jaxconv.convolution"
+
+
+class Recording(list[Convolution]):
+    """A growing list of convolutions; with ``tagged``, their operations carry ``TAG``."""
+
+    def __init__(self, tagged: bool):
+        super().__init__()
+        self.tagged = tagged
+
+
+_sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("sinks", default=())
+_source: contextvars.ContextVar[str | None] = contextvars.ContextVar("source", default=None)
+
+
+@contextlib.contextmanager
+def recording(tagged: bool = False) -> Iterator[Recording]:
+    """Collects every convolution lowered by this thread meanwhile.
+
+    Args:
+        tagged: mark the operations, for a module that is read and not compiled.
+    """
+    sink = Recording(tagged)
+    token = _sinks.set((*_sinks.get(), sink))
+    try:
+        yield sink
+    finally:
+        _sinks.reset(token)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Records nothing meanwhile: what is lowered belongs to a convolution already recorded."""
+    token = _sinks.set(())
+    try:
+        yield
+    finally:
+        _sinks.reset(token)
+
+
+@contextlib.contextmanager
+def located(ctx) -> Iterator[None]:
+    """What is lowered meanwhile stems from the user's code that ``ctx`` points at."""
+    if not _sinks.get():
+        yield
+        return
+    token = _source.set(compat.user_location(ctx))
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+def wanted() -> bool:
+    """True while somebody records."""
+    return bool(_sinks.get())
+
+
+def emit(
+    ctx, op: str, problem: str, precision: str, platform: str, flops: int, results, **plan
+) -> Sequence:
+    """Records the lowering of one convolution.
+
+    Args:
+        ctx: the lowering context, whose avals are the convolution's.
+        op, problem, precision, platform, flops: as in ``Convolution``.
+        results: what the convolution was lowered to.
+        plan: instance, workspace_bytes and refusals, as in ``Convolution``.
+
+    Returns:
+        ``results``.
+    """
+    if not wanted():
+        return results
+    arrays = [*ctx.avals_in, ctx.avals_out[0]]
+    lhs, rhs, out = (a.str_short(short_dtypes=True) for a in arrays)
+    convolution = Convolution(
+        op=op,
+        operands=(lhs, rhs),
+        result=out,
+        platform=platform,
+        problem=problem,
+        precision=precision,
+        flops=flops,
+        bytes=sum(a.size * a.dtype.itemsize for a in arrays),
+        source=_source.get() or compat.user_location(ctx),
+        **{"instance": None, "workspace_bytes": 0, "refusals": (), **plan},
+    )
+    for sink in _sinks.get():
+        if sink.tagged:
+            compat.set_attribute(results[0], TAG, len(sink))
+        sink.append(convolution)
+    return results

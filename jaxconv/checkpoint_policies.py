@@ -1,0 +1,22 @@
+"""Rematerialisation policies for ``jax.checkpoint``, beside ``jax.checkpoint_policies``."""
+
+from __future__ import annotations
+
+from jax import lax
+
+from jaxconv._src.primitives import PRIMITIVES
+
+_CONVOLUTIONS = frozenset((*PRIMITIVES.values(), lax.conv_general_dilated_p))
+
+
+def convs_saveable(prim, *_, **__) -> bool:
+    """Saves the results of convolutions, this library's and lax's, and recomputes the rest.
+
+    ``jax.checkpoint_policies.dots_saveable`` knows lax's convolution only and would compute ours a
+    second time. To save matrix products too:
+
+        policy = jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, jaxconv.checkpoint_policies.convs_saveable
+        )
+    """
+    return prim in _CONVOLUTIONS

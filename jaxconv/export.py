@@ -1,0 +1,37 @@
+"""``jax.export`` with this library's kernels: what to pass, and what to call before loading."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxconv._src import lowering, native
+from jaxconv._src.spec import Op
+
+
+def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The safety checks to switch off, so that a program may hold custom calls of this library.
+
+        exported = jax.export.export(f, disabled_checks=jaxconv.export.disabled_checks())(x)
+
+    JAX refuses custom calls of which it does not know that they stay compatible. Ours carry the
+    kernel's name and the problem as text; a process that loads the program must have this version
+    of the library, or a newer one that still has that kernel, and says so if it has not.
+    """
+    names = [lowering.call_target(op) for op in Op]
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+
+
+def register() -> dict[str, str]:
+    """Makes the kernels known to XLA, for a process that only deserialises programs.
+
+    Tracing a convolution does this by itself; a program loaded with ``jax.export.deserialize``
+    traces none.
+
+    Returns:
+        For each platform, "" or why its kernels cannot be used in this process.
+    """
+    loaded = {platform: native.load(platform) for platform in lowering.PLATFORMS}
+    return {
+        platform: kernels.reason if isinstance(kernels, native.Refusal) else ""
+        for platform, kernels in loaded.items()
+    }

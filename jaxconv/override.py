@@ -1,0 +1,45 @@
+"""Our kernels under every convolution of a program: ``install``, ``uninstall``, ``override``."""
+
+from __future__ import annotations
+
+import contextlib
+
+from jaxconv._src import compat, lax_lowering, lowering
+
+
+def install() -> None:
+    """Computes every ``jax.lax`` convolution of this process with this library's kernels.
+
+    Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
+    is replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
+    read as forward pass, data gradient or weight gradient of the kernels. What no kernel takes
+    stays XLA's (``jaxconv.explain`` says which and why).
+
+    The setting is part of JAX's cache keys: functions compiled before are compiled again when next
+    called. May be called any number of times, from any thread.
+    """
+    lax_lowering.register()
+    compat.set_global(lowering.override_in_force, True)
+
+
+def uninstall() -> None:
+    """Undoes ``install``: convolutions compiled from now on are XLA's again."""
+    compat.set_global(lowering.override_in_force, False)
+
+
+@contextlib.contextmanager
+def override(enabled: bool = True):
+    """Like ``install``, for the calling thread and the body of a ``with`` statement.
+
+        with jaxconv.override():
+            y = model(x)
+
+    What counts is where a function is called (or lowered), not where it was defined or wrapped in
+    ``jit``. Nests; ``override(False)`` leaves convolutions to XLA inside an installed program.
+
+    Args:
+        enabled: whether lax convolutions go to our kernels meanwhile.
+    """
+    lax_lowering.register()
+    with lowering.override_in_force(enabled):
+        yield
