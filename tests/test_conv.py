@@ -283,12 +283,77 @@ def test_lhs_dilation(platform, lhs_dilation, padding):
     assert_exact(ours, theirs, f"lhs_dilation {lhs_dilation} padding {padding}")
 
 
-def test_the_signature_is_that_of_lax():
+# --- conv_transpose -------------------------------------------------------------------------------
+
+
+def transposed_both(x, w, *arguments, **parameters):
+    """(ours, lax's) of one conv_transpose and its gradients."""
+
+    def with_gradients(f):
+        def run(x, w):
+            y, vjp = jax.vjp(lambda x, w: f(x, w, *arguments, **parameters), x, w)
+            return y, *vjp(jnp.sign(y))
+
+        return run
+
+    ours = jax.jit(with_gradients(jaxconv.conv_transpose))(x, w)
+    return zip(ours, on_cpu(with_gradients(lax.conv_transpose), x, w), strict=True)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", [(1, 2), (0, 1)], [(3, -1), (2, 2)]], ids=str)
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3), (5, 4)], ids=str)
+@pytest.mark.parametrize("dilation", [None, (1, 2)], ids=str)
+def test_conv_transpose(platform, padding, strides, dilation):
+    x, w = integers(20, (2, 4, 5, 3), (3, 4, 3, 6))
+    for a, b in transposed_both(x, w, strides, padding, rhs_dilation=dilation):
+        assert_exact(a, b, f"strides {strides} padding {padding} dilation {dilation}")
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", [(1, 0), (0, 2)]], ids=str)
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+def test_conv_transpose_kernel_and_padding_of_the_other_convolution(
+    platform, padding, transpose_kernel
+):
+    x, w = integers(21, (2, 4, 5, 3), (3, 4, 6, 3) if transpose_kernel else (3, 4, 3, 6))
+    options = dict(transpose_kernel=transpose_kernel, use_consistent_padding=True)
+    for a, b in transposed_both(x, w, (2, 2), padding, **options):
+        assert_exact(a, b, f"{padding} {options}")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_conv_transpose_defaults_by_rank(platform, rank):
+    x, w = integers(22, (2, *(4, 5, 3)[:rank], 3), (*(3, 2, 2)[:rank], 3, 4))
+    for a, b in transposed_both(x, w, (2,) * rank, "SAME"):
+        assert_exact(a, b, f"{rank} spatial axes")
+    x, w = x.transpose(0, -1, *range(1, rank + 1)), w.transpose(-1, -2, *range(rank))
+    for a, b in transposed_both(x, w, (2,) * rank, "VALID", dimension_numbers=numbers_of(rank)):
+        assert_exact(a, b, f"{rank} spatial axes, channels first")
+
+
+def numbers_of(rank: int) -> lax.ConvDimensionNumbers:
+    return lax.conv_dimension_numbers((2,) * (rank + 2), (2,) * (rank + 2), None)
+
+
+def test_conv_transpose_is_the_data_gradient_of_a_convolution(platform, native_kernels):
+    """In one call, with the filter as it is."""
+    x, dy, w = integers(23, (2, 8, 8, 3), (2, 4, 4, 6), (3, 3, 3, 6))
+    _, vjp = jax.vjp(lambda x: jaxconv.conv(x, w, stride=2), x)
+    transposed = functools.partial(
+        jaxconv.conv_transpose, strides=(2, 2), padding="SAME", transpose_kernel=True
+    )
+    assert_exact(transposed(dy, w), vjp(dy)[0], "transpose_kernel")
+    text = jax.jit(transposed).lower(dy, w).as_text()
+    assert "jaxconv_dgrad" in text and "stablehlo.reverse" not in text
+    assert "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize("name", ["conv_general_dilated", "conv_transpose"])
+def test_the_signature_is_that_of_lax(name):
     """Positional callers, and libraries that take a convolution function, see no difference."""
     import inspect
 
-    ours = list(inspect.signature(jaxconv.conv_general_dilated).parameters.values())
-    theirs = list(inspect.signature(lax.conv_general_dilated).parameters.values())
+    ours = list(inspect.signature(getattr(jaxconv, name)).parameters.values())
+    theirs = list(inspect.signature(getattr(lax, name)).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [
         (p.name, p.default) for p in theirs
     ]
@@ -296,9 +361,9 @@ def test_the_signature_is_that_of_lax():
 
 
 def test_no_spatial_axes(platform):
-    """lax multiplies matrices then; so do we, through XLA."""
-    x, w = integers(7, (4, 3), (5, 3))
-    ours, theirs = both(x, w, window_strides=(), padding=())
+    """A matrix product, which is a convolution with a window of one."""
+    x, w = integers(7, (4, 6), (8, 3))
+    ours, theirs = both(x, w, window_strides=(), padding=(), feature_group_count=2)
     assert_exact(ours, theirs, "0-D")
 
 

@@ -208,8 +208,8 @@ GENERAL = {
     "out_sharding": (
         (X, W),
         {**STRIDES, **NHWC, "out_sharding": "data"},
-        ValueError,
-        ["out_sharding", "'data'"],
+        TypeError,
+        ["out_sharding", "NamedSharding", "data"],
     ),
 }
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import jax.numpy as jnp
@@ -298,3 +299,36 @@ def test_command_buffers():
     )
     done = run_python(program, XLA_FLAGS=flags)
     assert done.returncode == 0 and "replayed" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("how", ["ours", "lax overridden"])
+def test_lowering_is_quick(platform, native_kernels, how):
+    """Milliseconds: under 20 for a convolution not seen before, under 2 for an identical one.
+
+    The least of several is compared: the machine may be busy with something else.
+    """
+    x = jax.ShapeDtypeStruct((8, 28, 28, 16), np.float32)
+
+    def seconds(convolutions: int, channels: int) -> float:
+        w = jax.ShapeDtypeStruct((3, 3, 16, channels), np.float32)
+        conv = jaxconv.conv
+        if how != "ours":
+            conv = functools.partial(
+                jax.lax.conv_general_dilated,
+                window_strides=(1, 1),
+                padding="SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+        with jaxconv.override():
+            traced = jax.jit(lambda x, w: [conv(x, w) for _ in range(convolutions)]).trace(x, w)
+            start = time.perf_counter()
+            traced.lower()
+            return time.perf_counter() - start
+
+    seconds(1, 1)  # loads the kernels
+    alone = min(seconds(1, channels) for channels in range(8, 13))  # each a problem of its own
+    more = min(seconds(21, 8) for _ in range(3))
+    least = min(seconds(1, 8) for _ in range(3))
+    assert alone < 20e-3, f"{alone * 1e3:.1f} ms"
+    assert (more - least) / 20 < 2e-3, f"{(more - least) / 20 * 1e3:.2f} ms"
+    print(f"{how}: {alone * 1e3:.1f} ms, an identical one {(more - least) / 20 * 1e3:.2f} ms")

@@ -1,0 +1,126 @@
+"""docs/adopting.md, run: its Python blocks in order, in one namespace, each a test of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+import jaxconv
+
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "adopting.md"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# In a comment right above a block: what it cannot run without, or that the block before printed it.
+COMMENT = re.compile(r"<!-- (needs: (?P<needs>.+)|(?P<printed>printed)) -->\n\Z")
+
+
+class Block(NamedTuple):
+    line: int  # of its first line of code in the page
+    language: str
+    needs: str
+    printed: bool
+    text: str
+
+
+def blocks() -> list[Block]:
+    page = PAGE.read_text()
+    found = []
+    for fence in FENCE.finditer(page):
+        comment = COMMENT.search(page[: fence.start()])
+        found.append(
+            Block(
+                line=page.count("\n", 0, fence.start(2)) + 1,
+                language=fence[1],
+                needs=(comment and comment["needs"]) or "",
+                printed=bool(comment and comment["printed"]),
+                text=fence[2],
+            )
+        )
+    return found
+
+
+BLOCKS = blocks()
+PROGRAM = [block for block in BLOCKS if block.language == "python"]
+
+
+def missing(needs: str) -> str:
+    """Why a block cannot run here, or ""."""
+    if not needs:
+        return ""
+    if devices := re.fullmatch(r"(\d+) devices", needs):
+        count = len(jax.devices("cpu"))
+        return "" if count >= int(devices[1]) else f"needs {needs}, has {count}"
+    try:
+        importlib.import_module(needs)
+    except ImportError as error:  # not installed, or for another JAX than this one
+        return f"{needs} cannot be imported: {error}"
+    return ""
+
+
+class Reader:
+    """Runs the page once, from the top, as far as each test asks."""
+
+    def __init__(self):
+        self.namespace: dict[str, Any] = {"__name__": "adopting"}
+        self.printed: dict[Block, str] = {}
+        self.failed: Block | None = None
+
+    def read(self, block: Block) -> None:
+        for each in PROGRAM[len(self.printed) : PROGRAM.index(block) + 1]:
+            if self.failed:
+                pytest.skip(f"the block at line {self.failed.line} failed")
+            self.failed = each
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                if not missing(each.needs):
+                    # Empty lines above put the block where the page has it, for tracebacks.
+                    source = "\n" * (each.line - 1) + each.text
+                    exec(compile(source, PAGE, "exec"), self.namespace)
+            self.printed[each] = out.getvalue()
+            self.failed = None
+
+
+@pytest.fixture(scope="module")
+def reader():
+    logger = logging.getLogger("jaxconv")
+    level = logger.level
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield Reader()
+    logger.setLevel(level)
+    jaxconv.uninstall()
+
+
+@pytest.mark.parametrize("block", PROGRAM, ids=[f"line{block.line}" for block in PROGRAM])
+def test_block(reader, native_cpu, block):
+    if reason := missing(block.needs):
+        pytest.skip(reason)
+    reader.read(block)
+
+
+@pytest.mark.parametrize("shown", [b for b in BLOCKS if b.printed], ids=lambda b: f"line{b.line}")
+def test_output_shown_is_what_is_printed(reader, native_cpu, shown):
+    """Except for what depends on the machine, a kernel's workspace, and for line numbers."""
+    program = max((b for b in PROGRAM if b.line < shown.line), key=lambda b: b.line)
+    reader.read(program)
+
+    def cells(text: str) -> list[list[str]]:
+        text = re.sub(r"adopting\.md:\d+", "adopting.md", text)
+        table = [re.split(r" {2,}", line.strip()) for line in text.strip().splitlines()]
+        column = table[0].index("workspace MB")
+        rows = [row for row in table if not row[0].startswith("-")]
+        return [row[:column] + row[column + 1 :] for row in rows]
+
+    assert cells(reader.printed[program]) == cells(shown.text)
+
+
+def test_the_page_leaves_nothing_installed(reader, native_cpu):
+    reader.read(PROGRAM[-1])
+    x, w = jax.ShapeDtypeStruct((1, 2, 8), "float32"), jax.ShapeDtypeStruct((3, 2, 3), "float32")
+    explanation = jaxconv.explain(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"), x, w)
+    assert explanation.on_kernels == 0
