@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import canonical, partition
-from jaxconv._src.lowering import XLA, families
+from jaxconv._src.lowering import IM2COL, XLA, families
 from jaxconv._src.spec import Op, output_extent
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
@@ -67,8 +67,9 @@ def conv(
             "NCDHW".
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
         algorithm: "auto" (selection by predicted cost), a kernel family ("igemm_simt", "onednn"),
-            an instance name, "xla" for XLA's own convolution, or a mapping with such an entry
-            for some of the directions "fprop", "dgrad" and "wgrad".
+            an instance name, "im2col" for the textbook's windows in a matrix and XLA's matrix
+            product, "xla" for XLA's own convolution, or a mapping with such an entry for some of
+            the directions "fprop", "dgrad" and "wgrad".
         preferred_element_type: dtype of the result; by default that of the operands. int8 operands
             accumulate exactly into int32.
 
@@ -474,12 +475,12 @@ def _algorithm(algorithm: Algorithm) -> tuple[str, str, str]:
     else:
         raise TypeError(f"algorithm: expected a string or a mapping, got {algorithm!r}")
     for name in chosen.values():
-        if name in ("auto", XLA):
+        if name in ("auto", XLA, IM2COL):
             continue
         known = {family for names in families().values() for family in names}
         if not any(family == name or f"_{family}_" in name for family in known):
             raise ValueError(
-                f"algorithm: {name!r} is not in this build; expected 'auto', 'xla', "
+                f"algorithm: {name!r} is not in this build; expected 'auto', 'xla', 'im2col', "
                 f"{', '.join(sorted(known)) or '(no kernels built)'} or an instance name"
             )
     return tuple(chosen[d] for d in directions)

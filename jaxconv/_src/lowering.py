@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jaxconv._src import native, partition, record, xla
+from jaxconv._src import im2col, native, partition, record, xla
 from jaxconv._src.spec import (
     DTYPE_NAMES,
     ConvSpec,
@@ -29,6 +29,9 @@ PLATFORMS = ("cpu", "cuda")
 
 # Not an algorithm of ours: the caller asks for XLA's own convolution.
 XLA = "xla"
+
+# The textbook algorithm, written in JAX: needs no kernel and runs on every platform.
+IM2COL = "im2col"
 
 # Said of a convolution that has nothing to compute.
 EMPTY = "a tensor has no elements"
@@ -91,6 +94,9 @@ def select(
         ValueError: the demanded algorithm is not known on this platform.
     """
     algorithm = spec.algorithm_of(op)
+    if algorithm == IM2COL and not sizes.empty:
+        memory = im2col.columns_bytes(op, spec, sizes, operand_dtype)
+        return native.Selection(f"{op.value}_{IM2COL}", memory), ""
     if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
         return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),)), ""
     line = problem_line(op, spec, sizes, operand_dtype, out_dtype)
@@ -139,7 +145,7 @@ def check_algorithm(
         ValueError: with every kernel's reason, and the algorithms that would serve.
     """
     algorithm = spec.algorithm_of(op)
-    if algorithm in ("auto", XLA):
+    if algorithm in ("auto", XLA, IM2COL):
         return
     sizes = spec.sizes(op, lhs_shape, rhs_shape)
     refusals, known, line = [], False, ""
@@ -232,11 +238,13 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
             with record.located(ctx):
                 return mlir.lower_fun(through, multiple_results=False)(ctx, lhs, rhs)
         algorithm = spec.algorithm_of(op)
-        if algorithm not in ("auto", XLA) and _applies(algorithm, op) and not sizes.empty:
+        if algorithm not in ("auto", XLA, IM2COL) and _applies(algorithm, op) and not sizes.empty:
             raise _refuse(algorithm, line, problem, chosen.refusals)
         _log.info("%s on %s goes to XLA: %s", line or op.value, platform, reasons(chosen.refusals))
         return recorded(results=lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
     _log.debug("%s on %s: %s", line, platform, chosen.instance)
+    if spec.algorithm_of(op) == IM2COL:
+        return recorded(results=lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
     axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
     workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
     call = jax.ffi.ffi_lowering(
@@ -259,8 +267,9 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
 
 
 def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
-    """Lowers to XLA's own convolution."""
-    convolve = functools.partial(xla.convolve, op, spec=spec, out_dtype=out_dtype)
+    """Lowers to XLA's own convolution, or to its matrix product for ``algorithm="im2col"``."""
+    way = im2col if spec.algorithm_of(op) == IM2COL else xla
+    convolve = functools.partial(way.convolve, op, spec=spec, out_dtype=out_dtype)
     # XLA's partitioner comes here in a thread of its own, without the caller's `enable_x64`.
     known = jax.dtypes.canonicalize_dtype(out_dtype) == out_dtype
     wide = contextlib.nullcontext() if known else jax.enable_x64(True)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxconv._src import partition
 from jaxconv._src.spec import ConvSpec, Op
 
-_PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
+PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
 
 def convolve(
@@ -63,7 +63,7 @@ def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
         dimension_numbers=numbers,
-        precision=_PRECISION[spec.precision],
+        precision=PRECISION[spec.precision],
         **options,
     )
 
