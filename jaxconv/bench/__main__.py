@@ -28,7 +28,9 @@ Every row is checked first, against float32 HIGHEST (integers: exactly). Then ea
 program of several independent convolutions with random inputs of their own, in turns. Times are
 medians for one convolution; "lax/ours" above 1 means that jaxconv takes less time. GB/s counts
 every tensor once. "compile s" is a program of one convolution: trace, lower and compile, jaxconv /
-lax. Exit status: 1 where a result is wrong, a kernel fails, or nothing could be measured.
+lax; "temp MB" is its memory beside operands and result, jaxconv / lax, and / im2col with --peer
+im2col: the textbook's matrix of windows and XLA's matrix product. Exit status: 1 where a result is
+wrong, a kernel fails, or nothing could be measured.
 """
 
 
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reps", type=_count, default=10, help="least runs of each program (default: 10)")
     add("--seconds", type=_seconds, help="time to spend on each program (default: 0.4, GPU 0.1)")
     add("--seed", type=int, default=0, help="of the random inputs")
-    add("--peer", choices=["torch"], help="a third library beside the two")
+    add("--peer", nargs="+", choices=["torch", "im2col"], default=[], help="further columns")
     add("--json", metavar="FILE", help="write all results")
     add("--plot", metavar="FILE.png", help="draw the ratios (needs matplotlib)")
     add("--list", action="store_true", help="print the layers and sets, measure nothing")
@@ -129,12 +131,12 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
 def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) -> list[Row]:
     """Measures every problem and prints its line; stops early on Ctrl-C."""
     peers = {}
-    if arguments.peer:
-        peers[arguments.peer] = functools.partial(peer.program, platform=platform)
+    if "torch" in arguments.peer:
+        peers["torch"] = functools.partial(peer.program, platform=platform)
     seconds = arguments.seconds
     if seconds is None:
         seconds = 0.4 if platform == "cpu" else 0.1
-    table, rows = report.Table(problems, platform, peers), []
+    table, rows = report.Table(problems, platform, arguments.peer), []
     progress = report.Progress(len(problems))
     try:
         for line in table.header():
@@ -146,6 +148,7 @@ def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) 
                 repetitions=arguments.reps,
                 seconds=seconds,
                 seed=arguments.seed,
+                im2col="im2col" in arguments.peer,
                 peers=peers,
             )
             rows.append(row)
@@ -190,22 +193,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = getattr(arguments, option)
         if path and not pathlib.Path(path).resolve().parent.is_dir():
             parser.error(f"--{option}: {path}: the folder does not exist")
-    if arguments.peer:
+    if "torch" in arguments.peer:
         # JAX would reserve most of the GPU's memory before PyTorch gets any.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = environment.kernel_platform()
-    if arguments.peer and (reason := peer.missing(platform)):
-        parser.error(f"--peer {arguments.peer}: {reason}")
+    if "torch" in arguments.peer and (reason := peer.missing(platform)):
+        parser.error(f"--peer torch: {reason}")
     problems = _problems(arguments, platform)
     if not problems:
         parser.error("no layer, operation and dtype fit these options (int8 has fprop only)")
 
     facts = environment.describe()
-    if arguments.peer:
-        facts[arguments.peer] = peer.about()
+    if "torch" in arguments.peer:
+        facts["torch"] = peer.about()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
     rows = _run(problems, arguments, platform)
-    lines = report.summary(rows, [arguments.peer] if arguments.peer else [])
+    lines = report.summary(rows, arguments.peer)
     if arguments.json:
         _write_json(arguments.json, facts, rows)
         lines.insert(-1, f"results: {arguments.json}")

@@ -88,6 +88,7 @@ class Side:
     """One library on one problem. Times are seconds for one convolution."""
 
     compile_s: float | None = None  # trace, lower and compile a program of one convolution
+    temporary_bytes: int | None = None  # memory of that program beside operands and result
     error: float | None = None  # ||a - b|| / ||b|| against the reference
     median_s: float | None = None
     p20_s: float | None = None
@@ -190,10 +191,16 @@ def operation(problem: Problem, convolution: Convolution) -> Convolution:
     return {Op.FPROP: convolve, Op.DGRAD: dgrad, Op.WGRAD: wgrad}[problem.op]
 
 
-def libraries(problem: Problem) -> dict[str, Convolution]:
-    """The two convolutions that are compared, this library's first."""
-    ours = functools.partial(jaxconv.conv_general_dilated, algorithm=problem.algorithm)
-    return {"jaxconv": ours, "lax": lax.conv_general_dilated}
+def libraries(problem: Problem, im2col: bool = False) -> dict[str, Convolution]:
+    """The convolutions that are compared, this library's first; im2col is the textbook's."""
+    ours = jaxconv.conv_general_dilated
+    compared = {
+        "jaxconv": functools.partial(ours, algorithm=problem.algorithm),
+        "lax": lax.conv_general_dilated,
+    }
+    if im2col:
+        compared["im2col"] = functools.partial(ours, algorithm="im2col")
+    return compared
 
 
 def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Array, jax.Array]]:
@@ -284,20 +291,22 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.strip()}"
 
 
-def _check(row: Row, lhs: jax.Array, rhs: jax.Array) -> float:
+def _check(row: Row, compared: dict[str, Convolution], lhs: jax.Array, rhs: jax.Array) -> float:
     """Compiles one convolution per library and compares the results with the reference.
 
     Returns:
         The seconds that the slower one's first run took.
     """
     problem, results, longest = row.problem, {}, 0.0
-    for name, convolution in libraries(problem).items():
+    for name, convolution in compared.items():
         side = row.sides[name] = Side()
         try:
             start = time.perf_counter()
             lowered = jax.jit(operation(problem, convolution)).lower(lhs, rhs)
             compiled = lowered.compile()
             side.compile_s = time.perf_counter() - start
+            if memory := compiled.memory_analysis():
+                side.temporary_bytes = memory.temp_size_in_bytes
             if name == "jaxconv":
                 row.kernel, row.reason = kernel_of(problem, lowered, compiled, row.platform)
             start = time.perf_counter()
@@ -338,6 +347,7 @@ def measure(
     repetitions: int = 10,
     seconds: float = 0.4,
     seed: int = 0,
+    im2col: bool = False,
     peers: dict[str, Callable[[Problem, int], Callable[[], Any]]] | None = None,
 ) -> Row:
     """Checks and times one problem on JAX's default device.
@@ -347,6 +357,7 @@ def measure(
         repetitions: least number of runs of each library (three where a run takes over a second).
         seconds: time to spend on each library, within 100 runs.
         seed: of the random operands.
+        im2col: measure ``algorithm="im2col"`` too.
         peers: further libraries: name -> function of the problem and the number of convolutions in
             a program that returns the program.
 
@@ -360,7 +371,8 @@ def measure(
     except Exception as error:
         row.sides["jaxconv"] = Side(failure=f"operands: {_first_line(error)}")
         return row
-    longest = _check(row, *pairs[0])
+    compared = libraries(problem, im2col)
+    longest = _check(row, compared, *pairs[0])
     if row.wrong or row.refused:
         return row
     if longest > _LONG_SECONDS / 2:
@@ -370,7 +382,7 @@ def measure(
     programs: dict[str, Callable[[], Any]] = {}
     makers = {
         name: functools.partial(_program, problem, convolution, pairs)
-        for name, convolution in libraries(problem).items()
+        for name, convolution in compared.items()
         if not row.sides[name].failure
     }
     for name, peer in (peers or {}).items():

@@ -82,6 +82,7 @@ class Table:
             ("GB/s", 7),
             ("error", 7),
             ("compile s", 11),
+            ("temp MB", 17 if "im2col" in self.peers else 11),
             ("kernel", -1),
         ]
 
@@ -94,6 +95,8 @@ class Table:
         problem, ours, lax = row.problem, row.sides["jaxconv"], row.sides.get("lax")
         peers = [row.sides.get(peer) for peer in self.peers]
         flop_rate, byte_rate = row.rate(problem.layer.flops), row.rate(problem.nbytes)
+        measured = [ours, lax, *([row.sides.get("im2col")] if "im2col" in self.peers else [])]
+        memory = [side.temporary_bytes if side else None for side in measured]
         compile_times = [side.compile_s if side else None for side in (ours, lax)]
         ratios = [row.ratio(peer) for peer in ("lax", *self.peers)]
         kernel = row.kernel
@@ -115,6 +118,7 @@ class Table:
                 "-" if byte_rate is None else f"{byte_rate / 1e9:.1f}",
                 _error(row),
                 "/".join("-" if t is None else f"{t:.2f}" for t in compile_times),
+                "/".join("-" if m is None else f"{m / 1e6:.3g}" for m in memory),
                 kernel,
             ]
         )
