@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import canonical, partition
+from jaxconv._src import canonical, compat, partition
 from jaxconv._src.lowering import IM2COL, XLA, families
-from jaxconv._src.spec import Op, output_extent
+from jaxconv._src.spec import Op, dilated_extent, output_extent
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -340,9 +340,10 @@ def _convolve(
         if any(v < 1 for v in values):
             raise ValueError(f"{name}: expected at least 1 on every axis, got {values}")
     pairs = _padding(padding, in_spatial, filter_spatial, stride, dilation)
-    for extent, (lo, hi) in zip(in_spatial, pairs, strict=True):
-        if min(lo, 0) + min(hi, 0) + extent < 0:
-            raise ValueError(f"padding: {(lo, hi)} crops more than the extent {extent} of {x_name}")
+    for extent, ld, (lo, hi) in zip(in_spatial, lhs_dilation, pairs, strict=True):
+        dilated = dilated_extent(extent, ld)
+        if dilated + lo + hi < 0:
+            raise ValueError(f"padding: {(lo, hi)} crops more than {dilated}, all of {x_name}")
     out_dtype = _result_dtype(x.dtype, preferred_element_type)
     convolution = canonical.LaxConvolution(
         window_strides=stride,
@@ -376,8 +377,6 @@ def _operands(x_name: str, x: ArrayLike, w_name: str, w: ArrayLike) -> tuple[jax
         raise TypeError(
             f"{w_name}: expected the dtype of {x_name}, {x.dtype.name}, got {w.dtype.name}"
         )
-    if x.dtype == bool:
-        raise TypeError(f"{x_name}: expected a numeric dtype, got bool")
     return x, w
 
 
@@ -444,20 +443,17 @@ def _padding(
 
 
 def _result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
-    """The dtype of the result; it may widen the operands', not change their kind."""
+    """The dtype of the result: what lax allows, which is to widen, and integers to floats."""
     if preferred is None:
         return np.dtype(operand)
     result = jax.dtypes.canonicalize_dtype(preferred)
-    same_kind = any(
-        jnp.issubdtype(operand, kind) and jnp.issubdtype(result, kind)
-        for kind in (jnp.floating, jnp.complexfloating, jnp.signedinteger, jnp.unsignedinteger)
-    )
-    if not same_kind or result.itemsize < np.dtype(operand).itemsize:
+    try:
+        compat.validate_preferred_element_type(operand, result)
+    except TypeError as error:
         raise TypeError(
-            f"preferred_element_type: expected a dtype of the kind of {operand.name} and at least "
-            f"as wide, got {result.name}"
-        )
-    return result
+            f"preferred_element_type: {result.name} for operands of {operand.name}: {error}"
+        ) from error
+    return np.dtype(result)
 
 
 def _algorithm(algorithm: Algorithm) -> tuple[str, str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import json
 import os
 import sys
 
@@ -37,6 +39,7 @@ def pytest_addoption(parser):
         help="rigorous: ten times the random problems",
     )
     parser.addoption("--seed", type=int, default=0, help="first seed of the random problems")
+    parser.addoption("--problem", type=int, help="this random problem only")
     parser.addoption(
         "--record-gpu-report",
         metavar="PATH",
@@ -55,6 +58,20 @@ def pytest_report_header(config):
             for name, p in (("cpu", cpu), ("cuda", cuda))
         ),
     ]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The seed of the random problems and what became of them, summed over the tests that ran."""
+    total: collections.Counter[str] = collections.Counter()
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "fuzz":
+                total.update(json.loads(value))
+    if total:
+        seed = terminalreporter.config.getoption("seed")
+        terminalreporter.section(f"random problems, seed {seed}")
+        for name, count in sorted(total.items()):
+            terminalreporter.line(f"{count:6} {name}")
 
 
 def gpu_missing() -> str:

@@ -402,6 +402,16 @@ def test_preferred_element_type(platform, operand, result):
     assert_exact(y, reference(Op.FPROP, p, x, w).astype(result), f"{operand} -> {result}")
 
 
+def test_bool_is_lax_s_and_goes_to_xla():
+    x, w = (a > 0 for a in integers(30, (2, 5, 5, 3), (3, 3, 3, 4)))
+    with jax.default_device(jax.devices("cpu")[0]):
+        ours = jaxconv.conv(x, w)
+        theirs = by_lax(
+            x, w, window_strides=(1, 1), padding="SAME", dimension_numbers=FORMATS["NHWC"]
+        )
+    assert_exact(ours, theirs, "bool")
+
+
 def test_int8_without_a_preferred_type_wraps_as_lax_does(platform):
     x, w = integers(10, (1, 6, 6, 8), (3, 3, 8, 4), dtype=np.int8, bound=60)
     if platform == "cuda":

@@ -95,7 +95,6 @@ CONV = {
         ["w", "float32", "bfloat16"],
     ),
     "integer beside float": ((X.astype(np.int8), W), {}, TypeError, ["w", "int8", "float32"]),
-    "bool": ((X.astype(bool), W.astype(bool)), {}, TypeError, ["x", "numeric", "bool"]),
     "narrower result": (
         (X, W),
         {"preferred_element_type": jnp.bfloat16},

@@ -18,6 +18,9 @@ from jax.interpreters.mlir import ir as _ir
 # default, into None or a pair of Precision.
 canonicalize_precision = _lax.canonicalize_precision
 
+# Which dtypes of a result lax allows for which dtype of the operands; a TypeError for the others.
+validate_preferred_element_type = _lax._validate_preferred_element_type
+
 # Evaluates a primitive outside jit by compiling it alone.
 apply_primitive = _dispatch.apply_primitive
 

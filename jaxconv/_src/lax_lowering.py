@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 
 import numpy as np
 from jax import lax
@@ -37,11 +38,7 @@ def conv_parameters(
     precision,
     **_,
 ) -> canonical.LaxConvolution:
-    """``LaxConvolution`` from the parameters of ``lax.conv_general_dilated_p``.
-
-    Raises:
-        ValueError: ``precision`` is not one of ``lax.Precision``.
-    """
+    """``LaxConvolution`` from the parameters of ``lax.conv_general_dilated_p``."""
     return canonical.LaxConvolution(
         window_strides=tuple(window_strides),
         padding=tuple((int(lo), int(hi)) for lo, hi in padding),
@@ -119,18 +116,27 @@ def _unreversed(value, axes: tuple[int, ...]):
 # --- the rule ---
 
 
-def _outside(ctx, params) -> str:
+def _outside(ctx) -> str:
     """Why no reading of a convolution can be made, or ""."""
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
     if not all(compat.is_constant_shape(s) for s in shapes):
         return "symbolic shape; kernels are selected for known extents"
     if any(0 in s for s in shapes):
         return lowering.EMPTY
-    try:
-        canonical.precision_name(params["precision"])
-    except ValueError as error:
-        return str(error)
     return ""
+
+
+def _select(platform: str, reading: canonical.Reading, dtypes, select=lowering.select):
+    return select(platform, reading.op, reading.spec, reading.sizes, *dtypes)
+
+
+def _taken(platform: str, candidates, dtypes) -> canonical.Reading | None:
+    """The first reading that a kernel takes, if need be on an input dilated and cropped before."""
+    for select in lowering.select, lowering.select_explicit:
+        for reading in candidates:
+            if _select(platform, reading, dtypes, select)[0].instance is not None:
+                return reading
+    return None
 
 
 def lower(platform: str, original, ctx, lhs, rhs, **params):
@@ -147,17 +153,15 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         reasons = lowering.reasons(refusals)
         if lowering.override_in_force.value:
             _log.info("a lax convolution (%s) on %s goes to XLA: %s", op, platform, reasons)
-        taps = (rhs_aval.shape[a] for a in params["dimension_numbers"].rhs_spec[1:])
-        flops = (
-            flops_of(reading.spec, reading.sizes)
-            if reading
-            else 2 * out_aval.size * math.prod(taps)
-        )
-        precision = reading.spec.precision if reading else "default"
+        if reading:
+            precision, flops = reading.spec.precision, flops_of(reading.spec, reading.sizes)
+        else:
+            taps = math.prod(rhs_aval.shape[a] for a in params["dimension_numbers"].rhs_spec[1:])
+            precision, flops = "default", 2 * out_aval.size * taps
         results = original(ctx, lhs, rhs, **params)
         return record.emit(ctx, op, "", precision, platform, flops, results, refusals=refusals)
 
-    if reason := _outside(ctx, params):
+    if reason := _outside(ctx):
         return leave((Refusal("jaxconv", reason),))
     conv = conv_parameters(**params)
     given_filter = _unreversed(rhs, conv.rhs_spec[2:])
@@ -173,43 +177,32 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     if not lowering.override_in_force.value:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
         return leave((Refusal("jaxconv", reason),))
-    refusals = None
-    for select in lowering.select, lowering.select_explicit:
-        for candidate in candidates:
-            chosen, _ = select(
-                platform,
-                candidate.op,
-                candidate.spec,
-                candidate.sizes,
-                lhs_aval.dtype,
-                out_aval.dtype,
-            )
-            if chosen.instance is not None:
-                break
-            refusals = refusals or chosen.refusals  # of the most natural reading
-        if chosen.instance is not None:
-            break
-    else:
-        return leave(refusals)
-    take_filter = candidate.op is Op.DGRAD and given_filter is not None
-    apply = functools.partial(
-        candidate.apply, out_dtype=out_aval.dtype, filter_reversed=take_filter
-    )
+    dtypes = lhs_aval.dtype, out_aval.dtype
+    taken = _taken(platform, candidates, dtypes)
+    if taken is None:
+        return leave(_select(platform, reading, dtypes)[0].refusals)
+    take_filter = taken.op is Op.DGRAD and given_filter is not None
+    apply = functools.partial(taken.apply, out_dtype=out_aval.dtype, filter_reversed=take_filter)
     with record.located(ctx):
         return mlir.lower_fun(apply, multiple_results=False)(
             ctx, lhs, given_filter if take_filter else rhs
         )
 
 
-@functools.cache
+_registering = threading.Lock()
+_registered: set[str] = set()
+
+
 def register() -> None:
     """Puts the rule in place for good; it asks ``override_in_force`` each time it is used."""
-    for platform in lowering.PLATFORMS:
-        original = compat.lowering_rule(lax.conv_general_dilated_p, platform)
-        mlir.register_lowering(
-            lax.conv_general_dilated_p,
-            functools.partial(lower, platform, original),
-            platform=platform,
-            # A cached lowering sees arguments in place of the operations that made the operands.
-            cacheable=False,
-        )
+    with _registering:
+        for platform in set(lowering.PLATFORMS) - _registered:
+            original = compat.lowering_rule(lax.conv_general_dilated_p, platform)
+            mlir.register_lowering(
+                lax.conv_general_dilated_p,
+                functools.partial(lower, platform, original),
+                platform=platform,
+                # A cached lowering sees arguments instead of the operations that made the operands.
+                cacheable=False,
+            )
+            _registered.add(platform)

@@ -35,6 +35,7 @@ IM2COL = "im2col"
 
 # Said of a convolution that has nothing to compute.
 EMPTY = "a tensor has no elements"
+CROPPED = "negative padding crops the whole input"
 
 # Whether the lowering of lax's convolution is ours: a global value, and one of each thread. JAX has
 # both in the keys of its caches: nothing compiled under one value is reused under the other.
@@ -73,6 +74,8 @@ def _no_kernel(algorithm: str, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype) 
         return EMPTY
     if not 1 <= spec.rank <= 3:
         return f"{spec.rank} spatial axes; kernels take 1 to 3"
+    if min(explicit_input(spec).in_spatial) < 1:
+        return CROPPED
     unknown = [name for d in dtypes if (name := np.dtype(d).name) not in DTYPE_NAMES]
     return f"no kernel for dtype {unknown[0]}" if unknown else ""
 
@@ -172,7 +175,7 @@ def select_explicit(
         The selection, and the spec of that convolution.
     """
     explicit = explicit_input(spec)
-    if explicit is None or spec.algorithm_of(op) != "auto":
+    if explicit == spec or spec.algorithm_of(op) != "auto":
         return native.Selection(None), spec
     sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)
     return select(platform, op, explicit, sizes, *dtypes)[0], explicit

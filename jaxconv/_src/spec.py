@@ -34,13 +34,17 @@ class Op(enum.Enum):
         ]
 
 
+def dilated_extent(extent: int, dilation: int) -> int:
+    """Extent of an axis with ``dilation - 1`` zeros between its elements."""
+    return 0 if extent == 0 else (extent - 1) * dilation + 1
+
+
 def output_extent(
     extent: int, window: int, stride: int, lhs_dilation: int, dilation: int, lo: int, hi: int
 ) -> int:
     """Positions of a dilated window in a dilated, padded axis; 0 where it does not fit (as lax)."""
-    dilated = 0 if extent == 0 else (extent - 1) * lhs_dilation + 1
-    reach = 0 if window == 0 else (window - 1) * dilation + 1
-    return max(0, (dilated + lo + hi - reach) // stride + 1)
+    padded = dilated_extent(extent, lhs_dilation) + lo + hi
+    return max(0, (padded - dilated_extent(window, dilation)) // stride + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,21 +184,20 @@ class ConvSpec:
         )
 
 
-def explicit_input(spec: ConvSpec) -> ConvSpec | None:
+def explicit_input(spec: ConvSpec) -> ConvSpec:
     """The same convolution of an input that is already dilated and cropped, as an array.
 
-    None where the input is neither dilated nor cropped (negative padding), or nothing is left.
+    An extent below 1 means that negative padding crops the whole input: the result is zero.
     """
     extents, pairs = [], []
     for extent, dilation, (lo, hi) in zip(
         spec.in_spatial, spec.lhs_dilation, spec.padding, strict=True
     ):
-        extents.append((extent - 1) * dilation + 1 + min(lo, 0) + min(hi, 0))
+        extents.append(dilated_extent(extent, dilation) + min(lo, 0) + min(hi, 0))
         pairs.append((max(lo, 0), max(hi, 0)))
-    explicit = dataclasses.replace(
+    return dataclasses.replace(
         spec, in_spatial=tuple(extents), padding=tuple(pairs), lhs_dilation=(1,) * spec.rank
     )
-    return None if explicit == spec or min(extents) < 1 else explicit
 
 
 # Dtypes that have a name in the one-line form, and so a chance of a kernel.

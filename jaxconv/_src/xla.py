@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import partition
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.spec import ConvSpec, Op, explicit_input
 
 PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
@@ -22,7 +22,7 @@ def convolve(
 ) -> jax.Array:
     """Computes ``op`` with ``lax.conv_general_dilated``; operands and result as the primitive's."""
     sizes = spec.sizes(op, lhs.shape, rhs.shape)
-    if sizes.empty:
+    if sizes.empty or min(explicit_input(spec).in_spatial, default=1) < 1:
         return jnp.zeros(spec.shape(op.roles[2], sizes), out_dtype)
     if spec.batched:
         lhs_axis, rhs_axis, out_axis = (spec.axis(role, "batch") for role in op.roles)
@@ -42,17 +42,19 @@ def _numbers(axes: tuple[int, ...], batch: int, feature: int) -> tuple[int, ...]
 
 
 def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers, spec, **options):
-    """``lax.conv_general_dilated``, with cropping done beforehand where the input is not dilated.
+    """``lax.conv_general_dilated``, with cropping done beforehand.
 
-    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride.
+    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride, and on
+    an axis that is padded on its other side.
     """
     crop = [(0, 0, 0)] * lhs.ndim
-    kept = []
+    kept, dilations = [], []
     for axis, (lo, hi), dilation in zip(numbers.lhs_spec[2:], padding, lhs_dilation, strict=True):
-        if dilation == 1 and min(lo, 0) + min(hi, 0) + lhs.shape[axis] >= 0:
-            crop[axis] = (min(lo, 0), min(hi, 0), 0)
-            lo, hi = max(lo, 0), max(hi, 0)
+        if min(lo, hi) < 0:
+            crop[axis] = (min(lo, 0), min(hi, 0), dilation - 1)
+            lo, hi, dilation = max(lo, 0), max(hi, 0), 1
         kept.append((lo, hi))
+        dilations.append(dilation)
     if any(cut != (0, 0, 0) for cut in crop):
         lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), crop)
     return lax.conv_general_dilated(
@@ -60,7 +62,7 @@ def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers
         rhs,
         strides,
         kept,
-        lhs_dilation=lhs_dilation,
+        lhs_dilation=dilations,
         rhs_dilation=rhs_dilation,
         dimension_numbers=numbers,
         precision=PRECISION[spec.precision],
