@@ -1,25 +1,767 @@
-"""Random problems, each from its own seed: exact against the definition, and bitwise repeatable.
+"""Random problems: the public function against lax and float64, and the primitives exactly.
 
-A failure prints the seed and the problem's one line. Rerun it alone with
-``python -m pytest tests/test_fuzz.py --seed SEED -k 0-cpu``.
+A problem of ``conv_general_dilated`` is a function of (seed, index): rank, axis orders, window,
+groups, dtype, data, everything. A failure prints both, and the call as one line of Python. Rerun it
+alone with ``python -m pytest tests/test_fuzz.py --seed SEED --problem INDEX``.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
 import numpy as np
-from numerics import exact_operands, mismatch
+import pytest
+from jax import lax
+from numerics import (
+    EXACT_LIMIT,
+    error,
+    error_in_order,
+    exact_operands,
+    excessive_error,
+    mismatch,
+    reference,
+)
 from problems import DTYPES, LAYOUTS, Problem
 
+import jaxconv
 from jaxconv._src.spec import Op
 
-PROBLEMS_BY_LEVEL = {"default": 48, "rigorous": 480}
-PER_TEST = 8
+COUNT_BY_LEVEL = {"default": 2000, "rigorous": 20000}
+OVERRIDDEN_BY_LEVEL = {"default": 200, "rigorous": 2000}
+PRIMITIVE_BY_LEVEL = {"default": 48, "rigorous": 480}
+PER_CHUNK = 50
+PER_PRIMITIVE_TEST = 8
+THREADS = 2  # XLA compiles without the GIL; more threads gain nothing on two cores
+
+# One partition of the LLVM module: for programs this small, more cost time. Changes no numbers.
+COMPILER_OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
 
 
-def draw(seed: int) -> tuple[Problem, Op, str, str]:
+# What LLVM's optimisation changes in results is the contraction to fused multiply-add. Where the
+# products are exact it changes none, and only takes half the time of a compilation.
+UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+# Of the results on normal data, the share that may be further off than twice lax's error.
+BEYOND = "normal results beyond that, within the error of a sum in order"
+BEYOND_SHARE = 0.05
+
+# A relative error that no rounding explains: the result is wrong.
+GROSS_ERROR = 0.1
+
+
+# --- conv_general_dilated: drawing a call ---------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of ``conv_general_dilated``, in its own terms and as a ``Problem``."""
+
+    seed: int
+    index: int
+    dtype: np.dtype
+    lhs_shape: tuple[int, ...]
+    rhs_shape: tuple[int, ...]
+    parameters: dict
+    problem: Problem  # the same convolution in canonical sizes; batch groups are its batch
+    numbers: lax.ConvDimensionNumbers
+    whole: bool  # small integers, on which every order of summation gives the same bits
+    broken: str = ""  # what makes the call invalid
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """For the data, apart from the generator that the parameters came from."""
+        return np.random.default_rng([self.seed, self.index, 1])
+
+    @property
+    def result_dtype(self) -> np.dtype:
+        preferred = self.parameters.get("preferred_element_type")
+        return np.dtype(self.dtype if preferred is None else preferred)
+
+    def line(self) -> str:
+        """The repro: what to run, and the call itself."""
+        parameters = "".join(f", {name}={value}" for name, value in self.parameters.items())
+        data = "integers" if self.whole else "normal"
+        return (
+            f"--seed {self.seed} --problem {self.index} ({data}): conv_general_dilated("
+            f"{self.dtype.name}{list(self.lhs_shape)}, {self.dtype.name}{list(self.rhs_shape)}"
+            f"{parameters})"
+        )
+
+    def array_shape(self, role: str) -> tuple[int, ...]:
+        """Shape in the call's axis order."""
+        if role == "x":
+            return self.lhs_shape
+        if role == "w":
+            return self.rhs_shape
+        p = self.problem
+        groups = p.batch or 1
+        return _in_order(self.numbers.out_spec, (p.n, groups * p.k, *p.out_spatial))
+
+    def to_canonical(self, role: str, array: np.ndarray) -> np.ndarray:
+        """The array with its axes in ``Problem``'s order, batch groups on an axis of their own."""
+        spec = {
+            "x": self.numbers.lhs_spec,
+            "w": self.numbers.rhs_spec,
+            "y": self.numbers.out_spec,
+        }[role]
+        outer, feature, *spatial = spec
+        if role == "w":  # written (output, input, *spatial)
+            outer, feature = feature, outer
+            array = np.transpose(array, (*spatial, outer, feature))
+            split = array.ndim - 1
+        else:
+            array = np.transpose(array, (outer, *spatial, feature))
+            split = 0 if role == "x" else array.ndim - 1
+        groups = self.problem.batch
+        if groups is None:
+            return array
+        shape = list(array.shape)
+        shape[split : split + 1] = [groups, shape[split] // groups]
+        return np.moveaxis(array.reshape(shape), split, 0)
+
+
+def _in_order(spec: tuple[int, ...], extents: tuple[int, ...]) -> tuple[int, ...]:
+    """Extents given as (batch or output, feature or input, *spatial), in the array's order."""
+    shape = [0] * len(extents)
+    for axis, extent in zip(spec, extents, strict=True):
+        shape[axis] = extent
+    return tuple(shape)
+
+
+class Draw:
+    """A generator of the plain Python values that parameters are made of."""
+
+    def __init__(self, *seed: int):
+        self.rng = np.random.default_rng(seed)
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.rng.random() < probability)
+
+    def one_of(self, *values):
+        return values[int(self.rng.integers(len(values)))]
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self.rng.integers(low, high, endpoint=True))
+
+    def integers(self, low: int, high: int, size: int) -> tuple[int, ...]:
+        return tuple(self.integer(low, high) for _ in range(size))
+
+    def sequence(self, values: tuple) -> tuple | list:
+        return self.one_of(tuple, list)(values)
+
+    def permutation(self, size: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in self.rng.permutation(size))
+
+
+def _same_padding(extent: int, window: int, stride: int, dilation: int, lower: bool):
+    """The padding with which ceil(extent / stride) windows fit; the odd one goes to one side."""
+    reach = (window - 1) * dilation + 1 if window else 0
+    total = max(0, (-(-extent // stride) - 1) * stride + reach - extent)
+    half, rest = divmod(total, 2)
+    return (half + rest, half) if lower else (half, half + rest)
+
+
+def _draw_padding(draw: Draw, spatial, window, stride, lhs_dilation, dilation):
+    """(the parameter, the pairs it stands for)."""
+    rank = len(spatial)
+    if set(lhs_dilation) <= {1} and draw.chance(0.5):
+        name = draw.one_of("SAME", "SAME_LOWER", "VALID")
+        pairs = ((0, 0),) * rank
+        if name != "VALID":
+            pairs = tuple(
+                _same_padding(*axis, name == "SAME_LOWER")
+                for axis in zip(spatial, window, stride, dilation, strict=True)
+            )
+        return (name.lower() if draw.chance(0.1) else name), pairs
+    least = -2 if draw.chance(0.4) else 0
+    pairs = []
+    for extent, w, ld, d in zip(spatial, window, lhs_dilation, dilation, strict=True):
+        most = max(0, (w - 1) * d) + draw.integer(0, 1)
+        lo, hi = draw.integer(least, most), draw.integer(least, most)
+        dilated = (extent - 1) * ld + 1 if extent else 0
+        while dilated + lo + hi < 0:  # lax refuses it; `_break` has such calls
+            lo, hi = lo + 1, hi + 1
+        pairs.append((lo, hi))
+    return draw.sequence(tuple(draw.sequence(pair) for pair in pairs)), tuple(pairs)
+
+
+def _draw_numbers(draw: Draw, rank: int):
+    """(the parameter, the axes it stands for)."""
+    common = lax.ConvDimensionNumbers(*(tuple(range(rank + 2)),) * 3)
+    form = draw.one_of("none", "strings", "strings", "strings", "usual", "object")
+    if form == "none":
+        return None, common
+    axes = [draw.permutation(rank + 2) for _ in range(3)]
+    if form == "usual":  # channels last, where kernels need no transposition
+        last = (0, rank + 1, *range(1, rank + 1))
+        axes = [last, (rank + 1, rank, *range(rank)), last]
+    numbers = lax.ConvDimensionNumbers(*axes)
+    if form == "object":
+        return numbers, numbers
+    # Letters name the axes; strides and the like follow their order in the filter's string.
+    output, feature, *window = numbers.rhs_spec
+    numbers = numbers._replace(rhs_spec=(output, feature, *sorted(window)))
+    letters = draw.one_of("DHW"[3 - rank :], "XYZ"[:rank], "012"[:rank])
+    strings = tuple(
+        "".join(_in_order(spec, (*outer, *letters)))
+        for spec, outer in zip(numbers, ("NC", "OI", "NC"), strict=True)
+    )
+    return strings, numbers
+
+
+def _draw_precision(draw: Draw):
+    if draw.chance(0.6):
+        return None
+    names = ("default", "fastest", "high", "highest", "float32", "bfloat16", "tensorfloat32")
+    levels = tuple(lax.Precision)
+    return draw.one_of(
+        draw.one_of(*names),
+        draw.one_of(*levels),
+        (draw.one_of(*names), draw.one_of(*names)),
+        (draw.one_of(*levels), draw.one_of(*levels)),
+    )
+
+
+PREFERRED = {
+    "float32": (np.float32,),
+    "bfloat16": (np.float32, np.float32, jnp.bfloat16, np.float16),
+    "float16": (np.float32, np.float32, np.float16, jnp.bfloat16),
+    "int8": (np.int32, np.int32, np.int32, np.int32, np.int16, np.int8, np.float32),
+}
+
+
+def _xla_aborts(problem: Problem) -> bool:
+    """Whether XLA would end the process over this convolution or a gradient of it in lax's form.
+
+    Where the window is wider than the input on one axis, XLA (jaxlib 0.9.2 to 0.11.2) exchanges
+    the two, but leaves an axis alone that it takes for groups: input dilated by the window's
+    extent, stride one less. Unless the two have one extent there, a check fails in
+    algebraic_simplifier.cc. In lax: an input of 3 x 4, a window of 4 x 2, padding (1, 1), (0, 0),
+    lhs_dilation (1, 2).
+    """
+
+    def aborts(inputs, window, stride, padding, base_dilation, dilation):
+        axes = list(zip(inputs, window, stride, padding, base_dilation, dilation, strict=True))
+        return any(w > i for i, w, *_ in axes) and any(
+            b == w > 1 and s == max(1, w - 1) and pair == (0, 0) and d == 1 and i != w
+            for i, w, s, pair, b, d in axes
+        )
+
+    p, back, across = problem, [], []
+    for axis, (lo, _) in enumerate(p.padding):
+        dilated = (p.spatial[axis] - 1) * p.lhs_dilation[axis] + 1
+        reach = (p.window[axis] - 1) * p.dilation[axis]
+        span = (p.out_spatial[axis] - 1) * p.stride[axis] + 1
+        back.append((reach - lo, dilated - span + lo))
+        across.append((lo, span - dilated + reach - lo))
+    return (
+        aborts(p.spatial, p.window, p.stride, p.padding, p.lhs_dilation, p.dilation)
+        or aborts(p.out_spatial, p.window, p.lhs_dilation, back, p.stride, p.dilation)
+        or aborts(p.spatial, p.out_spatial, p.dilation, across, p.lhs_dilation, p.stride)
+    )
+
+
+def draw_call(seed: int, index: int) -> Call:
+    """The call of conv_general_dilated with this number; some of them lax refuses."""
+    draw = Draw(seed, index)
+    rank = draw.one_of(0, *(1,) * 6, *(2,) * 8, *(3,) * 5)
+    dtype = np.dtype(
+        draw.one_of(*(np.float32,) * 4, *(jnp.bfloat16,) * 3, *(np.float16,) * 2, *(np.int8,) * 2)
+    )
+    largest, widest = {0: (1, 1), 1: (32, 7), 2: (10, 4), 3: (6, 3)}[rank]
+    may_be_empty = draw.chance(0.06)
+    while True:
+        spatial, window = draw.integers(1, largest, rank), draw.integers(1, widest, rank)
+        n, c, k = draw.integer(1, 4), draw.integer(1, 9), draw.integer(1, 9)
+        if draw.chance(0.25):  # whole vectors of channels
+            c, k = draw.one_of(4, 8, 16), draw.one_of(8, 16, 32)
+        groups = draw.one_of(1, 1, 1, 2, 3, 8)
+        batch_groups = 1
+        if groups > 1 and draw.chance(0.4):  # depthwise, with 1 to 3 filters per channel
+            c, k = 1, draw.integer(1, 3)
+        elif groups > 1 and draw.chance(0.4):
+            groups, batch_groups = 1, draw.integer(2, 3)
+        stride = draw.integers(1, 3, rank) if draw.chance(0.5) else (1,) * rank
+        lhs_dilation = draw.integers(1, 3, rank) if draw.chance(0.25) else (1,) * rank
+        dilation = draw.integers(1, 3, rank) if draw.chance(0.4) else (1,) * rank
+        if may_be_empty:
+            which = draw.integer(0, 2 + 2 * rank)
+            sizes = [n, c, k, *spatial, *window]
+            if draw.chance(0.7):
+                sizes[which] = 0
+            n, c, k, *rest = sizes
+            spatial, window = tuple(rest[:rank]), tuple(rest[rank:])
+        padding, pairs = _draw_padding(draw, spatial, window, stride, lhs_dilation, dilation)
+        # Nothing dilated is nothing: extents of 0 count as undilated, where Problem has
+        # (extent - 1) * dilation + 1.
+        problem = Problem(
+            name=f"{seed}-{index}",
+            spatial=spatial,
+            window=window,
+            n=n,
+            c=groups * c,
+            k=groups * k,
+            stride=stride,
+            padding=pairs,
+            lhs_dilation=tuple(d if e else 1 for d, e in zip(lhs_dilation, spatial, strict=True)),
+            dilation=tuple(d if e else 1 for d, e in zip(dilation, window, strict=True)),
+            groups=groups,
+            batch=None if batch_groups == 1 else batch_groups,
+        )
+        if (may_be_empty or all(problem.out_spatial)) and not _xla_aborts(problem):
+            break
+    dimension_numbers, numbers = _draw_numbers(draw, rank)
+    parameters = {"window_strides": draw.sequence(stride), "padding": padding}
+    optional = {
+        "lhs_dilation": (draw.sequence(lhs_dilation), set(lhs_dilation) <= {1}),
+        "rhs_dilation": (draw.sequence(dilation), set(dilation) <= {1}),
+        "dimension_numbers": (dimension_numbers, dimension_numbers is None),
+        "feature_group_count": (groups, groups == 1),
+        "batch_group_count": (batch_groups, batch_groups == 1),
+        "precision": (precision := _draw_precision(draw), precision is None),
+    }
+    for name, (value, is_default) in optional.items():
+        if not is_default or draw.chance(0.2):
+            parameters[name] = value
+    if draw.chance(0.8 if dtype == np.int8 else 0.3):
+        preferred = draw.one_of(*PREFERRED[dtype.name])
+        parameters["preferred_element_type"] = draw.one_of(
+            preferred, np.dtype(preferred), np.dtype(preferred).name
+        )
+    call = Call(
+        seed=seed,
+        index=index,
+        dtype=dtype,
+        lhs_shape=_in_order(numbers.lhs_spec, (batch_groups * n, groups * c, *spatial)),
+        rhs_shape=_in_order(numbers.rhs_spec, (batch_groups * groups * k, c, *window)),
+        parameters=parameters,
+        problem=problem,
+        numbers=numbers,
+        whole=dtype == np.int8 or draw.chance(0.5),
+    )
+    if draw.chance(0.05):
+        _break(call, draw)
+    return call
+
+
+def _break(call: Call, draw: Draw) -> None:
+    """Makes one parameter wrong. Nothing here is an abbreviation that only this library takes."""
+    p, rank = call.parameters, len(call.lhs_shape) - 2
+
+    def resize(shape, axis, by):
+        return (*shape[:axis], shape[axis] + by, *shape[axis + 1 :])
+
+    def input_channels():
+        call.rhs_shape = resize(call.rhs_shape, call.numbers.rhs_spec[1], 1)
+
+    def groups():
+        p["feature_group_count"] = draw.one_of(0, -1, 7, 11)
+
+    def batch_groups():
+        p["batch_group_count"] = draw.one_of(0, -1, 7, 11)
+
+    def both_groups():
+        p.update(feature_group_count=2, batch_group_count=2)
+
+    def window_strides():
+        p["window_strides"] = draw.one_of((0,) * rank, (-1,) * rank, (1,) * (rank + 1))
+
+    def lhs_dilation():
+        p["lhs_dilation"] = draw.one_of((0,) * rank, (1,) * (rank + 1))
+
+    def rhs_dilation():
+        p["rhs_dilation"] = draw.one_of((0,) * rank, (-1,) * rank, (1,) * (rank + 1))
+
+    def padding():
+        p["padding"] = draw.one_of("FULL", "", ((-40, -40),) * rank, ((0, 0),) * (rank + 1))
+
+    def string_padding_of_a_dilated_input():
+        p.update(padding=draw.one_of("SAME", "VALID"), lhs_dilation=(2,) * rank)
+
+    def dimension_numbers():
+        p["dimension_numbers"] = draw.one_of(
+            ("NCQRST"[: rank + 2], "OIDHW"[: rank + 2], "NCDHW"[: rank + 2]),
+            ("N" * (rank + 2), "OIDHW"[: rank + 2], "NCDHW"[: rank + 2]),
+            ("NCDHWZ"[: rank + 3], "OIDHWZ"[: rank + 3], "NCDHWZ"[: rank + 3]),
+            ("NCDHW"[: rank + 2], "OIDHW"[: rank + 2]),
+        )
+
+    def preferred_element_type():
+        narrower = {"float32": jnp.bfloat16, "int8": np.uint32}
+        p["preferred_element_type"] = narrower.get(call.dtype.name, np.int32)
+
+    def precision():
+        p["precision"] = draw.one_of("exact", ("high",), 3)
+
+    def ranks():
+        call.rhs_shape = (*call.rhs_shape, 1)
+
+    kinds = [
+        input_channels,
+        groups,
+        batch_groups,
+        both_groups,
+        dimension_numbers,
+        preferred_element_type,
+        precision,
+        ranks,
+    ]
+    if rank:
+        kinds += [
+            window_strides,
+            lhs_dilation,
+            rhs_dilation,
+            padding,
+            string_padding_of_a_dilated_input,
+        ]
+    kind = draw.one_of(*kinds)
+    kind()
+    call.broken = kind.__name__
+
+
+# --- conv_general_dilated: data, both sides, judgement --------------------------------------------
+
+
+def operands(call: Call) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(arrays x, w and cotangent y in the call's axis order, float64 results y, x, w canonical).
+
+    int8 has the result alone: JAX differentiates no integers.
+    """
+    rng = call.rng
+    dtypes = {"x": call.dtype, "w": call.dtype, "y": call.result_dtype}
+    if not call.whole:
+        arrays = {
+            role: rng.standard_normal(call.array_shape(role)).astype(dtype)
+            for role, dtype in dtypes.items()
+        }
+        return arrays, _results(call, arrays)
+    if call.dtype == np.int8:
+        arrays = {
+            role: rng.integers(-128, 127, call.array_shape(role), endpoint=True, dtype=np.int8)
+            for role in "xw"
+        }
+        return arrays, _results(call, arrays)
+    largest = 8 if call.dtype == np.float32 else 3
+    limits = {role: EXACT_LIMIT[_short_name(dtype)] for role, dtype in dtypes.items()}
+    density = 1.0
+    while True:
+        arrays = {
+            role: np.where(
+                rng.random(call.array_shape(role)) < density,
+                rng.integers(-largest, largest, call.array_shape(role), endpoint=True),
+                0,
+            ).astype(dtype)
+            for role, dtype in dtypes.items()
+        }
+        # Magnitudes, so that no partial sum in any order rounds either.
+        bounds = _results(call, {role: np.abs(array) for role, array in arrays.items()})
+        if all(bound.max(initial=0) <= limits[role] for role, bound in bounds.items()):
+            return arrays, _results(call, arrays)
+        density /= 2
+
+
+def _short_name(dtype: np.dtype) -> str:
+    return next(name for name, (operand, _) in DTYPES.items() if operand == dtype)
+
+
+def _results(call: Call, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The float64 result of every operation whose operands are there, by role."""
+    canonical = {role: call.to_canonical(role, array) for role, array in arrays.items()}
+    return {
+        op.roles[2]: reference(op, call.problem, *(canonical[role] for role in op.roles[:2]))
+        for op in Op
+        if set(op.roles[:2]) <= set(canonical)
+    }
+
+
+class Lowerings(logging.Handler):
+    """Counts what the library logs: a kernel instance, or XLA and why."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.chosen = collections.Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        problem, to_xla, reason = text.partition(" goes to XLA: ")
+        if not to_xla:
+            self.chosen[text.rpartition(": ")[2]] += 1
+        elif "no elements" in reason:
+            self.chosen["XLA: a tensor has no elements"] += 1
+        else:
+            self.chosen[f"XLA: {problem.partition(' ')[0]}"] += 1
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a convolution function gave for a call."""
+
+    runs: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # by role, twice
+    refused: str = ""  # the error of tracing: the call is not accepted
+    properly: bool = True  # with an error that names what is wrong
+    failed: str = ""  # the error of compiling or running it
+
+    def __str__(self) -> str:
+        return self.refused or self.failed or "a result"
+
+
+class Side(NamedTuple):
+    """A convolution function, and what must hold around its tracing, lowering and compilation."""
+
+    convolve: Callable
+    scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+LAX = Side(lax.conv_general_dilated)
+OURS = Side(jaxconv.conv_general_dilated)
+
+
+def evaluate(side: Side, call: Call, arrays: dict[str, np.ndarray], device) -> Outcome:
+    """Traces, compiles and twice runs a call, with its gradients where there is a cotangent."""
+
+    def forward(x, w):
+        return side.convolve(x, w, **call.parameters)
+
+    def with_gradients(x, w, cotangent):
+        y, vjp = jax.vjp(forward, x, w)
+        return y, *vjp(cotangent)
+
+    function = with_gradients if "y" in arrays else forward
+    options = dict(COMPILER_OPTIONS)
+    if call.whole or call.result_dtype.itemsize == 2:
+        options |= UNOPTIMIZED
+    with jax.default_device(device), side.scope():  # both are settings of this thread
+        try:
+            traced = jax.jit(function).trace(*arrays.values())
+        except Exception as error:  # lax has a RuntimeError among its refusals
+            properly = isinstance(error, (TypeError, ValueError))
+            return Outcome(refused=repr(error), properly=properly)
+        try:
+            program = traced.lower().compile(compiler_options=options)
+            runs = [jax.tree.leaves(program(*arrays.values())) for _ in range(2)]
+            runs = [dict(zip("yxw", map(np.asarray, run), strict=False)) for run in runs]
+        except Exception as error:  # of whatever type XLA raises
+            return Outcome(failed=f"{type(error).__name__}: {str(error).partition(chr(10) * 2)[0]}")
+    return Outcome(runs)
+
+
+def judge(side: Side, call: Call, device, counts: collections.Counter) -> list[str]:
+    """Everything wrong with ``side`` on one call; what happened is added to ``counts``."""
+    if call.broken:
+        # Not all are wrong for every call: lax says which.
+        arrays = {
+            "x": np.ones(call.lhs_shape, call.dtype),
+            "w": np.ones(call.rhs_shape, call.dtype),
+        }
+        exact = {}
+    else:
+        arrays, exact = operands(call)
+    by_lax = evaluate(LAX, call, arrays, device)
+    ours = evaluate(side, call, arrays, device)
+    if by_lax.refused and not call.broken and call.result_dtype != call.dtype:
+        # jax 0.9.2 cannot differentiate a wider result; our gradients then stand by themselves.
+        counts["lax cannot differentiate"] += 1
+        forward = {role: arrays[role] for role in "xw"}
+        by_lax = evaluate(LAX, call, forward, device)
+        ours = evaluate(side, call, forward, device) if ours.refused else ours
+    # What XLA's verifier refuses, only when lax lowers the call, may be refused earlier by us.
+    lax_gives = not by_lax.refused and not by_lax.failed
+    we_give = not ours.refused and not ours.failed
+    agree = lax_gives == we_give or not (lax_gives or by_lax.refused or call.broken)
+    if not agree or not ours.properly:
+        what = f"invalid {call.broken}, " if call.broken else ""
+        return [f"{what}{call.line()}\n  lax: {by_lax}\n  ours: {ours}"]
+    if call.broken:
+        counts[f"invalid: {'taken' if lax_gives else 'refused'} by lax and by us"] += 1
+        return []
+    if by_lax.refused:
+        return [f"{call.line()}\n  meant to be valid, but lax: {by_lax}"]
+    counts[f"{call.dtype.name} {'integers' if call.whole else 'normal'}"] += 1
+    counts[f"rank {call.problem.rank}"] += 1
+    if by_lax.failed:
+        counts[f"XLA cannot: {' '.join(by_lax.failed.split())[:120]}"] += 1
+    if not we_give:
+        return []
+    complaints = []
+    for role in ours.runs[0]:
+        expected = exact[role]
+        op = next(op for op in Op if op.roles[2] == role)
+        line = f"{op.value} of {call.line()}"
+        counts[f"{op.value} results"] += 1
+        first, second = (run[role] for run in ours.runs)
+        dtype = call.result_dtype if role == "y" else call.dtype
+        if first.shape != call.array_shape(role) or first.dtype != dtype:
+            wanted = f"{dtype}{call.array_shape(role)}"
+            complaints.append(f"{line}\n  expected {wanted}, got {first.dtype}{first.shape}")
+            continue
+        complaints.append(mismatch(second, first, f"second run, {line}"))
+        theirs = None if by_lax.failed else by_lax.runs[0].get(role)
+        theirs = None if theirs is None else call.to_canonical(role, theirs)
+        judge_numbers = _judge_integers if call.whole else _judge_rounding
+        complaints.append(
+            judge_numbers(
+                call, op, arrays, call.to_canonical(role, first), theirs, expected, line, counts
+            )
+        )
+    return [complaint for complaint in complaints if complaint]
+
+
+def _judge_integers(call: Call, op: Op, arrays, ours, theirs, exact, line: str, counts) -> str:
+    if call.dtype == np.int8:
+        exact = exact.astype(np.int64)  # from where sums wrap in the result's dtype
+    expected = exact.astype(ours.dtype)
+    if theirs is not None and mismatch(theirs, expected, line):
+        counts[f"lax is wrong: {line}"] += 1
+    return mismatch(ours, expected, line)
+
+
+def _judge_rounding(call: Call, op: Op, arrays, ours, theirs, exact, line: str, counts) -> str:
+    lax_error = math.inf if theirs is None else error(theirs, exact)
+    lax_is_wrong = theirs is not None and not lax_error <= GROSS_ERROR  # also where it is NaN
+    counts[f"lax is wrong: {line}"] += lax_is_wrong
+    lax_is_right = theirs is not None and not lax_is_wrong
+    if lax_is_right and not excessive_error(ours, lax_error, exact, line):
+        counts["normal results within twice lax's error"] += 1
+        return ""
+    if not exact.any():  # no terms, or no elements
+        return excessive_error(ours, 0.0, exact, line)
+    # The few elements of a small result can all be better in lax by luck. Three standard deviations
+    # of what adding in order costs are no error of ours; `_test_calls` limits how often that is so.
+    squares = (
+        call.to_canonical(role, arrays[role]).astype(np.float64) ** 2 for role in op.roles[:2]
+    )
+    variance = reference(op, call.problem, *squares).mean()
+    deviation = error_in_order(call.problem.reduction(op))
+    least = 3 * deviation * math.sqrt(variance / np.mean(exact**2))
+    complaint = excessive_error(ours, lax_error if lax_is_right else 0.0, exact, line, least=least)
+    counts[BEYOND] += lax_is_right and not complaint
+    return complaint
+
+
+def judge_all(side: Side, calls: list[Call], device) -> tuple[list[str], dict[str, int]]:
+    """Judges calls on a few threads: (what is wrong, counts of what happened)."""
+    logger, lowerings = logging.getLogger("jaxconv"), Lowerings()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(lowerings)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False  # or pytest shows them all where a problem fails
+    each = [collections.Counter() for _ in calls]
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            judged = list(
+                pool.map(lambda call, counts: judge(side, call, device, counts), calls, each)
+            )
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
+        logger.removeHandler(lowerings)
+    counts = sum(each, collections.Counter()) + lowerings.chosen
+    return [complaint for of_one in judged for complaint in of_one], dict(sorted(counts.items()))
+
+
+# --- conv_general_dilated: tests ------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc):
+    """Splits the problems into tests of a few, which pytest-xdist spreads over processes."""
+    option = metafunc.config.getoption
+    level, one = option("level"), option("problem")
+    for name, counts, size in (
+        ("chunk", COUNT_BY_LEVEL, PER_CHUNK),
+        ("overridden_chunk", OVERRIDDEN_BY_LEVEL, PER_CHUNK),
+        ("part", PRIMITIVE_BY_LEVEL, PER_PRIMITIVE_TEST),
+    ):
+        if name in metafunc.fixturenames:
+            chunks = [range(at, at + size) for at in range(0, counts[level], size)]
+            if one is not None:
+                chunks = [range(one, one + 1)]
+            metafunc.parametrize(name, chunks, ids=[f"{c.start}-{c[-1]}" for c in chunks])
+
+
+def test_calls_are_reproducible_and_varied():
+    calls = [draw_call(0, index) for index in range(400)]
+    assert [c.line() for c in calls] == [draw_call(0, index).line() for index in range(400)]
+    assert calls[0].line() != draw_call(1, 0).line()
+    valid = [c for c in calls if not c.broken]
+    assert {c.problem.rank for c in valid} == {0, 1, 2, 3}
+    assert {c.dtype.name for c in valid} == set(PREFERRED)
+    assert {c.whole for c in valid} == {True, False}
+    for c in valid:
+        assert c.to_canonical("x", np.zeros(c.lhs_shape)).shape == c.problem.canonical_shape("x")
+        assert c.to_canonical("w", np.zeros(c.rhs_shape)).shape == c.problem.canonical_shape("w")
+    forms = [c.parameters["padding"] for c in valid]
+    assert {f.upper() for f in forms if isinstance(f, str)} == {"SAME", "SAME_LOWER", "VALID"}
+    assert any(lo < 0 or hi < 0 for c in valid for lo, hi in c.problem.padding)
+    assert {type(c.parameters.get("dimension_numbers")) for c in valid} == {
+        type(None),
+        tuple,
+        lax.ConvDimensionNumbers,
+    }
+    assert any(c.problem.batch for c in valid) and any(c.problem.groups > 1 for c in valid)
+    assert any(max(c.problem.lhs_dilation, default=1) > 1 for c in valid)
+    assert any(0 in c.lhs_shape + c.rhs_shape for c in valid)
+    assert len({c.broken for c in calls}) > 6
+
+
+def _test_calls(side: Side, indices, seed, record_property):
+    calls = [draw_call(seed, index) for index in indices]
+    complaints, counts = judge_all(side, calls, jax.devices("cpu")[0])
+    record_property("fuzz", json.dumps(counts))
+    print(f"seed {seed}, problems {indices}: {counts}")
+    assert not complaints, "\n".join(complaints)
+    total = counts.get(BEYOND, 0) + counts.get("normal results within twice lax's error", 0)
+    assert counts.get(BEYOND, 0) <= max(2, BEYOND_SHARE * total), f"seed {seed}: {counts}"
+
+
+def test_the_judgement_sees_what_is_wrong():
+    """Results off by a factor, and a call that is not taken, whatever the problem."""
+
+    def off_by(factor):
+        return Side(lambda *a, **p: lax.conv_general_dilated(*a, **p) * factor)
+
+    def refuse(*arguments, **parameters):
+        raise ValueError("no")
+
+    calls = [draw_call(0, index) for index in range(60)]
+    valid = [c for c in calls if not c.broken and operands(c)[1]["y"].any()]
+    for side, some in (
+        (off_by(2), valid),
+        (off_by(1 + 1e-5), [c for c in valid if c.dtype == np.float32 and not c.whole]),
+        (Side(refuse), valid),
+        (OURS, [dataclasses.replace(c, broken="really not") for c in calls if c.broken]),
+    ):
+        for call in some[:4]:
+            complaints = judge(side, call, jax.devices("cpu")[0], collections.Counter())
+            assert bool(complaints) == (side is not OURS), call.line()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")  # lax, where a stride is made 0
+def test_conv_general_dilated_agrees_with_lax(native_cpu, chunk, seed, record_property):
+    _test_calls(OURS, chunk, seed, record_property)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")  # lax, where a stride is made 0
+def test_overridden_lax_agrees_with_lax(native_cpu, overridden_chunk, seed, record_property):
+    side = Side(lax.conv_general_dilated, jaxconv.override)
+    _test_calls(side, overridden_chunk, seed, record_property)
+
+
+# --- primitives -----------------------------------------------------------------------------------
+
+
+def draw_problem(seed: int, index: int) -> tuple[Problem, Op, str, str]:
     """A random small problem with a non-empty output, an operation, a dtype and a layout."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, index])
     while True:
         rank = int(rng.choice([1, 2, 2, 2, 3]))
         largest = {1: 40, 2: 16, 3: 8}[rank]
@@ -31,7 +773,7 @@ def draw(seed: int) -> tuple[Problem, Op, str, str]:
         c, k = ints(1, 24 // groups, 2)
         window = ints(1, 5)
         problem = Problem(
-            name=f"seed{seed}",
+            name=f"{seed}-{index}",
             spatial=ints(1, largest),
             window=window,
             n=int(rng.integers(1, 5)),
@@ -51,9 +793,11 @@ def draw(seed: int) -> tuple[Problem, Op, str, str]:
             return problem, *choice, str(rng.choice(LAYOUTS))
 
 
-def test_draws_are_reproducible_and_varied():
-    drawn = [draw(seed) for seed in range(PROBLEMS_BY_LEVEL["default"])]
-    assert drawn == [draw(seed) for seed in range(PROBLEMS_BY_LEVEL["default"])]
+def test_problems_are_reproducible_and_varied():
+    drawn, again = (
+        [draw_problem(0, index) for index in range(PRIMITIVE_BY_LEVEL["default"])] for _ in range(2)
+    )
+    assert drawn == again
     assert {op for _, op, _, _ in drawn} == set(Op)
     assert {dtype for _, _, dtype, _ in drawn} == set(DTYPES)
     assert {p.rank for p, *_ in drawn} == {1, 2, 3}
@@ -61,26 +805,21 @@ def test_draws_are_reproducible_and_varied():
     assert any(min(lo for lo, _ in p.padding) < 0 for p, *_ in drawn)
 
 
-def pytest_generate_tests(metafunc):
-    if "part" in metafunc.fixturenames:
-        count = PROBLEMS_BY_LEVEL[metafunc.config.getoption("level")]
-        metafunc.parametrize("part", range(count // PER_TEST))
-
-
-def test_random_problems(platform, part, seed):
+def test_primitives_are_exact_and_repeatable(platform, part, seed):
     failures = []
-    for one in range(seed + part * PER_TEST, seed + (part + 1) * PER_TEST):
-        problem, op, dtype, layout = draw(one)
+    for index in part:
+        problem, op, dtype, layout = draw_problem(seed, index)
         if platform == "cuda" and dtype == "s8":
             continue  # numerics.NO_INTEGERS_ON_GPU
-        lhs, rhs, expected = exact_operands(op, problem, dtype, seed=one)
+        lhs, rhs, expected = exact_operands(op, problem, dtype, seed=index)
         arrays = [
             problem.to_layout(role, a, layout)
             for role, a in zip(op.roles[:2], (lhs, rhs), strict=True)
         ]
         call = problem.operation(op, dtype, layout=layout)
         once, twice = (problem.to_canonical(op.roles[2], call(*arrays), layout) for _ in range(2))
-        repro = f"seed {one}, {layout}, {jax.default_backend()}: {problem.line(op, dtype)}"
+        where = f"{layout}, {jax.default_backend()}"
+        repro = f"--seed {seed} --problem {index} ({where}): {problem.line(op, dtype)}"
         failures.append(mismatch(once, expected, repro))
         failures.append(mismatch(twice, once, f"second run, {repro}"))
     failures = [failure for failure in failures if failure]
