@@ -152,7 +152,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         op = reading.op.value if reading else Op.FPROP.value
         reasons = lowering.reasons(refusals)
         if lowering.override_in_force.value:
-            _log.info("a lax convolution (%s) on %s goes to XLA: %s", op, platform, reasons)
+            _log.info("%s (lax's) on %s goes to XLA: %s", op, platform, reasons)
         if reading:
             precision, flops = reading.spec.precision, flops_of(reading.spec, reading.sizes)
         else:
