@@ -1,0 +1,140 @@
+#ifndef JAXCONV_CUDA_KERNELS_IGEMM_WMMA_CUH_
+#define JAXCONV_CUDA_KERNELS_IGEMM_WMMA_CUH_
+
+#include <string>
+#include <type_traits>
+
+#include "cuda/device/async_loaders.cuh"
+#include "cuda/device/element.cuh"
+#include "cuda/device/fused_epilogue.cuh"
+#include "cuda/device/igemm_wmma_params.h"
+#include "cuda/device/mma_tile.cuh"
+#include "cuda/kernels/igemm_wmma.h"
+
+namespace jaxconv {
+
+template <WmmaTileId kTile>
+struct WmmaTileOf;
+//                        tile m, n, bytes of k, warps m, n, stages, CTAs a multiprocessor
+template <>
+struct WmmaTileOf<WmmaTileId::k128x256> : MmaTile<128, 256, 128, 2, 4, 3, 1> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k128x128> : MmaTile<128, 128, 128, 2, 2, 3, 2> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k128x64> : MmaTile<128, 64, 128, 2, 2, 3, 3> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k64x64> : MmaTile<64, 64, 128, 2, 2, 3, 4> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k128x128Narrow> : MmaTile<128, 128, 64, 2, 4, 3, 1> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k128x64Narrow> : MmaTile<128, 64, 64, 2, 2, 3, 2> {};
+
+constexpr bool IsNarrow(WmmaTileId tile) {
+  return tile == WmmaTileId::k128x128Narrow || tile == WmmaTileId::k128x64Narrow;
+}
+
+template <Op kOp, typename T, class Tile, bool kNarrow, class Epilogue>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
+    IgemmWmma(const __grid_constant__ IgemmWmmaParams params) {
+  using OperandA = OperandTile<T, Tile::kTileM, Tile::kTileKBytes, kOp == Op::kWgrad>;
+  using OperandB = OperandTile<T, Tile::kTileN, Tile::kTileKBytes, kOp != Op::kDgrad>;
+  using Loader = AsyncLoader<kOp, T, Tile, OperandA, OperandB, kNarrow>;
+  extern __shared__ __align__(1024) unsigned char stages[];
+  __shared__ typename Loader::Shared loader_shared;
+  WmmaTile& tile = loader_shared.tile;
+  const ImplicitGemm& gemm = params.gemm;
+
+  int32_t index = blockIdx.x, n_tile, m_tile, slice, z, batch, group;
+  params.n_tiles.Divmod(index, &index, &n_tile);
+  params.m_tiles.Divmod(index, &index, &m_tile);
+  params.slices.Divmod(index, &index, &slice);
+  params.batch_groups.Divmod(index, &index, &z);
+  gemm.groups_divmod.Divmod(z, &batch, &group);
+  if (threadIdx.x < 3) tile.phase[threadIdx.x] = gemm.PhaseOfAxis(index, threadIdx.x);
+  __syncthreads();
+  const int32_t rows =
+      kOp == Op::kWgrad ? gemm.gemm_m : ImplicitGemm::Rows(gemm.images, tile.phase);
+  const int32_t m_first = m_tile * Tile::kTileM, n_first = n_tile * Tile::kTileN;
+  if (m_first >= rows) return;
+  const int32_t reduction = kOp == Op::kWgrad
+                                ? gemm.reduce_pixels
+                                : ImplicitGemm::TapCount(tile.phase) * gemm.reduce_channels;
+  const int32_t slice_length = params.blocks_per_slice * Loader::kTileK;
+  const int32_t k_begin =
+      static_cast<int32_t>(min(int64_t{slice} * slice_length, int64_t{reduction}));
+  const int32_t k_end =
+      static_cast<int32_t>(min(int64_t{k_begin} + slice_length, int64_t{reduction}));
+  if (threadIdx.x == 0) {
+    tile.m_first = m_first;
+    tile.n_first = n_first;
+    tile.k_begin = k_begin;
+    tile.k_end = k_end;
+    tile.a = static_cast<const T*>(params.a) + batch * gemm.a_batch + int64_t{group} * gemm.a_group;
+    tile.b = static_cast<const T*>(params.b) + batch * gemm.b_batch + int64_t{group} * gemm.b_group;
+  }
+  __syncthreads();
+
+  float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
+  {
+    Loader loader(params, loader_shared);
+    MmaMainloop<T, Tile, OperandA, OperandB>(
+        loader, SharedAddress(stages), (k_end - k_begin + Loader::kTileK - 1) / Loader::kTileK,
+        acc);
+  }
+
+  auto dst_row = [&](int row) -> int32_t {
+    const int32_t m = tile.m_first + row;
+    if (m >= rows) return -1;
+    if (kOp == Op::kWgrad || gemm.phases == 1) return m;
+    int32_t image, j[3];
+    gemm.DecodeRow(tile.phase, m, &image, j);
+#pragma unroll
+    for (int a = 0; a < 3; ++a) {
+      image = image * gemm.axis[a].dst_extent + tile.phase[a].phase + j[a] * gemm.axis[a].period;
+    }
+    return image;
+  };
+  const Epilogue epilogue(params.epilogue);
+  auto store = [&](auto* out) {
+    StoreAccumulators<std::remove_pointer_t<decltype(out)>, Tile>(
+        acc, SharedAddress(stages), out, epilogue, dst_row,
+        slice * params.slice_elements + batch * gemm.out_batch + int64_t{group} * gemm.out_group,
+        gemm.out_channels, tile.n_first, gemm.gemm_n, group * gemm.gemm_n, params.out_vector);
+  };
+  if (std::is_same_v<T, float> || params.out_is_f32) {
+    store(static_cast<float*>(params.out));
+  } else {
+    store(static_cast<T*>(params.out));
+  }
+}
+
+template <Op kOp, DType kType, WmmaTileId kTile, class Epilogue = PlainEpilogue>
+Status LaunchIgemmWmmaWith(const IgemmWmmaParams& params, int64_t ctas, void* stream) {
+  using T = typename ElementOf<kType>::Type;
+  using Tile = WmmaTileOf<kTile>;
+  constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes;
+  static_assert(kStagingBytes<Tile> * Tile::kThreads / 32 <= kSharedBytes);
+  auto kernel = IgemmWmma<kOp, T, Tile, IsNarrow(kTile), Epilogue>;
+  // More than 48 KB must be asked for. Once a device would do; it costs less than a microsecond.
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error == cudaSuccess) {
+    kernel<<<static_cast<unsigned>(ctas), Tile::kThreads, kSharedBytes,
+             static_cast<cudaStream_t>(stream)>>>(params);
+    error = cudaGetLastError();
+  }
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return Status::Internal(std::string("igemm_wmma: ") + cudaGetErrorString(error));
+  }
+  return {};
+}
+
+template <Op kOp, DType kType, WmmaTileId kTile>
+Status LaunchIgemmWmma(const IgemmWmmaParams& params, int64_t ctas, void* stream) {
+  return LaunchIgemmWmmaWith<kOp, kType, kTile>(params, ctas, stream);
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_KERNELS_IGEMM_WMMA_CUH_

@@ -1,0 +1,35 @@
+// igemm_wmma: implicit GEMM on the tensor cores of every GPU since sm_80. See igemm_wmma.cuh for
+// the kernel. Plain C++.
+#ifndef JAXCONV_CUDA_KERNELS_IGEMM_WMMA_H_
+#define JAXCONV_CUDA_KERNELS_IGEMM_WMMA_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/device/igemm_wmma_params.h"
+#include "cuda/select/kernel_row.h"
+
+namespace jaxconv {
+
+// "Narrow" tiles copy any channel count, the others multiples of 16 bytes.
+enum class WmmaTileId {
+  k128x256,
+  k128x128,
+  k128x64,
+  k64x64,
+  k128x128Narrow,
+  k128x64Narrow,
+};
+
+// Its rows of the kernel table.
+std::vector<KernelRow> IgemmWmmaRows();
+
+// One specialisation for each operation, operand type and tile, in the files under instances/.
+template <Op kOp, DType kType, WmmaTileId kTile>
+Status LaunchIgemmWmma(const IgemmWmmaParams& params, int64_t ctas, void* stream);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_KERNELS_IGEMM_WMMA_H_
