@@ -87,9 +87,6 @@ struct TapChannel {
                                       phase[2].first_tap + t[2] * gemm.axis[2].tap_period);
     return result;
   }
-  __device__ __forceinline__ bool Hits(uint32_t pixel_taps) const {
-    return (taps & ~pixel_taps) == 0;
-  }
 };
 
 // How a CTA's threads share the chunks of an operand: every thread has one column and kPasses rows.
@@ -98,12 +95,17 @@ struct ChunkOwner {
   static constexpr int kRowsOfPass = kThreads / Operand::kChunks;
   static constexpr int kPasses = Operand::kRows / kRowsOfPass;
   static_assert(kPasses >= 1 && kRowsOfPass * Operand::kChunks == kThreads);
-  // So that the swizzle of a thread's rows is the same in all passes.
-  static_assert(kRowsOfPass % 8 == 0 || Operand::Swizzle(kRowsOfPass) == 0);
+  static_assert((kRowsOfPass & (kRowsOfPass - 1)) == 0);
 
   __device__ static int Column() { return threadIdx.x % Operand::kChunks; }
   __device__ static int Row() { return threadIdx.x / Operand::kChunks; }
+  // Where the chunk of a pass lies, from the operand's start in a slot. A pass of fewer rows than
+  // the swizzle's period adds bits to the row number that the thread's own row does not have.
   __device__ static uint32_t Offset() { return Operand::Offset(Row(), Column()); }
+  __device__ static constexpr uint32_t OfPass(uint32_t first, int pass) {
+    return (first + pass * kRowsOfPass * Operand::kRowBytes) ^
+           (Operand::Swizzle(pass * kRowsOfPass) * 16);
+  }
 };
 
 // Chunks that travel as 16-bit loads: held from Issue to Finish.
@@ -117,8 +119,7 @@ struct HeldChunks {
       uint32_t word[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) word[w] = value[i][2 * w] | uint32_t{value[i][2 * w + 1]} << 16;
-      StoreChunk(shared + i * ChunkOwner<Operand, kThreads>::kRowsOfPass * Operand::kRowBytes,
-                 word);
+      StoreChunk(ChunkOwner<Operand, kThreads>::OfPass(shared, i), word);
     }
   }
 };
@@ -153,8 +154,10 @@ __device__ __forceinline__ void WithCopyBytes(int32_t bytes, Body body) {
   }
 }
 
-// One operation's two operands. OperandA and OperandB: OperandTile.
-template <Op kOp, typename T, class Tile, class OperandA, class OperandB, bool kNarrow>
+// One operation's two operands, in the protocol of MmaMainloop. OperandA and OperandB: OperandTile.
+// kPhased: fprop whose taps are not the filter's, in order (lhs_dilation).
+template <Op kOp, typename T, class Tile, class OperandA, class OperandB, bool kNarrow,
+          bool kPhased>
 class AsyncLoader {
  public:
   static constexpr int kTileK = OperandA::kTileK;
@@ -173,33 +176,45 @@ class AsyncLoader {
       : params_(params), shared_(shared) {
     const ImplicitGemm& gemm = params.gemm;
     const WmmaTile& tile = shared.tile;
+    a_ = static_cast<const T*>(tile.a);
+    b_ = static_cast<const T*>(tile.b);
     k_ = tile.k_begin;
+    k_end_ = tile.k_end;
     if constexpr (kOp == Op::kWgrad) {
       static_assert(kStagesOfGroup >= 1 && Tile::kStages - 1 < 2 * kStagesOfGroup);
       LocateGroup(0);
       LocateGroup(1);
       next_group_ = 2;
       stage_ = 0;
-      const int32_t m = tile.m_first + OwnerA::Column() * kWidth;
       if constexpr (kNarrow) {
         for (int r = threadIdx.x; r < Tile::kTileM; r += kThreads) {
           shared.row[r] = TapChannel::Decode(gemm, tile.phase, gemm.row_channels_divmod,
                                              tile.m_first + r, gemm.gemm_m);
         }
       } else {
-        cursor_ = TapChannel::Decode(gemm, tile.phase, gemm.row_channels_divmod, m, gemm.gemm_m);
+        const TapChannel at =
+            TapChannel::Decode(gemm, tile.phase, gemm.row_channels_divmod,
+                               tile.m_first + OwnerA::Column() * kWidth, gemm.gemm_m);
+        a_pixel_ = at.pixel;
+        a_taps_ = at.taps;
+        a_source_ = a_ + at.channel;
       }
     } else {
       const int32_t rows = ImplicitGemm::Rows(gemm.images, tile.phase);
       for (int r = threadIdx.x; r < Tile::kTileM; r += kThreads) {
         shared.pixel[r] = LocatePixel(gemm, tile.phase, tile.m_first + r, rows);
       }
-      if constexpr (!kNarrow) {
-        cursor_.channel = 1 << 30;  // decode at the first stage
-      }
+      channel_ = gemm.reduce_channels;  // decode at the first stage
+    }
+    n_ = tile.n_first + (kOp == Op::kDgrad ? OwnerB::Row() : OwnerB::Column() * kWidth);
+    if constexpr (kOp != Op::kDgrad) {
+      const int32_t k = k_ + OwnerB::Row();
+      b_source_ = b_ + int64_t{k} * gemm.b_reduce + n_;
+      // A column past the last has no row.
+      b_left_ = n_ < gemm.gemm_n ? k_end_ - k : 0;
     }
     __syncthreads();
-    if constexpr (kOp != Op::kWgrad) {
+    if constexpr (kPixelsInRegisters) {
 #pragma unroll
       for (int i = 0; i < OwnerA::kPasses; ++i) {
         pixel_[i] = shared.pixel[OwnerA::Row() + i * OwnerA::kRowsOfPass];
@@ -207,27 +222,74 @@ class AsyncLoader {
     }
   }
 
-  __device__ __forceinline__ void Issue(uint32_t slot) {
-    const uint32_t a = slot + OwnerA::Offset();
-    const uint32_t b = slot + Tile::kBytesOfA + OwnerB::Offset();
+  __device__ __forceinline__ void Prepare() {
     if constexpr (kOp == Op::kWgrad) {
-      // The half of the table that group next_group_ - 2 used: everybody has passed a barrier
+      // Into the half of the table that group next_group_ - 2 used: everybody has passed a barrier
       // since, except in the prologue, where the first two groups suffice.
       if (stage_ >= (next_group_ - 1) * kStagesOfGroup && stage_ >= Tile::kStages - 1) {
         LocateGroup(next_group_++);
       }
-      WithCopyBytes<T, kNarrow>(params_.a_copy_bytes, [&](auto bytes) { IssuePixels<bytes>(a); });
-      WithCopyBytes<T, kNarrow>(params_.b_copy_bytes, [&](auto bytes) { IssueMatrix<bytes>(b); });
-      ++stage_;
-    } else if constexpr (kOp == Op::kFprop) {
-      WithCopyBytes<T, kNarrow>(params_.a_copy_bytes,
-                                [&](auto bytes) { IssueGather<bytes>(a, 0); });
-      WithCopyBytes<T, kNarrow>(params_.b_copy_bytes, [&](auto bytes) { IssueMatrix<bytes>(b); });
-    } else {
-      WithCopyBytes<T, kNarrow>(params_.a_copy_bytes,
-                                [&](auto bytes) { IssueGather<bytes>(a, b); });
+    } else if constexpr (!kNarrow) {
+      const ImplicitGemm& gemm = params_.gemm;
+      const int32_t k = k_ + OwnerA::Column() * kWidth;
+      if (channel_ >= gemm.reduce_channels || k >= k_end_) {
+        const TapChannel at =
+            TapChannel::Decode(gemm, shared_.tile.phase, gemm.reduce_channels_divmod, k, k_end_);
+        a_pixel_ = at.pixel;
+        a_taps_ = at.taps;
+        channel_ = at.channel;
+        a_source_ = a_ + at.channel;
+        if constexpr (kOp == Op::kDgrad) {
+          b_source_ = b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column;
+          b_left_ = at.taps == kNoTap ? 0 : gemm.gemm_n - n_;
+        }
+      }
     }
+  }
+
+  template <int kPart, int kParts>
+  __device__ __forceinline__ void IssuePart(uint32_t slot) {
+    const uint32_t a = slot + OwnerA::Offset();
+    const uint32_t b = slot + Tile::kBytesOfA + OwnerB::Offset();
+    if constexpr (!kNarrow) {
+      constexpr int kFirstA = OwnerA::kPasses * kPart / kParts;
+      constexpr int kLastA = OwnerA::kPasses * (kPart + 1) / kParts;
+      constexpr int kFirstB = OwnerB::kPasses * kPart / kParts;
+      constexpr int kLastB = OwnerB::kPasses * (kPart + 1) / kParts;
+      GatherRows<16, kFirstA, kLastA>(a, a_source_, a_pixel_, a_taps_, 0);
+      if constexpr (!kPhased) {
+        MatrixRows<16, kFirstB, kLastB>(b);
+      } else if constexpr (kPart == 0) {
+        PhasedRows<16>(b);
+      }
+    } else if constexpr (kPart == 0) {
+      WithCopyBytes<T, kNarrow>(params_.a_copy_bytes, [&](auto bytes) { NarrowA<bytes>(a, b); });
+      if constexpr (kOp != Op::kDgrad) {
+        WithCopyBytes<T, kNarrow>(params_.b_copy_bytes, [&](auto bytes) {
+          if constexpr (kPhased) {
+            PhasedRows<bytes>(b);
+          } else {
+            MatrixRows<bytes, 0, OwnerB::kPasses>(b);
+          }
+        });
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Advance() {
     k_ += kTileK;
+    if constexpr (kOp == Op::kWgrad) {
+      ++stage_;
+    } else {
+      channel_ += kTileK;
+      a_source_ += kTileK;
+    }
+    if constexpr (kOp == Op::kDgrad) {
+      b_source_ += kTileK;
+    } else {
+      b_source_ += int64_t{kTileK} * params_.gemm.b_reduce;
+      b_left_ -= kTileK;
+    }
   }
 
   __device__ __forceinline__ void Finish(uint32_t slot) {
@@ -242,114 +304,86 @@ class AsyncLoader {
  private:
   using OwnerA = ChunkOwner<OperandA, kThreads>;
   using OwnerB = ChunkOwner<OperandB, kThreads>;
+  // fprop, dgrad: a thread's rows are the same in all stages. TF32 has no registers left for them.
+  static constexpr bool kPixelsInRegisters = kOp != Op::kWgrad && sizeof(T) == 2;
 
-  __device__ __forceinline__ const T* A() const { return static_cast<const T*>(shared_.tile.a); }
-  __device__ __forceinline__ const T* B() const { return static_cast<const T*>(shared_.tile.b); }
-
-  // fprop A; dgrad A and, from the same reduction indices, B.
-  template <int kBytes>
-  __device__ __forceinline__ void IssueGather(uint32_t a, uint32_t b) {
-    const ImplicitGemm& gemm = params_.gemm;
-    const WmmaTile& tile = shared_.tile;
-    const int32_t k = k_ + OwnerA::Column() * kWidth;
-    if constexpr (kBytes == 16) {
-      // Inside a tap the next stage is kTileK channels on.
-      cursor_.channel += kTileK;
-      if (kNarrow || cursor_.channel >= gemm.reduce_channels || k >= tile.k_end) {
-        cursor_ = TapChannel::Decode(gemm, tile.phase, gemm.reduce_channels_divmod, k, tile.k_end);
-      }
-      GatherPiece<16>(cursor_, 0, a, b);
-    } else {
+  // The gathered tensor: passes kFirst to kLast of one piece.
+  template <int kBytes, int kFirst, int kLast>
+  __device__ __forceinline__ void GatherRows(uint32_t a, const T* source, int32_t tap_pixel,
+                                             uint32_t taps, int piece) {
+    const int32_t pixel_bytes = params_.gemm.src_channels * int32_t{sizeof(T)};
+    const GatherPixel* table = shared_.pixel + OwnerA::Row() +
+                               (kOp == Op::kWgrad ? stage_ % (2 * kStagesOfGroup) * kTileK : 0);
 #pragma unroll
-      for (int piece = 0; piece < 16 / kBytes; ++piece) {
-        const TapChannel at = TapChannel::Decode(gemm, tile.phase, gemm.reduce_channels_divmod,
-                                                 k + piece * (kBytes / int{sizeof(T)}), tile.k_end);
-        GatherPiece<kBytes>(at, piece, a, b);
-      }
+    for (int i = kFirst; i < kLast; ++i) {
+      const GatherPixel pixel = kPixelsInRegisters ? pixel_[i] : table[i * OwnerA::kRowsOfPass];
+      CopyPiece<kBytes>(
+          held_a_, i, piece, OwnerA::OfPass(a, i),
+          reinterpret_cast<const char*>(source) + int64_t{pixel.pixel + tap_pixel} * pixel_bytes,
+          (taps & ~pixel.taps) == 0);
     }
   }
 
-  template <int kBytes>
-  __device__ __forceinline__ void GatherPiece(const TapChannel& at, int piece, uint32_t a,
-                                              uint32_t b) {
-    const ImplicitGemm& gemm = params_.gemm;
-    const T* source = A() + at.channel;
+  // B, a plain matrix: in dgrad rows of gemm_n under one tap, else rows of the reduction. b_left_
+  // rows from this thread's first one on exist.
+  template <int kBytes, int kFirst, int kLast>
+  __device__ __forceinline__ void MatrixRows(uint32_t b) {
+    const int64_t row = kOp == Op::kDgrad ? params_.gemm.b_column : params_.gemm.b_reduce;
 #pragma unroll
-    for (int i = 0; i < OwnerA::kPasses; ++i) {
-      CopyPiece<kBytes>(held_a_, i, piece, a + i * OwnerA::kRowsOfPass * OperandA::kRowBytes,
-                        source + int64_t{pixel_[i].pixel + at.pixel} * gemm.src_channels,
-                        at.Hits(pixel_[i].taps));
-    }
-    if constexpr (kOp == Op::kDgrad) {
-      const int32_t n = shared_.tile.n_first + OwnerB::Row();
-      const T* filter = B() + at.filter_tap * gemm.b_tap + at.channel + int64_t{n} * gemm.b_column;
-#pragma unroll
-      for (int i = 0; i < OwnerB::kPasses; ++i) {
-        CopyPiece<kBytes>(held_b_, i, piece, b + i * OwnerB::kRowsOfPass * OperandB::kRowBytes,
-                          filter + int64_t{i * OwnerB::kRowsOfPass} * gemm.b_column,
-                          at.taps != kNoTap && n + i * OwnerB::kRowsOfPass < gemm.gemm_n);
-      }
-    }
-  }
-
-  // fprop B, wgrad B: rows k of a matrix whose columns are gemm_n.
-  template <int kBytes>
-  __device__ __forceinline__ void IssueMatrix(uint32_t b) {
-    const ImplicitGemm& gemm = params_.gemm;
-    const WmmaTile& tile = shared_.tile;
-    const int32_t n = tile.n_first + OwnerB::Column() * kWidth;
-    const int32_t k = k_ + OwnerB::Row();
-    if (kOp == Op::kWgrad || params_.all_taps) {
-      const T* source = B() + int64_t{k} * gemm.b_reduce + n;
-#pragma unroll
-      for (int i = 0; i < OwnerB::kPasses; ++i) {
-        MatrixRow<kBytes>(i, b, source + int64_t{i * OwnerB::kRowsOfPass} * gemm.b_reduce, n,
-                          k + i * OwnerB::kRowsOfPass < tile.k_end);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < OwnerB::kPasses; ++i) {
-        const TapChannel at = TapChannel::Decode(gemm, tile.phase, gemm.reduce_channels_divmod,
-                                                 k + i * OwnerB::kRowsOfPass, tile.k_end);
-        MatrixRow<kBytes>(i, b, B() + at.filter_tap * gemm.b_tap + at.channel * gemm.b_reduce + n,
-                          n, at.taps != kNoTap);
-      }
+    for (int i = kFirst; i < kLast; ++i) {
+      MatrixRow<kBytes>(i, b, b_source_ + i * OwnerB::kRowsOfPass * row,
+                        i * OwnerB::kRowsOfPass < b_left_);
     }
   }
   template <int kBytes>
-  __device__ __forceinline__ void MatrixRow(int pass, uint32_t b, const T* source, int32_t n,
-                                            bool valid) {
+  __device__ __forceinline__ void MatrixRow(int pass, uint32_t b, const T* source, bool valid) {
     constexpr int kElements = kBytes / int{sizeof(T)};
 #pragma unroll
     for (int piece = 0; piece < 16 / kBytes; ++piece) {
-      CopyPiece<kBytes>(held_b_, pass, piece, b + pass * OwnerB::kRowsOfPass * OperandB::kRowBytes,
-                        source + piece * kElements,
-                        valid && n + piece * kElements < params_.gemm.gemm_n);
+      CopyPiece<kBytes>(held_b_, pass, piece, OwnerB::OfPass(b, pass), source + piece * kElements,
+                        valid && (piece == 0 || n_ + piece * kElements < params_.gemm.gemm_n));
+    }
+  }
+  // The same where every row has a tap of its own.
+  template <int kBytes>
+  __device__ __forceinline__ void PhasedRows(uint32_t b) {
+    const ImplicitGemm& gemm = params_.gemm;
+    // Unrolled only where the rows wait in registers, for which there is no other way.
+#pragma unroll(kBytes == 2 ? OwnerB::kPasses : 1)
+    for (int i = 0; i < OwnerB::kPasses; ++i) {
+      const TapChannel at =
+          TapChannel::Decode(gemm, shared_.tile.phase, gemm.reduce_channels_divmod,
+                             k_ + OwnerB::Row() + i * OwnerB::kRowsOfPass, k_end_);
+      MatrixRow<kBytes>(i, b, b_ + at.filter_tap * gemm.b_tap + at.channel * gemm.b_reduce + n_,
+                        at.taps != kNoTap && n_ < gemm.gemm_n);
     }
   }
 
-  // wgrad A.
+  // A of a narrow instance, piece by piece; in dgrad B too, from the same reduction indices.
   template <int kBytes>
-  __device__ __forceinline__ void IssuePixels(uint32_t a) {
+  __device__ __forceinline__ void NarrowA(uint32_t a, uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
-    const GatherPixel* pixels =
-        shared_.pixel + stage_ % (2 * kStagesOfGroup) * kTileK + OwnerA::Row();
     constexpr int kElements = kBytes / int{sizeof(T)};
 #pragma unroll
     for (int piece = 0; piece < 16 / kBytes; ++piece) {
+      const int column = OwnerA::Column() * kWidth + piece * kElements;
       TapChannel at;
-      if constexpr (kNarrow) {
-        at = shared_.row[OwnerA::Column() * kWidth + piece * kElements];
+      if constexpr (kOp == Op::kWgrad) {
+        at = shared_.row[column];
       } else {
-        at = cursor_;
+        at = TapChannel::Decode(gemm, shared_.tile.phase, gemm.reduce_channels_divmod, k_ + column,
+                                k_end_);
       }
-      const T* source = A() + at.channel;
+      GatherRows<kBytes, 0, OwnerA::kPasses>(a, a_ + at.channel, at.pixel, at.taps, piece);
+      if constexpr (kOp == Op::kDgrad) {
+        const T* filter =
+            b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column;
 #pragma unroll
-      for (int i = 0; i < OwnerA::kPasses; ++i) {
-        const GatherPixel pixel = pixels[i * OwnerA::kRowsOfPass];
-        CopyPiece<kBytes>(held_a_, i, piece, a + i * OwnerA::kRowsOfPass * OperandA::kRowBytes,
-                          source + int64_t{pixel.pixel + at.pixel} * gemm.src_channels,
-                          at.Hits(pixel.taps));
+        for (int i = 0; i < OwnerB::kPasses; ++i) {
+          CopyPiece<kBytes>(held_b_, i, piece, OwnerB::OfPass(b, i),
+                            filter + int64_t{i * OwnerB::kRowsOfPass} * gemm.b_column,
+                            at.taps != kNoTap && n_ + i * OwnerB::kRowsOfPass < gemm.gemm_n);
+        }
       }
     }
   }
@@ -363,10 +397,19 @@ class AsyncLoader {
 
   const IgemmWmmaParams& params_;
   Shared& shared_;
-  int32_t k_;  // first reduction index of the next stage
-  TapChannel cursor_;
-  GatherPixel pixel_[kOp == Op::kWgrad ? 1 : OwnerA::kPasses];
-  int32_t stage_, next_group_;
+  const T* a_;  // of this batch and group
+  const T* b_;
+  int32_t k_, k_end_;  // first reduction index of the next stage; where the slice ends
+  int32_t n_;          // this thread's column of B; in dgrad its first row
+  // This thread's chunk column of A: its tap and channel.
+  const T* a_source_;
+  int32_t a_pixel_;
+  uint32_t a_taps_;
+  int32_t channel_;
+  const T* b_source_;  // its first row of B in the next stage
+  int32_t b_left_;
+  GatherPixel pixel_[kPixelsInRegisters ? OwnerA::kPasses : 1];
+  int32_t stage_ = 0, next_group_ = 0;
   HeldChunks<OperandA, kThreads, kNarrow && sizeof(T) == 2> held_a_;
   HeldChunks<OperandB, kThreads, kNarrow && sizeof(T) == 2> held_b_;
 };

@@ -77,10 +77,11 @@ __device__ __forceinline__ void StoreAccumulators(
   const int lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   const uint32_t staging = shared + threadIdx.x / 32 * kStagingBytes<Tile>;
-  const uint32_t store = staging + g * kRowBytes + ((t / 2) ^ (g % 4 * 2)) * 16 + t % 2 * 8;
   auto chunk_address = [&](int row, int chunk) {
-    return staging + row * kRowBytes + (chunk ^ (row % 4 * 2)) * 16;
+    const int swizzle = kRowBytes >= 128 ? row % 4 * 2 : row / 2 % 2 * 2;
+    return staging + row * kRowBytes + (chunk ^ swizzle) * 16;
   };
+  const uint32_t store = chunk_address(g, t / 2) + t % 2 * 8;
   const int n_warp = n_first + Tile::WarpN();
 #pragma unroll
   for (int i = 0; i < Tile::kBlocksM; ++i) {

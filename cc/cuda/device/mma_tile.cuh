@@ -11,7 +11,9 @@
 // Chunk c (16 bytes) of row r lies at chunk c ^ f(r) of its row, without padding:
 //     rows of 128 bytes and more   f = r % 8          eight rows of one chunk: eight bank groups
 //     rows of 64 bytes             f = (r / 2) % 4    two rows share the 32 banks
-//     32-bit elements, across      f = 2 (r % 4)      four rows of two chunks, read word by word
+//     rows of 32 bytes             f = (r / 4) % 2    four rows do
+//     32-bit elements, across      f = 2 (r % 4)      four rows of two chunks, read word by word;
+//                                      (r / 2 % 2) * 2 in rows of 64 bytes
 // All reads of fragments and all copies then run without bank conflicts. f depends on the lane
 // alone, because every other term of a row number is a multiple of 8; so the blocks of a warp tile
 // differ in address bits that the lane's bits do not touch, and an XOR with a constant moves
@@ -50,11 +52,20 @@ struct MmaTile {
   static constexpr int kBytesOfB = kTileN * kTileKBytes;
   static constexpr int kStageBytes = kBytesOfA + kBytesOfB;
   static_assert(kBlocksM * 16 * kWarpsM_ == kTileM && kBlocksN * 8 * kWarpsN_ == kTileN);
-  static_assert(kBlocksM % 2 == 0 && kBlocksN % 4 == 0 && kStageBytes % 1024 == 0);
+  static_assert(kBlocksM % 2 == 0 && kBlocksN % 2 == 0 && kStageBytes % 1024 == 0);
 
   __device__ static int WarpM() { return threadIdx.x / 32 / kWarpsN * kWarpM; }
   __device__ static int WarpN() { return threadIdx.x / 32 % kWarpsN * kWarpN; }
 };
+
+// body(0), body(1), ... with compile-time constants.
+template <int kCount, int kFirst = 0, typename Body>
+__device__ __forceinline__ void Unroll(Body&& body) {
+  if constexpr (kFirst < kCount) {
+    body(std::integral_constant<int, kFirst>());
+    Unroll<kCount, kFirst + 1>(body);
+  }
+}
 
 // One operand of a stage: kExtent rows or columns (gemm_m or gemm_n) times the reduction.
 template <typename T, int kExtent, int kTileKBytes, bool kAcross_>
@@ -67,8 +78,10 @@ struct OperandTile {
   static constexpr int kChunks = kRowBytes / 16;
 
   __device__ static constexpr int Swizzle(int row) {
-    if constexpr (kAcross && sizeof(T) == 4) return row % 4 * 2;
-    return kRowBytes >= 128 ? row % 8 : row / 2 % 4;
+    if constexpr (kAcross && sizeof(T) == 4) {
+      return kRowBytes >= 128 ? row % 4 * 2 : row / 2 % 2 * 2;
+    }
+    return kRowBytes >= 128 ? row % 8 : kRowBytes == 64 ? row / 2 % 4 : row / 4 % 2;
   }
   __device__ static constexpr int Offset(int row, int chunk) {
     return row * kRowBytes + (chunk ^ Swizzle(row)) * 16;
@@ -117,10 +130,6 @@ class FragmentReader {
                                     (step * 8 + upper_k * 4) * Operand::kRowBytes);
         }
       }
-      if constexpr (sizeof(T) == 4) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) RoundToTf32(fragment[i][e]);
-      }
     }
   }
 
@@ -128,23 +137,45 @@ class FragmentReader {
   uint32_t address_;
 };
 
+// 32-bit fragments to TF32, as late as possible: the raw ones may still be on their way.
+template <typename T>
+__device__ __forceinline__ void RoundFragment(uint32_t (&fragment)[4]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) RoundToTf32(fragment[e]);
+  }
+}
+template <typename T, int kBlocks>
+__device__ __forceinline__ void RoundFragments(uint32_t (&fragment)[kBlocks][4]) {
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) RoundFragment<T>(fragment[i]);
+}
+
 // acc += A B over `stages` blocks of the reduction.
 //
-// Loader: Issue(slot) starts the copies of the next stage into a slot of shared memory, or loads
-// what cannot be copied asynchronously into registers; Finish(slot) stores those registers. Both
-// are called for every stage in turn, by all threads.
+// Loader, called in this order by all threads for every stage:
+//     Prepare()                what needs branches
+//     IssuePart<p, parts>(slot)  starts a part of the copies into a slot of shared memory
+//     Advance()
+//     Finish(slot)             stores what was loaded into registers instead
+// The last kStages - 1 passes issue nothing and have a loop of their own, so that the other has no
+// branch between its multiplications.
 //
-// In the pass of stage s: wait for this thread's copies of stage s, then the barrier, which says
-// that everybody's are there and that everybody has read slot (s - 1) % kStages; that slot takes
-// stage s + kStages - 1, whose copies are issued before the multiplications of stage s and are
-// needed kStages - 1 passes later. Fragments are read one step ahead of their use.
+// In the pass of stage s the copies of stage s + kStages - 1 go to the slot of stage s - 1, a part
+// between the multiplications of each step but the last. Then this thread waits for its copies of
+// stage s + 1, and the barrier says that everybody's are there and that everybody has read stage s:
+// the fragments of its last step are in registers. Behind it the first fragments of stage s + 1 are
+// read while the last step is multiplied, so neither the barrier nor a read leaves the tensor cores
+// idle.
 template <typename T, class Tile, class OperandA, class OperandB, class Loader>
 __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int stages,
                                             float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < Tile::kStages - 1; ++s) {
     if (s < stages) {
-      loader.Issue(shared + s * Tile::kStageBytes);
+      loader.Prepare();
+      loader.template IssuePart<0, 1>(shared + s * Tile::kStageBytes);
+      loader.Advance();
       loader.Finish(shared + s * Tile::kStageBytes);
     }
     CopyAsyncCommit();
@@ -155,23 +186,38 @@ __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int
   const uint32_t end = shared + Tile::kStages * Tile::kStageBytes;
   uint32_t read = shared;
   uint32_t a[2][Tile::kBlocksM][4], b[2][Tile::kBlocksN / 2][4];
-  int to_issue = stages - (Tile::kStages - 1);
-#pragma unroll 1
-  for (int s = 0; s < stages; ++s, --to_issue) {
-    CopyAsyncWait<Tile::kStages - 2>();
-    __syncthreads();
-    reader_a.Read(0, a[0]);
-    reader_b.Read(0, b[0]);
-    if (to_issue > 0) loader.Issue(write);
-    CopyAsyncCommit();
-#pragma unroll
-    for (int step = 0; step < Tile::kSteps; ++step) {
-      if (step + 1 < Tile::kSteps) {
+  CopyAsyncWait<Tile::kStages - 2>();
+  __syncthreads();
+  reader_a.Read(0, a[0]);
+  reader_b.Read(0, b[0]);
+  static_assert(Tile::kSteps % 2 == 0);
+  auto pass = [&](auto issue) {
+    constexpr bool kIssue = decltype(issue)::value;
+    if constexpr (kIssue) loader.Prepare();
+    Unroll<Tile::kSteps>([&](auto step_constant) {
+      constexpr int step = decltype(step_constant)::value;
+      if constexpr (step + 1 < Tile::kSteps) {
         reader_a.Read(step + 1, a[(step + 1) % 2]);
         reader_b.Read(step + 1, b[(step + 1) % 2]);
+        if constexpr (kIssue) loader.template IssuePart<step, Tile::kSteps - 1>(write);
+      } else {
+        CopyAsyncCommit();
+        CopyAsyncWait<Tile::kStages - 2>();
+        __syncthreads();
+        const int32_t flip = read + Tile::kStageBytes == end
+                                 ? -(Tile::kStages - 1) * Tile::kStageBytes
+                                 : Tile::kStageBytes;
+        read += flip;
+        reader_a.Flip(flip);
+        reader_b.Flip(flip);
+        reader_a.Read(0, a[0]);
+        reader_b.Read(0, b[0]);
+        if constexpr (kIssue) loader.Advance();
       }
+      RoundFragments<T>(b[step % 2]);
 #pragma unroll
       for (int i = 0; i < Tile::kBlocksM; ++i) {
+        RoundFragment<T>(a[step % 2][i]);
 #pragma unroll
         for (int jj = 0; jj < Tile::kBlocksN; ++jj) {
           // There and back again: neighbouring instructions share an operand.
@@ -180,15 +226,17 @@ __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int
                          b[step % 2][j / 2][j % 2 * 2 + 1]);
         }
       }
+    });
+    if constexpr (kIssue) {
+      loader.Finish(write);
+      write = write + Tile::kStageBytes == end ? shared : write + Tile::kStageBytes;
     }
-    if (to_issue > 0) loader.Finish(write);
-    write = write + Tile::kStageBytes == end ? shared : write + Tile::kStageBytes;
-    const int32_t flip = read + Tile::kStageBytes == end ? -(Tile::kStages - 1) * Tile::kStageBytes
-                                                         : Tile::kStageBytes;
-    read += flip;
-    reader_a.Flip(flip);
-    reader_b.Flip(flip);
-  }
+  };
+  int s = 0;
+#pragma unroll 1
+  for (; s < stages - (Tile::kStages - 1); ++s) pass(std::true_type());
+#pragma unroll 1
+  for (; s < stages; ++s) pass(std::false_type());
   CopyAsyncWait<0>();
   __syncthreads();
 }

@@ -41,11 +41,14 @@ constexpr Instance MakeInstance(WmmaTileId id, bool narrow, int64_t tile_m, int6
 // As WmmaTileOf in igemm_wmma.cuh.
 constexpr Instance kInstances[] = {
     MakeInstance(WmmaTileId::k128x256, false, 128, 256, 128, 2, 4, 3, 1, 0),
+    MakeInstance(WmmaTileId::k256x128, false, 256, 128, 128, 4, 2, 3, 1, 0),
     MakeInstance(WmmaTileId::k128x128, false, 128, 128, 128, 2, 2, 3, 2, 0),
+    MakeInstance(WmmaTileId::k256x64, false, 256, 64, 64, 4, 1, 4, 2, 0),
     MakeInstance(WmmaTileId::k128x64, false, 128, 64, 128, 2, 2, 3, 3, 0),
     MakeInstance(WmmaTileId::k64x64, false, 64, 64, 128, 2, 2, 3, 4, 0),
-    MakeInstance(WmmaTileId::k128x128Narrow, true, 128, 128, 64, 2, 4, 3, 1, 300),
-    MakeInstance(WmmaTileId::k128x64Narrow, true, 128, 64, 64, 2, 2, 3, 2, 300),
+    MakeInstance(WmmaTileId::k256x16, false, 256, 16, 128, 4, 1, 3, 2, 0),
+    MakeInstance(WmmaTileId::k128x64Narrow, true, 128, 64, 64, 2, 2, 3, 2, 600),
+    MakeInstance(WmmaTileId::k128x16Narrow, true, 128, 16, 128, 4, 1, 3, 2, 900),
 };
 
 // Partial results of split-K take at most this much workspace.
@@ -162,7 +165,12 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     JAXCONV_RETURN_IF_ERROR(require("K/groups", problem.k_per_group()));
   }
   Plan plan;
-  return MakePlan(instance, problem, &plan);
+  JAXCONV_RETURN_IF_ERROR(MakePlan(instance, problem, &plan));
+  if (op == Op::kFprop && !plan.params.all_taps &&
+      instance.cost.warps_m * instance.cost.warps_n > 4) {
+    return Status::Unimplemented("fprop with lhs_dilation is left to tiles of four warps");
+  }
+  return {};
 }
 
 double SlicedCost(const Instance& instance, const ConvProblem& problem, const Plan& plan,
@@ -207,18 +215,24 @@ Status LaunchTile(WmmaTileId id, const IgemmWmmaParams& params, int64_t ctas, vo
   switch (id) {
     case WmmaTileId::k128x256:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x256>(params, ctas, stream);
+    case WmmaTileId::k256x128:
+      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x128>(params, ctas, stream);
     case WmmaTileId::k128x128:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x128>(params, ctas, stream);
+    case WmmaTileId::k256x64:
+      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x64>(params, ctas, stream);
     case WmmaTileId::k128x64:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64>(params, ctas, stream);
     case WmmaTileId::k64x64:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k64x64>(params, ctas, stream);
-    case WmmaTileId::k128x128Narrow:
-      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x128Narrow>(params, ctas, stream);
+    case WmmaTileId::k256x16:
+      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x16>(params, ctas, stream);
     case WmmaTileId::k128x64Narrow:
+      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Narrow>(params, ctas, stream);
+    case WmmaTileId::k128x16Narrow:
       break;
   }
-  return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Narrow>(params, ctas, stream);
+  return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x16Narrow>(params, ctas, stream);
 }
 
 template <Op kOp>

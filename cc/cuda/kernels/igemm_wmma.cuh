@@ -19,26 +19,32 @@ struct WmmaTileOf;
 template <>
 struct WmmaTileOf<WmmaTileId::k128x256> : MmaTile<128, 256, 128, 2, 4, 3, 1> {};
 template <>
+struct WmmaTileOf<WmmaTileId::k256x128> : MmaTile<256, 128, 128, 4, 2, 3, 1> {};
+template <>
 struct WmmaTileOf<WmmaTileId::k128x128> : MmaTile<128, 128, 128, 2, 2, 3, 2> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k256x64> : MmaTile<256, 64, 64, 4, 1, 4, 2> {};
 template <>
 struct WmmaTileOf<WmmaTileId::k128x64> : MmaTile<128, 64, 128, 2, 2, 3, 3> {};
 template <>
 struct WmmaTileOf<WmmaTileId::k64x64> : MmaTile<64, 64, 128, 2, 2, 3, 4> {};
 template <>
-struct WmmaTileOf<WmmaTileId::k128x128Narrow> : MmaTile<128, 128, 64, 2, 4, 3, 1> {};
+struct WmmaTileOf<WmmaTileId::k256x16> : MmaTile<256, 16, 128, 4, 1, 3, 2> {};
 template <>
 struct WmmaTileOf<WmmaTileId::k128x64Narrow> : MmaTile<128, 64, 64, 2, 2, 3, 2> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k128x16Narrow> : MmaTile<128, 16, 128, 4, 1, 3, 2> {};
 
 constexpr bool IsNarrow(WmmaTileId tile) {
-  return tile == WmmaTileId::k128x128Narrow || tile == WmmaTileId::k128x64Narrow;
+  return tile == WmmaTileId::k128x64Narrow || tile == WmmaTileId::k128x16Narrow;
 }
 
-template <Op kOp, typename T, class Tile, bool kNarrow, class Epilogue>
+template <Op kOp, typename T, class Tile, bool kNarrow, bool kPhased, class Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     IgemmWmma(const __grid_constant__ IgemmWmmaParams params) {
   using OperandA = OperandTile<T, Tile::kTileM, Tile::kTileKBytes, kOp == Op::kWgrad>;
   using OperandB = OperandTile<T, Tile::kTileN, Tile::kTileKBytes, kOp != Op::kDgrad>;
-  using Loader = AsyncLoader<kOp, T, Tile, OperandA, OperandB, kNarrow>;
+  using Loader = AsyncLoader<kOp, T, Tile, OperandA, OperandB, kNarrow, kPhased>;
   extern __shared__ __align__(1024) unsigned char stages[];
   __shared__ typename Loader::Shared loader_shared;
   WmmaTile& tile = loader_shared.tile;
@@ -114,7 +120,11 @@ Status LaunchIgemmWmmaWith(const IgemmWmmaParams& params, int64_t ctas, void* st
   using Tile = WmmaTileOf<kTile>;
   constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes;
   static_assert(kStagingBytes<Tile> * Tile::kThreads / 32 <= kSharedBytes);
-  auto kernel = IgemmWmma<kOp, T, Tile, IsNarrow(kTile), Epilogue>;
+  auto kernel = IgemmWmma<kOp, T, Tile, IsNarrow(kTile), false, Epilogue>;
+  // Eight-warp tiles have no registers left for the taps of phases.
+  if constexpr (kOp == Op::kFprop && Tile::kThreads == 128) {
+    if (!params.all_taps) kernel = IgemmWmma<kOp, T, Tile, IsNarrow(kTile), true, Epilogue>;
+  }
   // More than 48 KB must be asked for. Once a device would do; it costs less than a microsecond.
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);

@@ -16,11 +16,14 @@ namespace jaxconv {
 // "Narrow" tiles copy any channel count, the others multiples of 16 bytes.
 enum class WmmaTileId {
   k128x256,
+  k256x128,
   k128x128,
+  k256x64,
   k128x64,
   k64x64,
-  k128x128Narrow,
+  k256x16,
   k128x64Narrow,
+  k128x16Narrow,
 };
 
 // Its rows of the kernel table.

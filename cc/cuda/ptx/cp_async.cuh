@@ -11,18 +11,21 @@ namespace jaxconv {
 // Copies kBytes (16, 8 or 4); where `valid` is false it writes zeros and reads nothing, whatever
 // `source` is. 16 bytes go past the L1 cache (.cg); narrower copies exist only through it (.ca),
 // which also merges the neighbours of a sector.
+// No memory clobber, here and in the loads of mma.cuh: what orders them is CopyAsyncWait and the
+// barriers, and between those the compiler should move other instructions past them.
 template <int kBytes>
 __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* source, bool valid) {
-  const int read = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(source),
-                 "r"(read)
-                 : "memory");
+    asm volatile(
+        "{\n\t.reg .pred ignore;\n\tsetp.eq.u32 ignore, %2, 0;\n\t"
+        "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n\t}" ::"r"(shared),
+        "l"(source), "r"(static_cast<uint32_t>(valid)));
   } else {
     static_assert(kBytes == 8 || kBytes == 4);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(source),
-                 "n"(kBytes), "r"(read)
-                 : "memory");
+    asm volatile(
+        "{\n\t.reg .pred ignore;\n\tsetp.eq.u32 ignore, %2, 0;\n\t"
+        "cp.async.ca.shared.global [%0], [%1], %3, ignore;\n\t}" ::"r"(shared),
+        "l"(source), "r"(static_cast<uint32_t>(valid)), "n"(kBytes));
   }
 }
 

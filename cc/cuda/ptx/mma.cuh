@@ -20,26 +20,29 @@ namespace jaxconv {
 __device__ __forceinline__ void LoadMatrices(uint32_t address, uint32_t (&matrix)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
-               : "r"(address)
-               : "memory");
+               : "r"(address));
 }
 // The same, each matrix transposed.
 __device__ __forceinline__ void LoadMatricesTransposed(uint32_t address, uint32_t (&matrix)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
-               : "r"(address)
-               : "memory");
+               : "r"(address));
 }
 __device__ __forceinline__ uint32_t LoadWord(uint32_t address) {
   uint32_t word;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
   return word;
 }
 
-// float32 -> TF32, to nearest, ties away from zero. Without it the tensor core cuts the low 13 bits
-// off, which biases every product the same way.
+// float32 -> TF32, of which the tensor core reads the upper 19 bits and cuts the rest off: alone
+// that would bias every product the same way (0.7 * 2^-10 a product). Adding x 2^-11 / 1.4427, half
+// a unit of the last place for the mean of a mantissa 1 <= m < 2 (log-uniform), makes the cut
+// unbiased; its error is 6 % above that of rounding to nearest (variance 0.373 instead of 0.333
+// half units squared). One FFMA keeps NaN and Inf; cvt.rna.tf32 takes three instructions on sm_90,
+// and an integer addition turns 0x7fffffff, the NaN that GPUs make, into a zero.
 __device__ __forceinline__ void RoundToTf32(uint32_t& word) {
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(__uint_as_float(word)));
+  const float x = __uint_as_float(word);
+  word = __float_as_uint(fmaf(x, 0.00033844f, x));
 }
 
 // d += a b.
@@ -49,7 +52,7 @@ __device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4
 template <>
 __device__ __forceinline__ void MultiplyAdd<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
                                                            uint32_t b0, uint32_t b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -58,7 +61,7 @@ __device__ __forceinline__ void MultiplyAdd<__nv_bfloat16>(float (&d)[4], const 
 template <>
 __device__ __forceinline__ void MultiplyAdd<__half>(float (&d)[4], const uint32_t (&a)[4],
                                                     uint32_t b0, uint32_t b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -67,7 +70,7 @@ __device__ __forceinline__ void MultiplyAdd<__half>(float (&d)[4], const uint32_
 template <>
 __device__ __forceinline__ void MultiplyAdd<float>(float (&d)[4], const uint32_t (&a)[4],
                                                    uint32_t b0, uint32_t b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -1,8 +1,10 @@
 #include "cuda/kernels/igemm_wmma.cuh"
 
 namespace jaxconv {
-template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x128Narrow>(
+template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k256x16>(
     const IgemmWmmaParams&, int64_t, void*);
 template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x64Narrow>(
+    const IgemmWmmaParams&, int64_t, void*);
+template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x16Narrow>(
     const IgemmWmmaParams&, int64_t, void*);
 }  // namespace jaxconv
