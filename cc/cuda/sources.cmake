@@ -14,7 +14,7 @@ foreach(op fprop dgrad wgrad)
   foreach(dtype f32 f16 bf16)
     list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
          cc/cuda/kernels/instances/igemm_simt_${op}_${dtype}.cu)
-    foreach(tiles large small thin)
+    foreach(tiles large small thin narrow)
       list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
            cc/cuda/kernels/instances/igemm_wmma_${op}_${dtype}_${tiles}.cu)
     endforeach()

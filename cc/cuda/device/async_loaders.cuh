@@ -32,19 +32,21 @@ struct GatherPixel {
 inline constexpr uint32_t kNoTap = 1u << 31;
 
 // What one CTA knows of its tile.
+template <typename T>
 struct WmmaTile {
-  AxisPhase phase[3];
+  int32_t rows;  // of the phase
   int32_t m_first, n_first;
   int32_t k_begin, k_end;  // reduction indices of this slice
-  const void* a;           // of this batch and group
-  const void* b;
+  const T* a;              // of this batch and group
+  const T* b;
 };
 
-// Destination row or pixel -> GatherPixel.
+// Destination row or pixel -> GatherPixel, and the pixel of the output (-1: there is none).
 __device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
                                                    const AxisPhase (&phase)[3], int32_t row,
-                                                   int32_t rows) {
+                                                   int32_t rows, int32_t* dst) {
   GatherPixel result{0, 0};
+  *dst = -1;
   if (row >= rows) return result;
   int32_t image, j[3], src[3];
   gemm.DecodeRow(phase, row, &image, j);
@@ -58,6 +60,11 @@ __device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
   }
   result.pixel = image * static_cast<int32_t>(gemm.SourceImage()) +
                  static_cast<int32_t>(gemm.SourcePixel(src[0], src[1], src[2]));
+  *dst = image;
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    *dst = *dst * gemm.axis[a].dst_extent + phase[a].phase + j[a] * gemm.axis[a].period;
+  }
   return result;
 }
 
@@ -138,11 +145,14 @@ __device__ __forceinline__ void CopyPiece(Held& held, int pass, int piece, uint3
   }
 }
 
+// A copy width that is known only when the kernel runs.
+inline constexpr int kAnyCopy = 0;
+
 // Calls body with the copy width as a compile-time constant.
-template <typename T, bool kNarrow, typename Body>
+template <typename T, int kCopy, typename Body>
 __device__ __forceinline__ void WithCopyBytes(int32_t bytes, Body body) {
-  if constexpr (!kNarrow) {
-    body(std::integral_constant<int, 16>());
+  if constexpr (kCopy != kAnyCopy) {
+    body(std::integral_constant<int, kCopy>());
   } else if (bytes == 16) {
     body(std::integral_constant<int, 16>());
   } else if (bytes == 8) {
@@ -155,8 +165,9 @@ __device__ __forceinline__ void WithCopyBytes(int32_t bytes, Body body) {
 }
 
 // One operation's two operands, in the protocol of MmaMainloop. OperandA and OperandB: OperandTile.
-// kPhased: fprop whose taps are not the filter's, in order (lhs_dilation).
-template <Op kOp, typename T, class Tile, class OperandA, class OperandB, bool kNarrow,
+// kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kPhased: fprop whose taps are not the
+// filter's, in order (lhs_dilation).
+template <Op kOp, typename T, class Tile, class OperandA, class OperandB, int kCopyA, int kCopyB,
           bool kPhased>
 class AsyncLoader {
  public:
@@ -166,50 +177,56 @@ class AsyncLoader {
   static constexpr int kStagesOfGroup = kThreads / kTileK;
   static constexpr int kWidth = 16 / sizeof(T);
   struct Shared {
-    WmmaTile tile;
+    AxisPhase phase[3];  // filled before the loader is made
     GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
-    // wgrad, narrow: the tile's rows.
-    TapChannel row[kOp == Op::kWgrad && kNarrow ? Tile::kTileM : 1];
+    int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
+    // wgrad, any copy: the tile's rows.
+    TapChannel row[kOp == Op::kWgrad && kCopyA == kAnyCopy ? Tile::kTileM : 1];
   };
 
-  __device__ __forceinline__ AsyncLoader(const IgemmWmmaParams& params, Shared& shared)
-      : params_(params), shared_(shared) {
+  __device__ __forceinline__ AsyncLoader(const IgemmWmmaParams& params, const WmmaTile<T>& tile,
+                                         Shared& shared)
+      : params_(params),
+        shared_(shared),
+        a_(tile.a),
+        b_(tile.b),
+        k_(tile.k_begin),
+        k_end_(tile.k_end) {
     const ImplicitGemm& gemm = params.gemm;
-    const WmmaTile& tile = shared.tile;
-    a_ = static_cast<const T*>(tile.a);
-    b_ = static_cast<const T*>(tile.b);
-    k_ = tile.k_begin;
-    k_end_ = tile.k_end;
     if constexpr (kOp == Op::kWgrad) {
       static_assert(kStagesOfGroup >= 1 && Tile::kStages - 1 < 2 * kStagesOfGroup);
+      k_begin_ = tile.k_begin;
       LocateGroup(0);
       LocateGroup(1);
       next_group_ = 2;
-      stage_ = 0;
-      if constexpr (kNarrow) {
+      if constexpr (kCopyA == kAnyCopy) {
         for (int r = threadIdx.x; r < Tile::kTileM; r += kThreads) {
-          shared.row[r] = TapChannel::Decode(gemm, tile.phase, gemm.row_channels_divmod,
+          shared.row[r] = TapChannel::Decode(gemm, shared.phase, gemm.row_channels_divmod,
                                              tile.m_first + r, gemm.gemm_m);
         }
       } else {
-        const TapChannel at =
-            TapChannel::Decode(gemm, tile.phase, gemm.row_channels_divmod,
-                               tile.m_first + OwnerA::Column() * kWidth, gemm.gemm_m);
-        a_pixel_ = at.pixel;
-        a_taps_ = at.taps;
-        a_source_ = a_ + at.channel;
+#pragma unroll
+        for (int piece = 0; piece < kPiecesA; ++piece) {
+          const TapChannel at = TapChannel::Decode(
+              gemm, shared.phase, gemm.row_channels_divmod,
+              tile.m_first + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA), gemm.gemm_m);
+          cursor_[piece] = {a_ + at.channel, at.pixel, at.taps, at.channel};
+        }
       }
     } else {
-      const int32_t rows = ImplicitGemm::Rows(gemm.images, tile.phase);
       for (int r = threadIdx.x; r < Tile::kTileM; r += kThreads) {
-        shared.pixel[r] = LocatePixel(gemm, tile.phase, tile.m_first + r, rows);
+        shared.pixel[r] =
+            LocatePixel(gemm, shared.phase, tile.m_first + r, tile.rows, &shared.dst[r]);
       }
-      channel_ = gemm.reduce_channels;  // decode at the first stage
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        cursor_[piece].channel = gemm.reduce_channels;  // decode at the first stage
+      }
     }
     n_ = tile.n_first + (kOp == Op::kDgrad ? OwnerB::Row() : OwnerB::Column() * kWidth);
     if constexpr (kOp != Op::kDgrad) {
       const int32_t k = k_ + OwnerB::Row();
-      b_source_ = b_ + int64_t{k} * gemm.b_reduce + n_;
+      b_source_[0] = b_ + int64_t{k} * gemm.b_reduce + n_;
       // A column past the last has no row.
       b_left_ = n_ < gemm.gemm_n ? k_end_ - k : 0;
     }
@@ -229,19 +246,19 @@ class AsyncLoader {
       if (stage_ >= (next_group_ - 1) * kStagesOfGroup && stage_ >= Tile::kStages - 1) {
         LocateGroup(next_group_++);
       }
-    } else if constexpr (!kNarrow) {
+    } else if constexpr (kCopyA != kAnyCopy) {
       const ImplicitGemm& gemm = params_.gemm;
-      const int32_t k = k_ + OwnerA::Column() * kWidth;
-      if (channel_ >= gemm.reduce_channels || k >= k_end_) {
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        Cursor& cursor = cursor_[piece];
+        const int32_t k = k_ + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA);
+        if (cursor.channel < gemm.reduce_channels && k < k_end_) continue;
         const TapChannel at =
-            TapChannel::Decode(gemm, shared_.tile.phase, gemm.reduce_channels_divmod, k, k_end_);
-        a_pixel_ = at.pixel;
-        a_taps_ = at.taps;
-        channel_ = at.channel;
-        a_source_ = a_ + at.channel;
+            TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod, k, k_end_);
+        cursor = {a_ + at.channel, at.pixel, at.taps, at.channel};
         if constexpr (kOp == Op::kDgrad) {
-          b_source_ = b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column;
-          b_left_ = at.taps == kNoTap ? 0 : gemm.gemm_n - n_;
+          b_source_[piece] =
+              b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column;
         }
       }
     }
@@ -251,27 +268,31 @@ class AsyncLoader {
   __device__ __forceinline__ void IssuePart(uint32_t slot) {
     const uint32_t a = slot + OwnerA::Offset();
     const uint32_t b = slot + Tile::kBytesOfA + OwnerB::Offset();
-    if constexpr (!kNarrow) {
+    constexpr int kFirstB = OwnerB::kPasses * kPart / kParts;
+    constexpr int kLastB = OwnerB::kPasses * (kPart + 1) / kParts;
+    if constexpr (kCopyA != kAnyCopy) {
       constexpr int kFirstA = OwnerA::kPasses * kPart / kParts;
       constexpr int kLastA = OwnerA::kPasses * (kPart + 1) / kParts;
-      constexpr int kFirstB = OwnerB::kPasses * kPart / kParts;
-      constexpr int kLastB = OwnerB::kPasses * (kPart + 1) / kParts;
-      GatherRows<16, kFirstA, kLastA>(a, a_source_, a_pixel_, a_taps_, 0);
-      if constexpr (!kPhased) {
-        MatrixRows<16, kFirstB, kLastB>(b);
-      } else if constexpr (kPart == 0) {
-        PhasedRows<16>(b);
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        GatherRows<kCopyA, kFirstA, kLastA>(a, cursor_[piece], piece);
+        if constexpr (kOp == Op::kDgrad) {
+          FilterRows<kCopyA, kFirstB, kLastB>(b, b_source_[piece], cursor_[piece].taps, piece);
+        }
       }
     } else if constexpr (kPart == 0) {
-      WithCopyBytes<T, kNarrow>(params_.a_copy_bytes, [&](auto bytes) { NarrowA<bytes>(a, b); });
-      if constexpr (kOp != Op::kDgrad) {
-        WithCopyBytes<T, kNarrow>(params_.b_copy_bytes, [&](auto bytes) {
-          if constexpr (kPhased) {
-            PhasedRows<bytes>(b);
-          } else {
-            MatrixRows<bytes, 0, OwnerB::kPasses>(b);
-          }
-        });
+      WithCopyBytes<T, kCopyA>(params_.a_copy_bytes, [&](auto bytes) { NarrowA<bytes>(a, b); });
+    }
+    if constexpr (kOp != Op::kDgrad) {
+      if constexpr (kPhased) {
+        if constexpr (kPart == 0) {
+          WithCopyBytes<T, kCopyB>(params_.b_copy_bytes, [&](auto bytes) { PhasedRows<bytes>(b); });
+        }
+      } else if constexpr (kCopyB != kAnyCopy) {
+        MatrixRows<kCopyB, kFirstB, kLastB>(b);
+      } else if constexpr (kPart == 0) {
+        WithCopyBytes<T, kCopyB>(params_.b_copy_bytes,
+                                 [&](auto bytes) { MatrixRows<bytes, 0, OwnerB::kPasses>(b); });
       }
     }
   }
@@ -281,20 +302,24 @@ class AsyncLoader {
     if constexpr (kOp == Op::kWgrad) {
       ++stage_;
     } else {
-      channel_ += kTileK;
-      a_source_ += kTileK;
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        cursor_[piece].channel += kTileK;
+        cursor_[piece].source += kTileK;
+        if constexpr (kOp == Op::kDgrad) b_source_[piece] += kTileK;
+      }
     }
-    if constexpr (kOp == Op::kDgrad) {
-      b_source_ += kTileK;
-    } else {
-      b_source_ += int64_t{kTileK} * params_.gemm.b_reduce;
+    if constexpr (kOp != Op::kDgrad) {
+      b_source_[0] += int64_t{kTileK} * params_.gemm.b_reduce;
       b_left_ -= kTileK;
     }
   }
 
   __device__ __forceinline__ void Finish(uint32_t slot) {
-    if constexpr (kNarrow && sizeof(T) == 2) {
+    if constexpr (kHeldA) {
       if (params_.a_copy_bytes == 2) held_a_.Store(slot + OwnerA::Offset());
+    }
+    if constexpr (kHeldB) {
       if (params_.b_copy_bytes == 2) {
         held_b_.Store(slot + Tile::kBytesOfA + OwnerB::Offset());
       }
@@ -304,13 +329,24 @@ class AsyncLoader {
  private:
   using OwnerA = ChunkOwner<OperandA, kThreads>;
   using OwnerB = ChunkOwner<OperandB, kThreads>;
+  static constexpr int kPiecesA = kCopyA == kAnyCopy ? 1 : 16 / kCopyA;
+  static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
+  static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
+  static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
   // fprop, dgrad: a thread's rows are the same in all stages. TF32 has no registers left for them.
   static constexpr bool kPixelsInRegisters = kOp != Op::kWgrad && sizeof(T) == 2;
 
+  // A piece of this thread's chunk column of A: its tap and channel in the next stage.
+  struct Cursor {
+    const T* source;
+    int32_t pixel;
+    uint32_t taps;
+    int32_t channel;
+  };
+
   // The gathered tensor: passes kFirst to kLast of one piece.
   template <int kBytes, int kFirst, int kLast>
-  __device__ __forceinline__ void GatherRows(uint32_t a, const T* source, int32_t tap_pixel,
-                                             uint32_t taps, int piece) {
+  __device__ __forceinline__ void GatherRows(uint32_t a, const Cursor& at, int piece) {
     const int32_t pixel_bytes = params_.gemm.src_channels * int32_t{sizeof(T)};
     const GatherPixel* table = shared_.pixel + OwnerA::Row() +
                                (kOp == Op::kWgrad ? stage_ % (2 * kStagesOfGroup) * kTileK : 0);
@@ -319,28 +355,46 @@ class AsyncLoader {
       const GatherPixel pixel = kPixelsInRegisters ? pixel_[i] : table[i * OwnerA::kRowsOfPass];
       CopyPiece<kBytes>(
           held_a_, i, piece, OwnerA::OfPass(a, i),
-          reinterpret_cast<const char*>(source) + int64_t{pixel.pixel + tap_pixel} * pixel_bytes,
-          (taps & ~pixel.taps) == 0);
+          reinterpret_cast<const char*>(at.source) + int64_t{pixel.pixel + at.pixel} * pixel_bytes,
+          (at.taps & ~pixel.taps) == 0);
     }
   }
 
-  // B, a plain matrix: in dgrad rows of gemm_n under one tap, else rows of the reduction. b_left_
-  // rows from this thread's first one on exist.
+  // B of dgrad: rows of gemm_n under one tap.
   template <int kBytes, int kFirst, int kLast>
-  __device__ __forceinline__ void MatrixRows(uint32_t b) {
-    const int64_t row = kOp == Op::kDgrad ? params_.gemm.b_column : params_.gemm.b_reduce;
+  __device__ __forceinline__ void FilterRows(uint32_t b, const T* source, uint32_t taps,
+                                             int piece) {
+    const uint32_t row_bytes = static_cast<uint32_t>(params_.gemm.b_column) * uint32_t{sizeof(T)};
+    const int32_t left = taps == kNoTap ? 0 : params_.gemm.gemm_n - n_;
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i) {
-      MatrixRow<kBytes>(i, b, b_source_ + i * OwnerB::kRowsOfPass * row,
+      CopyPiece<kBytes>(held_b_, i, piece, OwnerB::OfPass(b, i),
+                        reinterpret_cast<const char*>(source) +
+                            uint64_t{row_bytes} * uint32_t{i * OwnerB::kRowsOfPass},
+                        i * OwnerB::kRowsOfPass < left);
+    }
+  }
+
+  // B of fprop and wgrad, a plain matrix: rows of the reduction, of which b_left_ exist from this
+  // thread's first one on.
+  template <int kBytes, int kFirst, int kLast>
+  __device__ __forceinline__ void MatrixRows(uint32_t b) {
+    const uint32_t row_bytes = static_cast<uint32_t>(params_.gemm.b_reduce) * uint32_t{sizeof(T)};
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      MatrixRow<kBytes>(i, b,
+                        reinterpret_cast<const char*>(b_source_[0]) +
+                            uint64_t{row_bytes} * uint32_t{i * OwnerB::kRowsOfPass},
                         i * OwnerB::kRowsOfPass < b_left_);
     }
   }
   template <int kBytes>
-  __device__ __forceinline__ void MatrixRow(int pass, uint32_t b, const T* source, bool valid) {
+  __device__ __forceinline__ void MatrixRow(int pass, uint32_t b, const void* source, bool valid) {
     constexpr int kElements = kBytes / int{sizeof(T)};
 #pragma unroll
     for (int piece = 0; piece < 16 / kBytes; ++piece) {
-      CopyPiece<kBytes>(held_b_, pass, piece, OwnerB::OfPass(b, pass), source + piece * kElements,
+      CopyPiece<kBytes>(held_b_, pass, piece, OwnerB::OfPass(b, pass),
+                        static_cast<const T*>(source) + piece * kElements,
                         valid && (piece == 0 || n_ + piece * kElements < params_.gemm.gemm_n));
     }
   }
@@ -352,14 +406,14 @@ class AsyncLoader {
 #pragma unroll(kBytes == 2 ? OwnerB::kPasses : 1)
     for (int i = 0; i < OwnerB::kPasses; ++i) {
       const TapChannel at =
-          TapChannel::Decode(gemm, shared_.tile.phase, gemm.reduce_channels_divmod,
+          TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod,
                              k_ + OwnerB::Row() + i * OwnerB::kRowsOfPass, k_end_);
       MatrixRow<kBytes>(i, b, b_ + at.filter_tap * gemm.b_tap + at.channel * gemm.b_reduce + n_,
                         at.taps != kNoTap && n_ < gemm.gemm_n);
     }
   }
 
-  // A of a narrow instance, piece by piece; in dgrad B too, from the same reduction indices.
+  // A with any copy width, piece by piece; in dgrad B too, from the same reduction indices.
   template <int kBytes>
   __device__ __forceinline__ void NarrowA(uint32_t a, uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
@@ -371,28 +425,24 @@ class AsyncLoader {
       if constexpr (kOp == Op::kWgrad) {
         at = shared_.row[column];
       } else {
-        at = TapChannel::Decode(gemm, shared_.tile.phase, gemm.reduce_channels_divmod, k_ + column,
+        at = TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod, k_ + column,
                                 k_end_);
       }
-      GatherRows<kBytes, 0, OwnerA::kPasses>(a, a_ + at.channel, at.pixel, at.taps, piece);
+      GatherRows<kBytes, 0, OwnerA::kPasses>(
+          a, Cursor{a_ + at.channel, at.pixel, at.taps, at.channel}, piece);
       if constexpr (kOp == Op::kDgrad) {
-        const T* filter =
-            b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column;
-#pragma unroll
-        for (int i = 0; i < OwnerB::kPasses; ++i) {
-          CopyPiece<kBytes>(held_b_, i, piece, OwnerB::OfPass(b, i),
-                            filter + int64_t{i * OwnerB::kRowsOfPass} * gemm.b_column,
-                            at.taps != kNoTap && n_ + i * OwnerB::kRowsOfPass < gemm.gemm_n);
-        }
+        FilterRows<kBytes, 0, OwnerB::kPasses>(
+            b, b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column, at.taps,
+            piece);
       }
     }
   }
 
   __device__ __forceinline__ void LocateGroup(int32_t group) {
-    const WmmaTile& tile = shared_.tile;
-    shared_.pixel[group % 2 * kThreads + threadIdx.x] = LocatePixel(
-        params_.gemm, tile.phase,
-        tile.k_begin + group * kThreads + static_cast<int32_t>(threadIdx.x), tile.k_end);
+    int32_t dst;
+    shared_.pixel[group % 2 * kThreads + threadIdx.x] =
+        LocatePixel(params_.gemm, shared_.phase,
+                    k_begin_ + group * kThreads + static_cast<int32_t>(threadIdx.x), k_end_, &dst);
   }
 
   const IgemmWmmaParams& params_;
@@ -401,17 +451,13 @@ class AsyncLoader {
   const T* b_;
   int32_t k_, k_end_;  // first reduction index of the next stage; where the slice ends
   int32_t n_;          // this thread's column of B; in dgrad its first row
-  // This thread's chunk column of A: its tap and channel.
-  const T* a_source_;
-  int32_t a_pixel_;
-  uint32_t a_taps_;
-  int32_t channel_;
-  const T* b_source_;  // its first row of B in the next stage
+  Cursor cursor_[kPiecesA];
+  const T* b_source_[kOp == Op::kDgrad ? kPiecesA : 1];  // its first row of B in the next stage
   int32_t b_left_;
   GatherPixel pixel_[kPixelsInRegisters ? OwnerA::kPasses : 1];
-  int32_t stage_ = 0, next_group_ = 0;
-  HeldChunks<OperandA, kThreads, kNarrow && sizeof(T) == 2> held_a_;
-  HeldChunks<OperandB, kThreads, kNarrow && sizeof(T) == 2> held_b_;
+  int32_t k_begin_, stage_ = 0, next_group_ = 0;  // wgrad
+  HeldChunks<OperandA, kThreads, kHeldA> held_a_;
+  HeldChunks<OperandB, kThreads, kHeldB> held_b_;
 };
 
 }  // namespace jaxconv

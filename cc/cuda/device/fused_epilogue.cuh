@@ -39,7 +39,7 @@ __device__ __forceinline__ float Activate(Activation activation, float negative_
 struct PlainEpilogue {
   __device__ explicit PlainEpilogue(const EpilogueParams&) {}
   template <typename Out>
-  __device__ __forceinline__ float operator()(float value, int64_t, int32_t) const {
+  __device__ __forceinline__ float operator()(float value, int64_t, int32_t, bool) const {
     return value;
   }
 };
@@ -47,9 +47,11 @@ struct PlainEpilogue {
 struct FusedEpilogue {
   const EpilogueParams& params;
   __device__ explicit FusedEpilogue(const EpilogueParams& p) : params(p) {}
-  // `at`: offset in the output; `channel`: of all output channels.
+  // `at`: offset in the output; `channel`: of all output channels; both exist if `inside`.
   template <typename Out>
-  __device__ __forceinline__ float operator()(float value, int64_t at, int32_t channel) const {
+  __device__ __forceinline__ float operator()(float value, int64_t at, int32_t channel,
+                                              bool inside) const {
+    if (!inside) return 0;
     if (params.scale != nullptr) value *= __ldg(params.scale + channel);
     if (params.bias != nullptr) value += __ldg(params.bias + channel);
     if (params.residual != nullptr) {
@@ -96,25 +98,32 @@ __device__ __forceinline__ void StoreAccumulators(
     if (vector) {
       const int column = lane % kLanesOfRow * kWidth;
       const int n = n_warp + column;
+      constexpr int kPasses = kLanesOfRow / 2;
+      float values[kPasses][kWidth];
+      int32_t dst[kPasses];
+      // All loads, then all stores, and no branch: each waits for its memory once.
 #pragma unroll
-      for (int row = lane / kLanesOfRow; row < 16; row += 32 / kLanesOfRow) {
-        float values[kWidth];
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = lane / kLanesOfRow + pass * (32 / kLanesOfRow);
+        dst[pass] = n < n_end ? dst_row(first_row + row) : -1;
 #pragma unroll
         for (int q = 0; q < kWidth / 4; ++q) {
-          LoadShared<0>(chunk_address(row, column / 4 + q), &values[q * 4]);
+          LoadShared<0>(chunk_address(row, column / 4 + q), &values[pass][q * 4]);
         }
-        const int32_t dst = dst_row(first_row + row);
-        if (dst < 0 || n >= n_end) continue;
-        const int64_t at = base + int64_t{dst} * row_stride + n;
+      }
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const bool inside = dst[pass] >= 0;
+        const int64_t at = base + n + int64_t{dst[pass]} * row_stride;
         Out elements[kWidth];
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           elements[e] = FromFloat<Out>(
-              epilogue.template operator()<Out>(values[e], at + e, channel0 + n + e));
+              epilogue.template operator()<Out>(values[pass][e], at + e, channel0 + n + e, inside));
         }
         uint4 packed;
         memcpy(&packed, elements, sizeof(packed));
-        *reinterpret_cast<uint4*>(out + at) = packed;
+        if (inside) *reinterpret_cast<uint4*>(out + at) = packed;
       }
     } else {
 #pragma unroll 1
@@ -127,7 +136,8 @@ __device__ __forceinline__ void StoreAccumulators(
           const float value =
               __uint_as_float(LoadWord(chunk_address(row, column / 4) + column % 4 * 4));
           const int64_t at = base + int64_t{dst} * row_stride + n;
-          out[at] = FromFloat<Out>(epilogue.template operator()<Out>(value, at, channel0 + n));
+          out[at] =
+              FromFloat<Out>(epilogue.template operator()<Out>(value, at, channel0 + n, true));
         }
       }
     }

@@ -14,17 +14,21 @@ constexpr const char* kFamily = "igemm_wmma";
 
 struct Instance {
   WmmaTileId id;
-  bool narrow;
+  int a_copy, b_copy;  // bytes of one copy; 0: any
+  const char* suffix;
   int64_t stages;
   TileCost cost;
 };
 
-constexpr Instance MakeInstance(WmmaTileId id, bool narrow, int64_t tile_m, int64_t tile_n,
-                                int64_t tile_k_bytes, int64_t warps_m, int64_t warps_n,
-                                int64_t stages, int64_t ctas_per_sm, double stage_cycles) {
+constexpr Instance MakeInstance(WmmaTileId id, int a_copy, int b_copy, const char* suffix,
+                                int64_t tile_m, int64_t tile_n, int64_t tile_k_bytes,
+                                int64_t warps_m, int64_t warps_n, int64_t stages,
+                                int64_t ctas_per_sm, double stage_cycles) {
   Instance instance{};
   instance.id = id;
-  instance.narrow = narrow;
+  instance.a_copy = a_copy;
+  instance.b_copy = b_copy;
+  instance.suffix = suffix;
   instance.stages = stages;
   instance.cost.tile_m = tile_m;
   instance.cost.tile_n = tile_n;
@@ -33,22 +37,25 @@ constexpr Instance MakeInstance(WmmaTileId id, bool narrow, int64_t tile_m, int6
   instance.cost.warps_n = warps_n;
   instance.cost.ctas_per_sm = ctas_per_sm;
   // The stages, and the row and pixel tables.
-  instance.cost.shared_bytes = stages * (tile_m + tile_n) * tile_k_bytes + (narrow ? 7168 : 5120);
+  instance.cost.shared_bytes =
+      stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 5120);
   instance.cost.stage_cycles = stage_cycles;
   return instance;
 }
 
 // As WmmaTileOf in igemm_wmma.cuh.
 constexpr Instance kInstances[] = {
-    MakeInstance(WmmaTileId::k128x256, false, 128, 256, 128, 2, 4, 3, 1, 0),
-    MakeInstance(WmmaTileId::k256x128, false, 256, 128, 128, 4, 2, 3, 1, 0),
-    MakeInstance(WmmaTileId::k128x128, false, 128, 128, 128, 2, 2, 3, 2, 0),
-    MakeInstance(WmmaTileId::k256x64, false, 256, 64, 64, 4, 1, 4, 2, 0),
-    MakeInstance(WmmaTileId::k128x64, false, 128, 64, 128, 2, 2, 3, 3, 0),
-    MakeInstance(WmmaTileId::k64x64, false, 64, 64, 128, 2, 2, 3, 4, 0),
-    MakeInstance(WmmaTileId::k256x16, false, 256, 16, 128, 4, 1, 3, 2, 0),
-    MakeInstance(WmmaTileId::k128x64Narrow, true, 128, 64, 64, 2, 2, 3, 2, 600),
-    MakeInstance(WmmaTileId::k128x16Narrow, true, 128, 16, 128, 4, 1, 3, 2, 900),
+    MakeInstance(WmmaTileId::k128x256, 16, 16, "", 128, 256, 128, 2, 4, 3, 1, 0),
+    MakeInstance(WmmaTileId::k256x128, 16, 16, "", 256, 128, 128, 4, 2, 3, 1, 0),
+    MakeInstance(WmmaTileId::k128x128, 16, 16, "", 128, 128, 128, 2, 2, 3, 2, 0),
+    MakeInstance(WmmaTileId::k256x64, 16, 16, "", 256, 64, 64, 4, 1, 4, 2, 0),
+    MakeInstance(WmmaTileId::k128x64, 16, 16, "", 128, 64, 128, 2, 2, 3, 3, 0),
+    MakeInstance(WmmaTileId::k64x64, 16, 16, "", 64, 64, 128, 2, 2, 3, 4, 0),
+    MakeInstance(WmmaTileId::k256x16, 16, 16, "", 256, 16, 128, 4, 1, 3, 2, 0),
+    MakeInstance(WmmaTileId::k128x64Half, 8, 8, "_half", 128, 64, 128, 2, 2, 3, 2, 200),
+    MakeInstance(WmmaTileId::k256x16ThinB, 16, 0, "_thin", 256, 16, 128, 4, 1, 3, 2, 200),
+    MakeInstance(WmmaTileId::k128x64Narrow, 0, 0, "_narrow", 128, 64, 64, 2, 2, 3, 2, 600),
+    MakeInstance(WmmaTileId::k128x16Narrow, 0, 0, "_narrow", 128, 16, 128, 4, 1, 3, 2, 900),
 };
 
 // Partial results of split-K take at most this much workspace.
@@ -58,6 +65,8 @@ constexpr int64_t kMinBlocksPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
 // Pixels are located in groups past the end of the reduction.
 constexpr int64_t kMaxReducePixels = (int64_t{1} << 31) - (1 << 16);
+// The bytes of a pixel and of a row of the filter fit in 32 bits.
+constexpr int64_t kMaxChannels = int64_t{1} << 28;
 // Bit 31 of a GatherPixel says that a tap does not exist.
 constexpr int64_t kMaxTapBits = 31;
 
@@ -154,15 +163,18 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
                                  Name(problem.precision) + " asks for more");
   }
-  if (!instance.narrow) {
-    const int64_t width = 16 / ByteWidth(dtype);
-    auto require = [&](const char* what, int64_t value) {
-      if (value % width == 0) return Status();
-      return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
-                                   " is not a multiple of " + std::to_string(width));
-    };
-    if (op != Op::kDgrad) JAXCONV_RETURN_IF_ERROR(require("C/groups", problem.c_per_group()));
-    JAXCONV_RETURN_IF_ERROR(require("K/groups", problem.k_per_group()));
+  auto require = [&](const char* what, int64_t value, int copy) {
+    const int64_t width = copy == 0 ? 1 : copy / ByteWidth(dtype);
+    if (value % width == 0) return Status();
+    return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
+                                 " is not a multiple of " + std::to_string(width));
+  };
+  if (op != Op::kDgrad) {
+    JAXCONV_RETURN_IF_ERROR(require("C/groups", problem.c_per_group(), instance.a_copy));
+  }
+  JAXCONV_RETURN_IF_ERROR(require("K/groups", problem.k_per_group(), instance.b_copy));
+  if (std::max(problem.c, problem.k) > kMaxChannels) {
+    return Status::Unimplemented("more than 2^28 channels");
   }
   Plan plan;
   JAXCONV_RETURN_IF_ERROR(MakePlan(instance, problem, &plan));
@@ -227,6 +239,14 @@ Status LaunchTile(WmmaTileId id, const IgemmWmmaParams& params, int64_t ctas, vo
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k64x64>(params, ctas, stream);
     case WmmaTileId::k256x16:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x16>(params, ctas, stream);
+    case WmmaTileId::k128x64Half:
+      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Half>(params, ctas, stream);
+    case WmmaTileId::k256x16ThinB:
+      // In dgrad both operands have the same copy width: there is no such row.
+      if constexpr (kOp != Op::kDgrad) {
+        return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x16ThinB>(params, ctas, stream);
+      }
+      break;
     case WmmaTileId::k128x64Narrow:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Narrow>(params, ctas, stream);
     case WmmaTileId::k128x16Narrow:
@@ -293,7 +313,7 @@ std::string InstanceName(const Instance& instance, Op op, DType dtype) {
                      std::to_string(instance.cost.tile_n) + "x" +
                      std::to_string(instance.cost.tile_k_bytes / ByteWidth(dtype)) + "_" +
                      std::to_string(instance.stages) + "stage";
-  return instance.narrow ? name + "_narrow" : name;
+  return name + instance.suffix;
 }
 
 }  // namespace
@@ -303,6 +323,7 @@ std::vector<KernelRow> IgemmWmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       for (const Instance& instance : kInstances) {
+        if (op == Op::kDgrad && instance.a_copy != instance.b_copy) continue;
         KernelRow row;
         row.name = InstanceName(instance, op, dtype);
         row.family = kFamily;

@@ -31,23 +31,33 @@ struct WmmaTileOf<WmmaTileId::k64x64> : MmaTile<64, 64, 128, 2, 2, 3, 4> {};
 template <>
 struct WmmaTileOf<WmmaTileId::k256x16> : MmaTile<256, 16, 128, 4, 1, 3, 2> {};
 template <>
+struct WmmaTileOf<WmmaTileId::k128x64Half> : MmaTile<128, 64, 128, 2, 2, 3, 2> {};
+template <>
+struct WmmaTileOf<WmmaTileId::k256x16ThinB> : MmaTile<256, 16, 128, 4, 1, 3, 2> {};
+template <>
 struct WmmaTileOf<WmmaTileId::k128x64Narrow> : MmaTile<128, 64, 64, 2, 2, 3, 2> {};
 template <>
 struct WmmaTileOf<WmmaTileId::k128x16Narrow> : MmaTile<128, 16, 128, 4, 1, 3, 2> {};
 
-constexpr bool IsNarrow(WmmaTileId tile) {
-  return tile == WmmaTileId::k128x64Narrow || tile == WmmaTileId::k128x16Narrow;
-}
+// Bytes of one copy.
+template <WmmaTileId kTile>
+inline constexpr int kCopyOfA =
+    kTile == WmmaTileId::k128x64Half                                           ? 8
+    : kTile == WmmaTileId::k128x64Narrow || kTile == WmmaTileId::k128x16Narrow ? kAnyCopy
+                                                                               : 16;
+template <WmmaTileId kTile>
+inline constexpr int kCopyOfB = kTile == WmmaTileId::k256x16ThinB ? kAnyCopy : kCopyOfA<kTile>;
 
-template <Op kOp, typename T, class Tile, bool kNarrow, bool kPhased, class Epilogue>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
+template <Op kOp, typename T, WmmaTileId kTile, bool kPhased, class Epilogue>
+__global__ void __launch_bounds__(WmmaTileOf<kTile>::kThreads, WmmaTileOf<kTile>::kMinBlocks)
     IgemmWmma(const __grid_constant__ IgemmWmmaParams params) {
+  using Tile = WmmaTileOf<kTile>;
   using OperandA = OperandTile<T, Tile::kTileM, Tile::kTileKBytes, kOp == Op::kWgrad>;
   using OperandB = OperandTile<T, Tile::kTileN, Tile::kTileKBytes, kOp != Op::kDgrad>;
-  using Loader = AsyncLoader<kOp, T, Tile, OperandA, OperandB, kNarrow, kPhased>;
+  using Loader =
+      AsyncLoader<kOp, T, Tile, OperandA, OperandB, kCopyOfA<kTile>, kCopyOfB<kTile>, kPhased>;
   extern __shared__ __align__(1024) unsigned char stages[];
-  __shared__ typename Loader::Shared loader_shared;
-  WmmaTile& tile = loader_shared.tile;
+  __shared__ typename Loader::Shared shared;
   const ImplicitGemm& gemm = params.gemm;
 
   int32_t index = blockIdx.x, n_tile, m_tile, slice, z, batch, group;
@@ -56,49 +66,33 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   params.slices.Divmod(index, &index, &slice);
   params.batch_groups.Divmod(index, &index, &z);
   gemm.groups_divmod.Divmod(z, &batch, &group);
-  if (threadIdx.x < 3) tile.phase[threadIdx.x] = gemm.PhaseOfAxis(index, threadIdx.x);
+  if (threadIdx.x < 3) shared.phase[threadIdx.x] = gemm.PhaseOfAxis(index, threadIdx.x);
   __syncthreads();
-  const int32_t rows =
-      kOp == Op::kWgrad ? gemm.gemm_m : ImplicitGemm::Rows(gemm.images, tile.phase);
-  const int32_t m_first = m_tile * Tile::kTileM, n_first = n_tile * Tile::kTileN;
-  if (m_first >= rows) return;
+  WmmaTile<T> tile;
+  tile.rows = kOp == Op::kWgrad ? gemm.gemm_m : ImplicitGemm::Rows(gemm.images, shared.phase);
+  tile.m_first = m_tile * Tile::kTileM;
+  tile.n_first = n_tile * Tile::kTileN;
+  if (tile.m_first >= tile.rows) return;
   const int32_t reduction = kOp == Op::kWgrad
                                 ? gemm.reduce_pixels
-                                : ImplicitGemm::TapCount(tile.phase) * gemm.reduce_channels;
+                                : ImplicitGemm::TapCount(shared.phase) * gemm.reduce_channels;
   const int32_t slice_length = params.blocks_per_slice * Loader::kTileK;
-  const int32_t k_begin =
-      static_cast<int32_t>(min(int64_t{slice} * slice_length, int64_t{reduction}));
-  const int32_t k_end =
-      static_cast<int32_t>(min(int64_t{k_begin} + slice_length, int64_t{reduction}));
-  if (threadIdx.x == 0) {
-    tile.m_first = m_first;
-    tile.n_first = n_first;
-    tile.k_begin = k_begin;
-    tile.k_end = k_end;
-    tile.a = static_cast<const T*>(params.a) + batch * gemm.a_batch + int64_t{group} * gemm.a_group;
-    tile.b = static_cast<const T*>(params.b) + batch * gemm.b_batch + int64_t{group} * gemm.b_group;
-  }
-  __syncthreads();
+  tile.k_begin = static_cast<int32_t>(min(int64_t{slice} * slice_length, int64_t{reduction}));
+  tile.k_end = static_cast<int32_t>(min(int64_t{tile.k_begin} + slice_length, int64_t{reduction}));
+  tile.a = static_cast<const T*>(params.a) + batch * gemm.a_batch + int64_t{group} * gemm.a_group;
+  tile.b = static_cast<const T*>(params.b) + batch * gemm.b_batch + int64_t{group} * gemm.b_group;
 
   float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
   {
-    Loader loader(params, loader_shared);
+    Loader loader(params, tile, shared);
     MmaMainloop<T, Tile, OperandA, OperandB>(
-        loader, SharedAddress(stages), (k_end - k_begin + Loader::kTileK - 1) / Loader::kTileK,
-        acc);
+        loader, SharedAddress(stages),
+        (tile.k_end - tile.k_begin + Loader::kTileK - 1) / Loader::kTileK, acc);
   }
 
   auto dst_row = [&](int row) -> int32_t {
-    const int32_t m = tile.m_first + row;
-    if (m >= rows) return -1;
-    if (kOp == Op::kWgrad || gemm.phases == 1) return m;
-    int32_t image, j[3];
-    gemm.DecodeRow(tile.phase, m, &image, j);
-#pragma unroll
-    for (int a = 0; a < 3; ++a) {
-      image = image * gemm.axis[a].dst_extent + tile.phase[a].phase + j[a] * gemm.axis[a].period;
-    }
-    return image;
+    if constexpr (kOp != Op::kWgrad) return shared.dst[row];
+    return tile.m_first + row < tile.rows ? tile.m_first + row : -1;
   };
   const Epilogue epilogue(params.epilogue);
   auto store = [&](auto* out) {
@@ -120,10 +114,10 @@ Status LaunchIgemmWmmaWith(const IgemmWmmaParams& params, int64_t ctas, void* st
   using Tile = WmmaTileOf<kTile>;
   constexpr int kSharedBytes = Tile::kStages * Tile::kStageBytes;
   static_assert(kStagingBytes<Tile> * Tile::kThreads / 32 <= kSharedBytes);
-  auto kernel = IgemmWmma<kOp, T, Tile, IsNarrow(kTile), false, Epilogue>;
+  auto kernel = IgemmWmma<kOp, T, kTile, false, Epilogue>;
   // Eight-warp tiles have no registers left for the taps of phases.
   if constexpr (kOp == Op::kFprop && Tile::kThreads == 128) {
-    if (!params.all_taps) kernel = IgemmWmma<kOp, T, Tile, IsNarrow(kTile), true, Epilogue>;
+    if (!params.all_taps) kernel = IgemmWmma<kOp, T, kTile, true, Epilogue>;
   }
   // More than 48 KB must be asked for. Once a device would do; it costs less than a microsecond.
   cudaError_t error =

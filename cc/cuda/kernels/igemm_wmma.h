@@ -13,7 +13,7 @@
 
 namespace jaxconv {
 
-// "Narrow" tiles copy any channel count, the others multiples of 16 bytes.
+// Tiles copy 16 bytes at a time; "Half" 8; "ThinB" 16 of A and any width of B; "Narrow" any width.
 enum class WmmaTileId {
   k128x256,
   k256x128,
@@ -22,6 +22,8 @@ enum class WmmaTileId {
   k128x64,
   k64x64,
   k256x16,
+  k128x64Half,
+  k256x16ThinB,
   k128x64Narrow,
   k128x16Narrow,
 };

@@ -3,8 +3,6 @@
 namespace jaxconv {
 template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k256x16>(
     const IgemmWmmaParams&, int64_t, void*);
-template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x64Narrow>(
-    const IgemmWmmaParams&, int64_t, void*);
-template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x16Narrow>(
+template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x64Half>(
     const IgemmWmmaParams&, int64_t, void*);
 }  // namespace jaxconv
