@@ -37,8 +37,7 @@ constexpr Instance MakeInstance(WmmaTileId id, int a_copy, int b_copy, const cha
   instance.cost.warps_n = warps_n;
   instance.cost.ctas_per_sm = ctas_per_sm;
   // The stages, and the row and pixel tables.
-  instance.cost.shared_bytes =
-      stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 5120);
+  instance.cost.shared_bytes = stages * (tile_m + tile_n) * tile_k_bytes + 5120;
   instance.cost.stage_cycles = stage_cycles;
   return instance;
 }
@@ -67,6 +66,8 @@ constexpr int64_t kMaxSlices = 512;
 constexpr int64_t kMaxReducePixels = (int64_t{1} << 31) - (1 << 16);
 // The bytes of a pixel and of a row of the filter fit in 32 bits.
 constexpr int64_t kMaxChannels = int64_t{1} << 28;
+// kMaxTableTaps of device/async_loaders.cuh.
+constexpr int64_t kMaxTableTaps = 64;
 // Bit 31 of a GatherPixel says that a tap does not exist.
 constexpr int64_t kMaxTapBits = 31;
 
@@ -86,6 +87,7 @@ int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
 struct Plan {
   IgemmWmmaParams params;
   int64_t tiles = 0;
+  int64_t taps = 0;           // of the phase that has most
   int64_t blocks = 0;         // stages of the longest reduction
   double average_blocks = 0;  // over phases
 };
@@ -122,6 +124,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   if (wgrad && gemm.reduce_pixels > kMaxReducePixels) {
     return Status::Unimplemented("more than 2^31 - 2^16 pixels");
   }
+  plan->taps = taps;
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
   const int64_t m_tiles = CeilDiv(gemm.gemm_m, instance.cost.tile_m);
   const int64_t batch_groups = gemm.batches * gemm.groups;
@@ -178,6 +181,10 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
   }
   Plan plan;
   JAXCONV_RETURN_IF_ERROR(MakePlan(instance, problem, &plan));
+  if (instance.a_copy != 0 && op != Op::kWgrad && plan.taps > kMaxTableTaps) {
+    return Status::Unimplemented(std::to_string(plan.taps) + " taps, expected at most " +
+                                 std::to_string(kMaxTableTaps));
+  }
   if (op == Op::kFprop && !plan.params.all_taps &&
       instance.cost.warps_m * instance.cost.warps_n > 4) {
     return Status::Unimplemented("fprop with lhs_dilation is left to tiles of four warps");
