@@ -205,7 +205,7 @@ class AsyncLoader {
     AxisPhase phase[3];  // filled before the loader is made
     GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
     int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
-    // fprop, dgrad, known copy: the phase's taps and, for what lies behind the last, kNoTap.
+    // fprop, dgrad, known copy: kNoTap, then the phase's taps.
     TapEntry tap[kHasTapTable ? kMaxTableTaps + 1 : 1];
     // wgrad, any copy: the tile's rows.
     TapChannel row[kOp == Op::kWgrad && kCopyA == kAnyCopy ? Tile::kTileM : 1];
@@ -246,10 +246,11 @@ class AsyncLoader {
             LocatePixel(gemm, shared.phase, tile.m_first + r, tile.rows, &shared.dst[r]);
       }
       if constexpr (kHasTapTable) {
-        no_tap_ = ImplicitGemm::TapCount(shared.phase);
-        for (int tap = threadIdx.x; tap <= no_tap_; tap += kThreads) {
-          const TapChannel at = TapChannel::Decode(gemm, shared.phase, FastDivmod(), tap, no_tap_);
-          shared.tap[tap] = {at.pixel, at.taps, at.filter_tap, 0};
+        const int32_t taps = ImplicitGemm::TapCount(shared.phase);
+        for (int entry = threadIdx.x; entry <= taps; entry += kThreads) {
+          const TapChannel at = TapChannel::Decode(gemm, shared.phase, FastDivmod(),
+                                                   entry == 0 ? taps : entry - 1, taps);
+          shared.tap[entry] = {at.pixel, at.taps, at.filter_tap, 0};
         }
       }
     }
@@ -317,7 +318,8 @@ class AsyncLoader {
     k_ += kTileK;
     if constexpr (kOp == Op::kWgrad) ++stage_;
     if constexpr (kOp != Op::kDgrad) {
-      b_source_[0] += int64_t{kTileK} * params_.gemm.b_reduce;
+      b_source_[0] = OffsetBytes(b_source_[0], kTileK,
+                                 static_cast<int32_t>(params_.gemm.b_reduce) * int32_t{sizeof(T)});
       b_left_ -= kTileK;
     }
     Locate();
@@ -341,10 +343,12 @@ class AsyncLoader {
   static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
   static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
   static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
-  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 has no
-  // registers left for them, and any copy width none to spare.
+  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 and
+  // fprop with 128 accumulators have no registers left for them, any copy width none to spare.
   static constexpr bool kPixelsInRegisters =
-      sizeof(T) == 2 && (kOp != Op::kWgrad || kCopyA != kAnyCopy);
+      sizeof(T) == 2 && (kOp == Op::kWgrad   ? kCopyA != kAnyCopy
+                         : kOp == Op::kFprop ? Tile::kTileM * Tile::kTileN / kThreads < 128
+                                             : true);
 
   // A piece of this thread's chunk column of A: its tap and channel in the next stage.
   struct Cursor {
@@ -364,7 +368,7 @@ class AsyncLoader {
         const int32_t k = k_ + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA);
         int32_t tap, channel;
         gemm.reduce_channels_divmod.Divmod(k, &tap, &channel);
-        const TapEntry entry = shared_.tap[k < k_end_ ? tap : no_tap_];
+        const TapEntry entry = shared_.tap[k < k_end_ ? tap + 1 : 0];
         cursor_[piece] = {a_ + channel, entry.pixel, entry.taps};
         if constexpr (kOp == Op::kDgrad) {
           b_source_[piece] = b_ + entry.filter_tap * gemm.b_tap + channel + n_ * gemm.b_column;
@@ -486,7 +490,6 @@ class AsyncLoader {
   const T* b_source_[kOp == Op::kDgrad ? kPiecesA : 1];  // its first row of B in the next stage
   int32_t b_left_;
   GatherPixel pixel_[kPixelsInRegisters ? OwnerA::kPasses : 1];
-  int32_t no_tap_;                                // fprop, dgrad: the entry of kNoTap
   int32_t k_begin_, stage_ = 0, next_group_ = 0;  // wgrad
   HeldChunks<OperandA, kThreads, kHeldA> held_a_;
   HeldChunks<OperandB, kThreads, kHeldB> held_b_;
