@@ -205,6 +205,7 @@ class AsyncLoader {
     AxisPhase phase[3];  // filled before the loader is made
     GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
     int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
+    const T* a;                                         // fprop: of this batch and group
     // fprop, dgrad, known copy: kNoTap, then the phase's taps.
     TapEntry tap[kHasTapTable ? kMaxTableTaps + 1 : 1];
     // wgrad, any copy: the tile's rows.
@@ -246,6 +247,7 @@ class AsyncLoader {
             LocatePixel(gemm, shared.phase, tile.m_first + r, tile.rows, &shared.dst[r]);
       }
       if constexpr (kHasTapTable) {
+        if (threadIdx.x == 0) shared.a = tile.a;
         const int32_t taps = ImplicitGemm::TapCount(shared.phase);
         for (int entry = threadIdx.x; entry <= taps; entry += kThreads) {
           const TapChannel at = TapChannel::Decode(gemm, shared.phase, FastDivmod(),
@@ -343,12 +345,10 @@ class AsyncLoader {
   static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
   static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
   static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
-  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 and
-  // fprop with 128 accumulators have no registers left for them, any copy width none to spare.
+  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 has no
+  // registers left for them, any copy width none to spare.
   static constexpr bool kPixelsInRegisters =
-      sizeof(T) == 2 && (kOp == Op::kWgrad   ? kCopyA != kAnyCopy
-                         : kOp == Op::kFprop ? Tile::kTileM * Tile::kTileN / kThreads < 128
-                                             : true);
+      sizeof(T) == 2 && (kOp != Op::kWgrad || kCopyA != kAnyCopy);
 
   // A piece of this thread's chunk column of A: its tap and channel in the next stage.
   struct Cursor {
@@ -369,7 +369,9 @@ class AsyncLoader {
         int32_t tap, channel;
         gemm.reduce_channels_divmod.Divmod(k, &tap, &channel);
         const TapEntry entry = shared_.tap[k < k_end_ ? tap + 1 : 0];
-        cursor_[piece] = {a_ + channel, entry.pixel, entry.taps};
+        // fprop has no registers for the pointer.
+        const T* a = kOp == Op::kFprop ? shared_.a : a_;
+        cursor_[piece] = {a + channel, entry.pixel, entry.taps};
         if constexpr (kOp == Op::kDgrad) {
           b_source_[piece] = b_ + entry.filter_tap * gemm.b_tap + channel + n_ * gemm.b_column;
         }
