@@ -1,4 +1,4 @@
-"""The CUDA programs of tests/cc: compiled with nvcc and run, where both it and a GPU are present."""
+"""The CUDA programs of tests/cc, compiled with nvcc and run, where there are nvcc and a GPU."""
 
 from __future__ import annotations
 
