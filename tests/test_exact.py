@@ -112,9 +112,9 @@ def test_adjoint_identity(platform, problem):
     assert inner(y, dy) == inner(x, dx) == inner(w, dw) != 0, problem.line(Op.FPROP, "f32")
 
 
-# Two operands rounded to 11 bits: sqrt(2) * 2^-11 / sqrt(3) of a product, times 0.72 for the mean of
-# a mantissa, is 2.9e-4, and measured of cuDNN; igemm_wmma's rounding has a variance 1.12 times as
-# large. On a GPU float32 at DEFAULT is TF32; cuDNN's choice for small or odd layers is sometimes not.
+# Two operands rounded to 11 bits: sqrt(2) * 2^-11 / sqrt(3) of a product, times 0.72 for the mean
+# of a mantissa, is 2.9e-4, and measured of cuDNN; igemm_wmma's rounding has 1.12 times that
+# variance. On a GPU float32 at DEFAULT is TF32, which cuDNN does not always take on small layers.
 TF32_ERROR = 3.5e-4
 
 ERROR_PROBLEMS = [
