@@ -38,7 +38,8 @@ constexpr Instance MakeInstance(WmmaTileId id, int a_copy, int b_copy, const cha
   instance.cost.warps_n = warps_n;
   instance.cost.ctas_per_sm = ctas_per_sm;
   // The stages, and the row and pixel tables.
-  instance.cost.shared_bytes = stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 3072);
+  instance.cost.shared_bytes =
+      stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 3072);
   instance.cost.gather_efficiency = gather_efficiency;
   instance.cost.wgrad_efficiency = wgrad_efficiency;
   return instance;
