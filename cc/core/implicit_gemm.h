@@ -78,14 +78,23 @@ struct GatherAxis {
     if (phase >= phases) phase -= phases;
     result.phase = phase;
     result.dst_count = (dst_extent - phase + period - 1) / period;
-    int64_t origin = int64_t{phase} * mul + off;
+    // Coordinates stay below 2^30 (MakeImplicitGemm checks): 32-bit divisions, of which a GPU makes
+    // a dozen instructions each, and none where div is 1.
+    const int32_t origin = phase * mul + off;
+    if (div == 1) {
+      result.tap_count = taps;
+      result.src0 = origin;
+      return result;
+    }
     if (origin % step_gcd != 0) {
       result.tap_count = 0;
       return result;
     }
-    int64_t residue = -(origin / step_gcd) % tap_period;
+    int32_t residue = -(origin / step_gcd) % tap_period;
     if (residue < 0) residue += tap_period;
-    result.first_tap = static_cast<int32_t>(residue * step_inverse % tap_period);
+    result.first_tap = tap_period < (1 << 15)
+                           ? residue * step_inverse % tap_period
+                           : static_cast<int32_t>(int64_t{residue} * step_inverse % tap_period);
     result.tap_count =
         result.first_tap < taps ? (taps - result.first_tap + tap_period - 1) / tap_period : 0;
     result.src0 = static_cast<int32_t>((origin + int64_t{result.first_tap} * step) / div);
@@ -147,8 +156,10 @@ struct ImplicitGemm {
   JAXCONV_HOST_DEVICE AxisPhase PhaseOfAxis(int32_t index, int a) const {
     int32_t index2 = index % axis[2].phases;
     index /= axis[2].phases;
-    int32_t by_axis[3] = {index / axis[1].phases, index % axis[1].phases, index2};
-    return axis[a].Phase(by_axis[a]);
+    // Without an array indexed by `a`, which a GPU would keep in memory.
+    return axis[a].Phase(a == 0   ? index / axis[1].phases
+                         : a == 1 ? index % axis[1].phases
+                                  : index2);
   }
   JAXCONV_HOST_DEVICE static int32_t Rows(int32_t images, const AxisPhase (&phase)[3]) {
     return images * phase[0].dst_count * phase[1].dst_count * phase[2].dst_count;

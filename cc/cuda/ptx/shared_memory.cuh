@@ -35,6 +35,16 @@ __device__ __forceinline__ void StoreShared(uint32_t address, const float (&valu
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value[0]) : "memory");
 }
 
+__device__ __forceinline__ void StoreChunk(uint32_t address, const uint32_t (&word)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+__device__ __forceinline__ void StorePair(uint32_t address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
+               : "memory");
+}
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_PTX_SHARED_MEMORY_CUH_

@@ -1,0 +1,502 @@
+// Global memory -> swizzled shared memory for the tensor-core implicit GEMMs.
+//
+// The reduction is one flat index over (tap, channel) in fprop and dgrad and over the output's
+// pixels in wgrad, so a channel count that does not fill a stage wastes nothing. A thread always
+// copies the same chunk column of a stage:
+//     fprop A, dgrad A and B   the column is a reduction index: one tap and channel for all rows
+//     fprop B, wgrad B         rows are reduction indices, the column is gemm_n
+//     wgrad A                  rows are pixels, the column is one tap and channel, for ever
+// What the gather needs of a pixel is two words: where it lies at tap 0, and one bit for each tap
+// coordinate of each axis that says whether that coordinate stays inside the source. A tap is
+// inside when its (up to three) bits are set. Everything else is zero-filled: the padding, rows
+// past the last, and the reduction past its end, on both sides.
+//
+// A chunk (16 bytes) is one copy where both channel counts allow; the "narrow" instances cut it
+// into copies of 8 or 4 bytes, or into 16-bit loads that pass through registers.
+#ifndef JAXCONV_CUDA_DEVICE_ASYNC_LOADERS_CUH_
+#define JAXCONV_CUDA_DEVICE_ASYNC_LOADERS_CUH_
+
+#include <cstdint>
+
+#include "core/implicit_gemm.h"
+#include "cuda/device/igemm_wmma_params.h"
+#include "cuda/device/mma_tile.cuh"
+
+namespace jaxconv {
+
+struct GatherPixel {
+  int32_t pixel;  // of the gathered tensor's batch, at tap coordinates 0; may lie outside
+  uint32_t taps;  // axis 0's bits lowest; bit 31 is never set
+};
+// A tap that no pixel has.
+inline constexpr uint32_t kNoTap = 1u << 31;
+
+// What one CTA knows of its tile.
+template <typename T>
+struct WmmaTile {
+  int32_t rows;  // of the phase
+  int32_t m_first, n_first;
+  int32_t k_begin, k_end;  // reduction indices of this slice
+  const T* a;              // of this batch and group
+  const T* b;
+};
+
+// One bit for each tap coordinate t that src + t * src_per_t keeps inside the source.
+__device__ __forceinline__ uint32_t TapsInside(const GatherAxis& axis, int32_t src,
+                                               int32_t tap_count) {
+  if (axis.src_per_t == 1 || axis.src_per_t == -1) {  // an interval of t
+    const int32_t first = axis.src_per_t == 1 ? -src : src - axis.src_extent + 1;
+    const int32_t low = max(0, first), high = min(tap_count, first + axis.src_extent);
+    return high > low ? ((2u << (high - low - 1)) - 1) << low : 0;
+  }
+  uint32_t taps = 0;
+  for (int t = 0; t < tap_count; ++t) {
+    if (axis.InSource(src + t * axis.src_per_t)) taps |= 1u << t;
+  }
+  return taps;
+}
+
+// Destination row or pixel -> GatherPixel, and the pixel of the output (-1: there is none).
+__device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
+                                                   const AxisPhase (&phase)[3], int32_t row,
+                                                   int32_t rows, int32_t* dst) {
+  GatherPixel result{0, 0};
+  *dst = -1;
+  if (row >= rows) return result;
+  int32_t image, j[3], src[3];
+  gemm.DecodeRow(phase, row, &image, j);
+  int32_t first_bit = 0;
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    src[a] = phase[a].src0 + j[a] * gemm.axis[a].src_per_j;
+    result.taps |= TapsInside(gemm.axis[a], src[a], phase[a].tap_count) << first_bit;
+    first_bit += phase[a].tap_count;
+  }
+  result.pixel = image * static_cast<int32_t>(gemm.SourceImage()) +
+                 static_cast<int32_t>(gemm.SourcePixel(src[0], src[1], src[2]));
+  *dst = image;
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    *dst = *dst * gemm.axis[a].dst_extent + phase[a].phase + j[a] * gemm.axis[a].period;
+  }
+  return result;
+}
+
+// A reduction index of fprop or dgrad, or a row index of wgrad, as (tap, channel).
+struct TapChannel {
+  int32_t pixel;    // distance of the tap's pixel from tap 0's
+  uint32_t taps;    // its bits
+  int32_t channel;  // inside the group
+  int32_t filter_tap;
+
+  __device__ __forceinline__ static TapChannel Decode(const ImplicitGemm& gemm,
+                                                      const AxisPhase (&phase)[3],
+                                                      const FastDivmod& channels, int32_t index,
+                                                      int32_t end) {
+    TapChannel result{0, kNoTap, 0, 0};
+    if (index >= end) return result;
+    int32_t tap, t[3];
+    channels.Divmod(index, &tap, &result.channel);
+    gemm.DecodeTap(phase, tap, t);
+    result.pixel = static_cast<int32_t>(gemm.SourcePixel(t[0] * gemm.axis[0].src_per_t,
+                                                         t[1] * gemm.axis[1].src_per_t,
+                                                         t[2] * gemm.axis[2].src_per_t));
+    result.taps = (1u << t[0] | 1u << (phase[0].tap_count + t[1]) |
+                   1u << (phase[0].tap_count + phase[1].tap_count + t[2]));
+    result.filter_tap = gemm.TapIndex(phase[0].first_tap + t[0] * gemm.axis[0].tap_period,
+                                      phase[1].first_tap + t[1] * gemm.axis[1].tap_period,
+                                      phase[2].first_tap + t[2] * gemm.axis[2].tap_period);
+    return result;
+  }
+};
+
+// A tap as it lies in a table in shared memory.
+struct TapEntry {
+  int32_t pixel;
+  uint32_t taps;
+  int32_t filter_tap;
+  int32_t unused;
+};
+// Taps of the table; kernels with a compile-time copy width refuse more. 7x7 and 4x4x4 fit.
+inline constexpr int kMaxTableTaps = 64;
+
+// How a CTA's threads share the chunks of an operand: every thread has one column and kPasses rows.
+template <class Operand, int kThreads>
+struct ChunkOwner {
+  static constexpr int kRowsOfPass = kThreads / Operand::kChunks;
+  static constexpr int kPasses = Operand::kRows / kRowsOfPass;
+  static_assert(kPasses >= 1 && kRowsOfPass * Operand::kChunks == kThreads);
+  static_assert((kRowsOfPass & (kRowsOfPass - 1)) == 0);
+
+  __device__ static int Column() { return threadIdx.x % Operand::kChunks; }
+  __device__ static int Row() { return threadIdx.x / Operand::kChunks; }
+  // Where the chunk of a pass lies, from the operand's start in a slot. A pass of fewer rows than
+  // the swizzle's period adds bits to the row number that the thread's own row does not have.
+  __device__ static uint32_t Offset() { return Operand::Offset(Row(), Column()); }
+  __device__ static constexpr uint32_t OfPass(uint32_t first, int pass) {
+    return (first + pass * kRowsOfPass * Operand::kRowBytes) ^
+           (Operand::Swizzle(pass * kRowsOfPass) * 16);
+  }
+};
+
+// Chunks that travel as 16-bit loads: held from Issue to Finish.
+template <class Operand, int kThreads, bool kEnabled>
+struct HeldChunks {
+  static constexpr int kPasses = ChunkOwner<Operand, kThreads>::kPasses;
+  uint16_t value[kPasses][8];
+  __device__ __forceinline__ void Store(uint32_t shared) const {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      uint32_t word[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) word[w] = value[i][2 * w] | uint32_t{value[i][2 * w + 1]} << 16;
+      StoreChunk(ChunkOwner<Operand, kThreads>::OfPass(shared, i), word);
+    }
+  }
+};
+template <class Operand, int kThreads>
+struct HeldChunks<Operand, kThreads, false> {};
+
+// kCopyBytes of global memory to piece `piece` of a chunk.
+template <int kCopyBytes, class Held>
+__device__ __forceinline__ void CopyPiece(Held& held, int pass, int piece, uint32_t chunk,
+                                          const void* source, bool valid) {
+  if constexpr (kCopyBytes == 2) {
+    held.value[pass][piece] =
+        valid ? __ldg(static_cast<const unsigned short*>(source)) : uint16_t{0};
+  } else {
+    CopyAsync<kCopyBytes>(chunk + piece * kCopyBytes, source, valid);
+  }
+}
+
+// A copy width that is known only when the kernel runs.
+inline constexpr int kAnyCopy = 0;
+
+// Calls body with the copy width as a compile-time constant.
+template <typename T, int kCopy, typename Body>
+__device__ __forceinline__ void WithCopyBytes(int32_t bytes, Body body) {
+  if constexpr (kCopy != kAnyCopy) {
+    body(std::integral_constant<int, kCopy>());
+  } else if (bytes == 16) {
+    body(std::integral_constant<int, 16>());
+  } else if (bytes == 8) {
+    body(std::integral_constant<int, 8>());
+  } else if (sizeof(T) == 4 || bytes == 4) {
+    body(std::integral_constant<int, 4>());
+  } else {
+    body(std::integral_constant<int, sizeof(T) == 4 ? 4 : 2>());
+  }
+}
+
+// One operation's two operands, in the protocol of MmaMainloop. OperandA and OperandB: OperandTile.
+// kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kPhased: fprop whose taps are not the
+// filter's, in order (lhs_dilation).
+template <Op kOp, typename T, class Tile, class OperandA, class OperandB, int kCopyA, int kCopyB,
+          bool kPhased>
+class AsyncLoader {
+ public:
+  static constexpr int kTileK = OperandA::kTileK;
+  static constexpr int kThreads = Tile::kThreads;
+  // wgrad: pixels are located kThreads at a time, a group ahead of their use.
+  static constexpr int kStagesOfGroup = kThreads / kTileK;
+  static constexpr int kWidth = 16 / sizeof(T);
+  static constexpr bool kHasTapTable = kOp != Op::kWgrad && kCopyA != kAnyCopy;
+  struct Shared {
+    AxisPhase phase[3];  // filled before the loader is made
+    GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
+    int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
+    const T* a;                                         // fprop: of this batch and group
+    // fprop, dgrad, known copy: kNoTap, then the phase's taps.
+    TapEntry tap[kHasTapTable ? kMaxTableTaps + 1 : 1];
+    // wgrad, any copy: the tile's rows.
+    TapChannel row[kOp == Op::kWgrad && kCopyA == kAnyCopy ? Tile::kTileM : 1];
+  };
+
+  __device__ __forceinline__ AsyncLoader(const IgemmWmmaParams& params, const WmmaTile<T>& tile,
+                                         Shared& shared)
+      : params_(params),
+        shared_(shared),
+        a_(tile.a),
+        b_(tile.b),
+        k_(tile.k_begin),
+        k_end_(tile.k_end) {
+    const ImplicitGemm& gemm = params.gemm;
+    if constexpr (kOp == Op::kWgrad) {
+      static_assert(kStagesOfGroup >= 2 && Tile::kStages - 1 < 2 * kStagesOfGroup);
+      k_begin_ = tile.k_begin;
+      LocateGroup(0);
+      LocateGroup(1);
+      next_group_ = 2;
+      if constexpr (kCopyA == kAnyCopy) {
+        for (int r = threadIdx.x; r < Tile::kTileM; r += kThreads) {
+          shared.row[r] = TapChannel::Decode(gemm, shared.phase, gemm.row_channels_divmod,
+                                             tile.m_first + r, gemm.gemm_m);
+        }
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < kPiecesA; ++piece) {
+          const TapChannel at = TapChannel::Decode(
+              gemm, shared.phase, gemm.row_channels_divmod,
+              tile.m_first + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA), gemm.gemm_m);
+          cursor_[piece] = {a_ + at.channel, at.pixel, at.taps};
+        }
+      }
+    } else {
+      for (int r = threadIdx.x; r < Tile::kTileM; r += kThreads) {
+        shared.pixel[r] =
+            LocatePixel(gemm, shared.phase, tile.m_first + r, tile.rows, &shared.dst[r]);
+      }
+      if constexpr (kHasTapTable) {
+        if (threadIdx.x == 0) shared.a = tile.a;
+        const int32_t taps = ImplicitGemm::TapCount(shared.phase);
+        for (int entry = threadIdx.x; entry <= taps; entry += kThreads) {
+          const TapChannel at = TapChannel::Decode(gemm, shared.phase, FastDivmod(),
+                                                   entry == 0 ? taps : entry - 1, taps);
+          shared.tap[entry] = {at.pixel, at.taps, at.filter_tap, 0};
+        }
+      }
+    }
+    n_ = tile.n_first + (kOp == Op::kDgrad ? OwnerB::Row() : OwnerB::Column() * kWidth);
+    if constexpr (kOp != Op::kDgrad) {
+      const int32_t k = k_ + OwnerB::Row();
+      b_source_[0] = b_ + int64_t{k} * gemm.b_reduce + n_;
+      // A column past the last has no row.
+      b_left_ = n_ < gemm.gemm_n ? k_end_ - k : 0;
+    }
+    __syncthreads();
+    if constexpr (kOp != Op::kWgrad && kPixelsInRegisters) {
+#pragma unroll
+      for (int i = 0; i < OwnerA::kPasses; ++i) {
+        pixel_[i] = shared.pixel[OwnerA::Row() + i * OwnerA::kRowsOfPass];
+      }
+    }
+    Locate();
+  }
+
+  __device__ __forceinline__ void Prepare() {
+    if constexpr (kOp == Op::kWgrad) {
+      // Into the half of the table that group next_group_ - 2 used: everybody has passed a barrier
+      // since, except in the prologue, where the first two groups suffice.
+      if (stage_ >= (next_group_ - 1) * kStagesOfGroup && stage_ >= Tile::kStages - 1) {
+        LocateGroup(next_group_++);
+      }
+    }
+  }
+
+  template <int kPart, int kParts>
+  __device__ __forceinline__ void IssuePart(uint32_t slot) {
+    const uint32_t a = slot + OwnerA::Offset();
+    const uint32_t b = slot + Tile::kBytesOfA + OwnerB::Offset();
+    constexpr int kFirstB = OwnerB::kPasses * kPart / kParts;
+    constexpr int kLastB = OwnerB::kPasses * (kPart + 1) / kParts;
+    if constexpr (kCopyA != kAnyCopy) {
+      constexpr int kFirstA = OwnerA::kPasses * kPart / kParts;
+      constexpr int kLastA = OwnerA::kPasses * (kPart + 1) / kParts;
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        GatherRows<kCopyA, kFirstA, kLastA>(a, cursor_[piece], piece);
+        if constexpr (kOp == Op::kDgrad) {
+          FilterRows<kCopyA, kFirstB, kLastB>(b, b_source_[piece], cursor_[piece].taps, piece);
+        }
+      }
+    } else if constexpr (kPart == 0) {
+      WithCopyBytes<T, kCopyA>(params_.a_copy_bytes, [&](auto bytes) { NarrowA<bytes>(a, b); });
+    }
+    if constexpr (kOp != Op::kDgrad) {
+      if constexpr (kPhased) {
+        if constexpr (kPart == 0) {
+          WithCopyBytes<T, kCopyB>(params_.b_copy_bytes, [&](auto bytes) { PhasedRows<bytes>(b); });
+        }
+      } else if constexpr (kCopyB != kAnyCopy) {
+        MatrixRows<kCopyB, kFirstB, kLastB>(b);
+      } else if constexpr (kPart == 0) {
+        WithCopyBytes<T, kCopyB>(params_.b_copy_bytes,
+                                 [&](auto bytes) { MatrixRows<bytes, 0, OwnerB::kPasses>(b); });
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Advance() {
+    k_ += kTileK;
+    if constexpr (kOp == Op::kWgrad) ++stage_;
+    if constexpr (kOp != Op::kDgrad) {
+      b_source_[0] = OffsetBytes(b_source_[0], kTileK,
+                                 static_cast<int32_t>(params_.gemm.b_reduce) * int32_t{sizeof(T)});
+      b_left_ -= kTileK;
+    }
+    Locate();
+  }
+
+  __device__ __forceinline__ void Finish(uint32_t slot) {
+    if constexpr (kHeldA) {
+      if (params_.a_copy_bytes == 2) held_a_.Store(slot + OwnerA::Offset());
+    }
+    if constexpr (kHeldB) {
+      if (params_.b_copy_bytes == 2) {
+        held_b_.Store(slot + Tile::kBytesOfA + OwnerB::Offset());
+      }
+    }
+  }
+
+ private:
+  using OwnerA = ChunkOwner<OperandA, kThreads>;
+  using OwnerB = ChunkOwner<OperandB, kThreads>;
+  static constexpr int kPiecesA = kCopyA == kAnyCopy ? 1 : 16 / kCopyA;
+  static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
+  static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
+  static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
+  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 has no
+  // registers left for them, any copy width none to spare.
+  static constexpr bool kPixelsInRegisters =
+      sizeof(T) == 2 && (kOp != Op::kWgrad || kCopyA != kAnyCopy);
+
+  // A piece of this thread's chunk column of A: its tap and channel in the next stage.
+  struct Cursor {
+    const T* source;
+    int32_t pixel;
+    uint32_t taps;
+  };
+
+  // What the next stage's addresses are made of, without a branch and a whole stage before its use:
+  // in fprop and dgrad the tap and channel of this thread's column, in wgrad the pixels of its
+  // rows.
+  __device__ __forceinline__ void Locate() {
+    if constexpr (kHasTapTable) {
+      const ImplicitGemm& gemm = params_.gemm;
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        const int32_t k = k_ + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA);
+        int32_t tap, channel;
+        gemm.reduce_channels_divmod.Divmod(k, &tap, &channel);
+        const TapEntry entry = shared_.tap[k < k_end_ ? tap + 1 : 0];
+        // fprop has no registers for the pointer.
+        const T* a = kOp == Op::kFprop ? shared_.a : a_;
+        cursor_[piece] = {a + channel, entry.pixel, entry.taps};
+        if constexpr (kOp == Op::kDgrad) {
+          b_source_[piece] = b_ + entry.filter_tap * gemm.b_tap + channel + n_ * gemm.b_column;
+        }
+      }
+    } else if constexpr (kOp == Op::kWgrad && kPixelsInRegisters) {
+#pragma unroll
+      for (int i = 0; i < OwnerA::kPasses; ++i) {
+        pixel_[i] = shared_.pixel[OwnerA::Row() + stage_ % (2 * kStagesOfGroup) * kTileK +
+                                  i * OwnerA::kRowsOfPass];
+      }
+    }
+  }
+
+  // The gathered tensor: passes kFirst to kLast of one piece.
+  template <int kBytes, int kFirst, int kLast>
+  __device__ __forceinline__ void GatherRows(uint32_t a, const Cursor& at, int piece) {
+    const int32_t pixel_bytes = params_.gemm.src_channels * int32_t{sizeof(T)};
+    const GatherPixel* table = shared_.pixel + OwnerA::Row() +
+                               (kOp == Op::kWgrad ? stage_ % (2 * kStagesOfGroup) * kTileK : 0);
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      const GatherPixel pixel = kPixelsInRegisters ? pixel_[i] : table[i * OwnerA::kRowsOfPass];
+      CopyPiece<kBytes>(
+          held_a_, i, piece, OwnerA::OfPass(a, i),
+          reinterpret_cast<const char*>(at.source) + int64_t{pixel.pixel + at.pixel} * pixel_bytes,
+          (at.taps & ~pixel.taps) == 0);
+    }
+  }
+
+  // B of dgrad: rows of gemm_n under one tap.
+  template <int kBytes, int kFirst, int kLast>
+  __device__ __forceinline__ void FilterRows(uint32_t b, const T* source, uint32_t taps,
+                                             int piece) {
+    const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_column) * int32_t{sizeof(T)};
+    const int32_t left = taps == kNoTap ? 0 : params_.gemm.gemm_n - n_;
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      CopyPiece<kBytes>(held_b_, i, piece, OwnerB::OfPass(b, i),
+                        OffsetBytes(source, i * OwnerB::kRowsOfPass, row_bytes),
+                        i * OwnerB::kRowsOfPass < left);
+    }
+  }
+
+  // B of fprop and wgrad, a plain matrix: rows of the reduction, of which b_left_ exist from this
+  // thread's first one on.
+  template <int kBytes, int kFirst, int kLast>
+  __device__ __forceinline__ void MatrixRows(uint32_t b) {
+    const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_reduce) * int32_t{sizeof(T)};
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      MatrixRow<kBytes>(i, b, OffsetBytes(b_source_[0], i * OwnerB::kRowsOfPass, row_bytes),
+                        i * OwnerB::kRowsOfPass < b_left_);
+    }
+  }
+  template <int kBytes>
+  __device__ __forceinline__ void MatrixRow(int pass, uint32_t b, const void* source, bool valid) {
+    constexpr int kElements = kBytes / int{sizeof(T)};
+#pragma unroll
+    for (int piece = 0; piece < 16 / kBytes; ++piece) {
+      CopyPiece<kBytes>(held_b_, pass, piece, OwnerB::OfPass(b, pass),
+                        static_cast<const T*>(source) + piece * kElements,
+                        valid && (piece == 0 || n_ + piece * kElements < params_.gemm.gemm_n));
+    }
+  }
+  // The same where every row has a tap of its own.
+  template <int kBytes>
+  __device__ __forceinline__ void PhasedRows(uint32_t b) {
+    const ImplicitGemm& gemm = params_.gemm;
+    // Unrolled only where the rows wait in registers, for which there is no other way.
+#pragma unroll(kBytes == 2 ? OwnerB::kPasses : 1)
+    for (int i = 0; i < OwnerB::kPasses; ++i) {
+      const TapChannel at =
+          TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod,
+                             k_ + OwnerB::Row() + i * OwnerB::kRowsOfPass, k_end_);
+      MatrixRow<kBytes>(i, b, b_ + at.filter_tap * gemm.b_tap + at.channel * gemm.b_reduce + n_,
+                        at.taps != kNoTap && n_ < gemm.gemm_n);
+    }
+  }
+
+  // A with any copy width, piece by piece; in dgrad B too, from the same reduction indices.
+  template <int kBytes>
+  __device__ __forceinline__ void NarrowA(uint32_t a, uint32_t b) {
+    const ImplicitGemm& gemm = params_.gemm;
+    constexpr int kElements = kBytes / int{sizeof(T)};
+#pragma unroll
+    for (int piece = 0; piece < 16 / kBytes; ++piece) {
+      const int column = OwnerA::Column() * kWidth + piece * kElements;
+      TapChannel at;
+      if constexpr (kOp == Op::kWgrad) {
+        at = shared_.row[column];
+      } else {
+        at = TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod, k_ + column,
+                                k_end_);
+      }
+      GatherRows<kBytes, 0, OwnerA::kPasses>(a, Cursor{a_ + at.channel, at.pixel, at.taps}, piece);
+      if constexpr (kOp == Op::kDgrad) {
+        FilterRows<kBytes, 0, OwnerB::kPasses>(
+            b, b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column, at.taps,
+            piece);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void LocateGroup(int32_t group) {
+    int32_t dst;
+    shared_.pixel[group % 2 * kThreads + threadIdx.x] =
+        LocatePixel(params_.gemm, shared_.phase,
+                    k_begin_ + group * kThreads + static_cast<int32_t>(threadIdx.x), k_end_, &dst);
+  }
+
+  const IgemmWmmaParams& params_;
+  Shared& shared_;
+  const T* a_;  // of this batch and group
+  const T* b_;
+  int32_t k_, k_end_;  // first reduction index of the next stage; where the slice ends
+  int32_t n_;          // this thread's column of B; in dgrad its first row
+  Cursor cursor_[kPiecesA];
+  const T* b_source_[kOp == Op::kDgrad ? kPiecesA : 1];  // its first row of B in the next stage
+  int32_t b_left_;
+  GatherPixel pixel_[kPixelsInRegisters ? OwnerA::kPasses : 1];
+  int32_t k_begin_, stage_ = 0, next_group_ = 0;  // wgrad
+  HeldChunks<OperandA, kThreads, kHeldA> held_a_;
+  HeldChunks<OperandB, kThreads, kHeldB> held_b_;
+};
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_DEVICE_ASYNC_LOADERS_CUH_

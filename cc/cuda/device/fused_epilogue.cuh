@@ -1,0 +1,149 @@
+// Tensor-core accumulators -> (scale, bias, residual, activation) -> output, through shared memory.
+//
+// A fragment holds two neighbouring columns of a row: stored directly it would touch every 32-byte
+// sector four times. So each warp lays 16 rows of its tile down in shared memory of its own, reads
+// them back as 16 bytes of output a lane, a row's lanes side by side, and finishes the values
+// there, in float32, where residual and output are whole vectors. Chunk c of row r lies at c ^ 2 (r
+// % 4): no bank conflicts in the stores, two lanes a bank in the loads of 16-bit output.
+#ifndef JAXCONV_CUDA_DEVICE_FUSED_EPILOGUE_CUH_
+#define JAXCONV_CUDA_DEVICE_FUSED_EPILOGUE_CUH_
+
+#include <cstdint>
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/igemm_wmma_params.h"
+#include "cuda/device/mma_tile.cuh"
+
+namespace jaxconv {
+
+// Comparisons are written so that NaN stays NaN: fmaxf would drop it.
+__device__ __forceinline__ float Activate(Activation activation, float negative_slope, float v) {
+  switch (activation) {
+    case Activation::kNone:
+      return v;
+    case Activation::kRelu:
+      return v < 0 ? 0 : v;
+    case Activation::kRelu6:
+      return v < 0 ? 0 : v > 6 ? 6 : v;
+    case Activation::kLeakyRelu:
+      return v < 0 ? v * negative_slope : v;
+    case Activation::kGelu:  // exact, not the tanh form; 1 + erf would cancel below 0
+      return 0.5f * v * erfcf(v * -0.70710678f);
+    case Activation::kSilu:
+      return v / (1 + expf(-v));
+  }
+  return v;
+}
+
+// The identity: what the convolution primitives use.
+struct PlainEpilogue {
+  __device__ explicit PlainEpilogue(const EpilogueParams&) {}
+  template <typename Out>
+  __device__ __forceinline__ float operator()(float value, int64_t, int32_t, bool) const {
+    return value;
+  }
+};
+
+struct FusedEpilogue {
+  const EpilogueParams& params;
+  __device__ explicit FusedEpilogue(const EpilogueParams& p) : params(p) {}
+  // `at`: offset in the output; `channel`: of all output channels; both exist if `inside`.
+  template <typename Out>
+  __device__ __forceinline__ float operator()(float value, int64_t at, int32_t channel,
+                                              bool inside) const {
+    if (!inside) return 0;
+    if (params.scale != nullptr) value *= __ldg(params.scale + channel);
+    if (params.bias != nullptr) value += __ldg(params.bias + channel);
+    if (params.residual != nullptr) {
+      value += ToFloat(static_cast<const Out*>(params.residual)[at]);
+    }
+    return Activate(params.activation, params.negative_slope, value);
+  }
+};
+
+// Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
+// n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are multiples of 16 bytes.
+// `base`: offset of column 0 in the output, `channel0` its channel. `shared`: at least
+// kStagingBytes a warp that nobody else uses any more.
+template <class Tile>
+inline constexpr int kStagingBytes = 16 * Tile::kWarpN * 4;
+
+template <typename Out, class Tile, class Epilogue, typename DstRow>
+__device__ __forceinline__ void StoreAccumulators(
+    const float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4], uint32_t shared, Out* out,
+    const Epilogue& epilogue, DstRow dst_row, int64_t base, int32_t row_stride, int n_first,
+    int n_end, int channel0, bool vector) {
+  constexpr int kRowBytes = Tile::kWarpN * 4;
+  constexpr int kWidth = 16 / sizeof(Out);
+  constexpr int kLanesOfRow = Tile::kWarpN / kWidth;
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4;
+  const uint32_t staging = shared + threadIdx.x / 32 * kStagingBytes<Tile>;
+  auto chunk_address = [&](int row, int chunk) {
+    const int swizzle = kRowBytes >= 128 ? row % 4 * 2 : row / 2 % 2 * 2;
+    return staging + row * kRowBytes + (chunk ^ swizzle) * 16;
+  };
+  const uint32_t store = chunk_address(g, t / 2) + t % 2 * 8;
+  const int n_warp = n_first + Tile::WarpN();
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocksM; ++i) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < Tile::kBlocksN; ++j) {
+      StorePair(store ^ (j * 32), acc[i][j][0], acc[i][j][1]);
+      StorePair((store ^ (j * 32)) + 8 * kRowBytes, acc[i][j][2], acc[i][j][3]);
+    }
+    __syncwarp();
+    const int first_row = Tile::WarpM() + i * 16;
+    if (vector) {
+      const int column = lane % kLanesOfRow * kWidth;
+      const int n = n_warp + column;
+      constexpr int kPasses = kLanesOfRow / 2;
+      float values[kPasses][kWidth];
+      int32_t dst[kPasses];
+      // All loads, then all stores, and no branch: each waits for its memory once.
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = lane / kLanesOfRow + pass * (32 / kLanesOfRow);
+        dst[pass] = n < n_end ? dst_row(first_row + row) : -1;
+#pragma unroll
+        for (int q = 0; q < kWidth / 4; ++q) {
+          LoadShared<0>(chunk_address(row, column / 4 + q), &values[pass][q * 4]);
+        }
+      }
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const bool inside = dst[pass] >= 0;
+        const int64_t at = base + n + int64_t{dst[pass]} * row_stride;
+        Out elements[kWidth];
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          elements[e] = FromFloat<Out>(
+              epilogue.template operator()<Out>(values[pass][e], at + e, channel0 + n + e, inside));
+        }
+        uint4 packed;
+        memcpy(&packed, elements, sizeof(packed));
+        if (inside) *reinterpret_cast<uint4*>(out + at) = packed;
+      }
+    } else {
+#pragma unroll 1
+      for (int row = 0; row < 16; ++row) {
+        const int32_t dst = dst_row(first_row + row);
+        if (dst < 0) continue;
+        for (int column = lane; column < Tile::kWarpN; column += 32) {
+          const int n = n_warp + column;
+          if (n >= n_end) continue;
+          const float value =
+              __uint_as_float(LoadWord(chunk_address(row, column / 4) + column % 4 * 4));
+          const int64_t at = base + int64_t{dst} * row_stride + n;
+          out[at] =
+              FromFloat<Out>(epilogue.template operator()<Out>(value, at, channel0 + n, true));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_DEVICE_FUSED_EPILOGUE_CUH_

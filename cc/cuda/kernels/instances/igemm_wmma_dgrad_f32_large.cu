@@ -1,0 +1,10 @@
+#include "cuda/kernels/igemm_wmma.cuh"
+
+namespace jaxconv {
+template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x256>(
+    const IgemmWmmaParams&, int64_t, void*);
+template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k256x128>(
+    const IgemmWmmaParams&, int64_t, void*);
+template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x128>(
+    const IgemmWmmaParams&, int64_t, void*);
+}  // namespace jaxconv

@@ -1,0 +1,10 @@
+#include "cuda/kernels/igemm_wmma.cuh"
+
+namespace jaxconv {
+template Status LaunchIgemmWmma<Op::kWgrad, DType::kF16, WmmaTileId::k256x64>(
+    const IgemmWmmaParams&, int64_t, void*);
+template Status LaunchIgemmWmma<Op::kWgrad, DType::kF16, WmmaTileId::k128x64>(
+    const IgemmWmmaParams&, int64_t, void*);
+template Status LaunchIgemmWmma<Op::kWgrad, DType::kF16, WmmaTileId::k64x64>(const IgemmWmmaParams&,
+                                                                             int64_t, void*);
+}  // namespace jaxconv

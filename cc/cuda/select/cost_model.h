@@ -1,0 +1,51 @@
+// Predicted time of a tiled GEMM on tensor cores: the larger of four flows, times the waves.
+//
+// One stage of a CTA's mainloop passes through four things, each with its own rate:
+//
+//     tensor cores     tile_m * tile_n * tile_k multiplications
+//     shared memory    the fragments that the warps read and the chunks that the copies write
+//     L2               (tile_m + tile_n) * tile_k elements into this SM
+//     DRAM             every tensor once, for all SMs together
+//
+// The slowest sets the pace, and an instance reaches a measured share of it. Around the mainloop a
+// CTA fills its pipeline and writes its outputs. The busiest SM decides. Constants have names and
+// were fitted to 1200 timings of all instances (docs/notes/igemm_wmma.md).
+#ifndef JAXCONV_CUDA_SELECT_COST_MODEL_H_
+#define JAXCONV_CUDA_SELECT_COST_MODEL_H_
+
+#include <cstdint>
+
+#include "cuda/select/device_info.h"
+
+namespace jaxconv {
+
+// What the model must know of an instance.
+struct TileCost {
+  int64_t tile_m = 0, tile_n = 0;
+  int64_t tile_k_bytes = 0;  // of reduction in one stage
+  int64_t warps_m = 0, warps_n = 0;
+  int64_t ctas_per_sm = 1;
+  int64_t shared_bytes = 0;  // of one CTA
+  // Share of its pace that the instance reaches on an SM full of its CTAs: fprop and dgrad, wgrad.
+  double gather_efficiency = 1, wgrad_efficiency = 1;
+};
+
+// What it must know of a problem cut into such tiles.
+struct TiledWork {
+  bool wgrad = false;
+  int64_t element_bytes = 2;
+  int64_t ctas = 0;
+  double blocks = 0;         // stages of a CTA, on average
+  double dram_bytes = 0;     // every tensor once
+  double partial_bytes = 0;  // split-K: what the slices write, and the reduction reads again
+};
+
+// CTAs that an SM of the device holds at a time; 0 where not even one fits.
+int64_t ResidentCtas(const TileCost& tile, const DeviceInfo& device);
+
+// Microseconds; infinite where the device cannot hold one CTA.
+double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const DeviceInfo& device);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_SELECT_COST_MODEL_H_
