@@ -193,6 +193,7 @@ EDGE = [
     problem("stride_beyond_window", 16, 2, stride=3, c=16, k=16),
     problem("dilation", 13, 3, dilation=2, padding=2, c=16, k=16),
     problem("uneven_dilation", (17, 14), 3, dilation=(3, 1), padding=((3, 3), (1, 1)), c=9, k=10),
+    problem("dilation_over_one_row", (1, 8), 2, dilation=3, padding=((2, 1), (0, 3)), c=16, k=16),
     problem("dilation_and_stride", 15, 3, dilation=2, stride=2, padding=2, c=16, k=8),
     problem("lhs_dilation", (7, 6), 3, lhs_dilation=2, padding=1, c=16, k=8),
     problem("lhs_dilation_and_stride", 8, 3, lhs_dilation=3, stride=2, padding=((2, 1), (1, 3))),

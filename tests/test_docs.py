@@ -96,6 +96,9 @@ def reader():
     jaxconv.uninstall()
 
 
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the page is of a machine whose default device is a CPU"
+)
 @pytest.mark.parametrize("block", PROGRAM, ids=[f"line{block.line}" for block in PROGRAM])
 def test_block(reader, native_cpu, block):
     if reason := missing(block.needs):

@@ -170,6 +170,11 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
                                  Name(problem.precision) + " asks for more");
   }
+  if (problem.output_dtype() == DType::kF32 && (instance.a_copy != 16 || instance.b_copy != 16)) {
+    // Tensor cores cut off the lower bits of what they add. Where the result keeps float32, that is
+    // a loss, and at narrow copies no gain that would pay for it.
+    return Status::Unimplemented("gathers narrow rows for 16-bit results only, got f32");
+  }
   auto require = [&](const char* what, int64_t value, int copy) {
     const int64_t width = copy == 0 ? 1 : copy / ByteWidth(dtype);
     if (value % width == 0) return Status();
