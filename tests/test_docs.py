@@ -46,6 +46,10 @@ def blocks() -> list[Block]:
     return found
 
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the page is of a machine whose default device is a CPU"
+)
+
 BLOCKS = blocks()
 PROGRAM = [block for block in BLOCKS if block.language == "python"]
 
@@ -96,9 +100,6 @@ def reader():
     jaxconv.uninstall()
 
 
-@pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="the page is of a machine whose default device is a CPU"
-)
 @pytest.mark.parametrize("block", PROGRAM, ids=[f"line{block.line}" for block in PROGRAM])
 def test_block(reader, native_cpu, block):
     if reason := missing(block.needs):

@@ -14,9 +14,13 @@ foreach(op fprop dgrad wgrad)
   foreach(dtype f32 f16 bf16)
     list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
          cc/cuda/kernels/instances/igemm_simt_${op}_${dtype}.cu)
-    foreach(tiles large small thin narrow)
+    foreach(tiles large small thin)
       list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
            cc/cuda/kernels/instances/igemm_wmma_${op}_${dtype}_${tiles}.cu)
     endforeach()
+  endforeach()
+  foreach(dtype f16 bf16)
+    list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
+         cc/cuda/kernels/instances/igemm_wmma_${op}_${dtype}_narrow.cu)
   endforeach()
 endforeach()

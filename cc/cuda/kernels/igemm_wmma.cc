@@ -153,6 +153,13 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   return {};
 }
 
+// Whether the table has a row of this tile. In dgrad both operands have the same copy width; the
+// result of float32 operands is float32, which narrow copies do not serve.
+bool HasRow(const Instance& instance, Op op, DType dtype) {
+  if (op == Op::kDgrad && instance.a_copy != instance.b_copy) return false;
+  return dtype != DType::kF32 || (instance.a_copy == 16 && instance.b_copy == 16);
+}
+
 Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProblem& problem) {
   if (problem.op != op) {
     return Status::Unimplemented(std::string("expected ") + Name(op) + ", got " + Name(problem.op));
@@ -256,20 +263,27 @@ Status LaunchTile(WmmaTileId id, const IgemmWmmaParams& params, int64_t ctas, vo
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k64x64>(params, ctas, stream);
     case WmmaTileId::k256x16:
       return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x16>(params, ctas, stream);
-    case WmmaTileId::k128x64Half:
-      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Half>(params, ctas, stream);
-    case WmmaTileId::k256x16ThinB:
-      // In dgrad both operands have the same copy width: there is no such row.
-      if constexpr (kOp != Op::kDgrad) {
-        return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x16ThinB>(params, ctas, stream);
-      }
-      break;
-    case WmmaTileId::k128x64Narrow:
-      return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Narrow>(params, ctas, stream);
-    case WmmaTileId::k128x16Narrow:
+    default:
       break;
   }
-  return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x16Narrow>(params, ctas, stream);
+  if constexpr (kType != DType::kF32) {  // rows of narrow copies: HasRow
+    switch (id) {
+      case WmmaTileId::k128x64Half:
+        return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Half>(params, ctas, stream);
+      case WmmaTileId::k128x64Narrow:
+        return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x64Narrow>(params, ctas, stream);
+      case WmmaTileId::k128x16Narrow:
+        return LaunchIgemmWmma<kOp, kType, WmmaTileId::k128x16Narrow>(params, ctas, stream);
+      case WmmaTileId::k256x16ThinB:
+        if constexpr (kOp != Op::kDgrad) {
+          return LaunchIgemmWmma<kOp, kType, WmmaTileId::k256x16ThinB>(params, ctas, stream);
+        }
+        break;
+      default:
+        break;
+    }
+  }
+  return Status::Internal("igemm_wmma has no such row");
 }
 
 template <Op kOp>
@@ -340,7 +354,7 @@ std::vector<KernelRow> IgemmWmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       for (const Instance& instance : kInstances) {
-        if (op == Op::kDgrad && instance.a_copy != instance.b_copy) continue;
+        if (!HasRow(instance, op, dtype)) continue;
         KernelRow row;
         row.name = InstanceName(instance, op, dtype);
         row.family = kFamily;

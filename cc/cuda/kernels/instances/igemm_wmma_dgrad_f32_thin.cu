@@ -3,6 +3,4 @@
 namespace jaxconv {
 template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k256x16>(
     const IgemmWmmaParams&, int64_t, void*);
-template Status LaunchIgemmWmma<Op::kDgrad, DType::kF32, WmmaTileId::k128x64Half>(
-    const IgemmWmmaParams&, int64_t, void*);
 }  // namespace jaxconv

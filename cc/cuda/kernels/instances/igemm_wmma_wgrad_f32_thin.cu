@@ -3,8 +3,4 @@
 namespace jaxconv {
 template Status LaunchIgemmWmma<Op::kWgrad, DType::kF32, WmmaTileId::k256x16>(
     const IgemmWmmaParams&, int64_t, void*);
-template Status LaunchIgemmWmma<Op::kWgrad, DType::kF32, WmmaTileId::k128x64Half>(
-    const IgemmWmmaParams&, int64_t, void*);
-template Status LaunchIgemmWmma<Op::kWgrad, DType::kF32, WmmaTileId::k256x16ThinB>(
-    const IgemmWmmaParams&, int64_t, void*);
 }  // namespace jaxconv
