@@ -1,0 +1,40 @@
+// igemm_wgmma: implicit GEMM by wgmma and the tensor copy engine, for sm_90 alone. See
+// igemm_wgmma_sm90.cuh for the kernel. Plain C++.
+#ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_H_
+#define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_H_
+
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/select/kernel_row.h"
+
+namespace jaxconv {
+
+// "Pair": clusters of two CTAs share the loads of the filter. "Resident": the filter stays in
+// shared memory.
+enum class WgmmaTileId {
+  k128x256Pair,
+  k256x128Pair,
+  k128x320Pair,
+  k128x192,
+  k192x128,
+  k128x128,
+  k256x64,
+  k128x64,
+  k256x64Resident,
+  k128x64Resident,
+};
+
+// Its rows of the kernel table.
+std::vector<KernelRow> IgemmWgmmaRows();
+
+// One specialisation for each operation, operand type and tile, in the files under instances/.
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                        void* stream);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_H_

@@ -1,0 +1,439 @@
+// igemm_wgmma: convolution as an implicit GEMM, wgmma fed by the tensor copy engine (sm_90a).
+//
+//     fprop   rows = output pixels, columns = K / groups, reduction = taps x C / groups
+//     dgrad   rows = input pixels (of one phase), columns = C / groups, reduction = taps x K /
+//     groups
+//
+// A step of the reduction is one tap and 64 channels. Its activations are one im2col box of tile_m
+// pixels x 128 bytes: padding, row ends, image ends, strides, dilation and the end of the batch are
+// the copy engine's business. Its filter is tile_n / 64 boxes of 64 x 64 out of (tap, C, K): for
+// fprop the lines run along columns (MN-major B), for dgrad along the reduction (K-major). A 1x1
+// convolution without stride and padding is a matrix, loaded as one.
+//
+//     CTA: one producer warpgroup, of which one thread issues the copies, and 2 or 3 math
+//     warpgroups that share the tile's columns and split its rows, 64 or 128 each. Persistent: a
+//     CTA (a pair, in clusters of two) takes every so-manieth tile, columns fastest.
+//     Shared memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines,
+//     barriers. Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
+//
+// full[s]: the producer announces a stage's bytes, math waits. empty[s]: each math warpgroup (of
+// both CTAs of a pair) arrives when the wgmma that read the stage has retired, one step late, so
+// that one step is always in flight; the producer waits. While math stores a tile, the producer
+// fills the ring for the next. In a pair each CTA loads half the filter boxes into both.
+//
+// Refused, with a reason: channels not multiples of 8 (16-byte strides), groups not of
+// 64-multiples, more than eight phases, corners or offsets beyond the maps' fields, strides
+// above 8.
+#ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
+#define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/fused_epilogue.cuh"
+#include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/device/wgmma_tile_sm90.cuh"
+#include "cuda/kernels/igemm_wgmma.h"
+#include "cuda/kernels/tensor_map.h"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tensor_copy_sm90.cuh"
+
+namespace jaxconv {
+
+template <WgmmaTileId kTile>
+struct WgmmaTileOf;
+//                  math warpgroups, 64-row blocks of each, columns (twice), stages, cluster,
+//                  resident
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x256Pair> : WgmmaTile<2, 1, 256, 0, 4, 2> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x128Pair> : WgmmaTile<2, 2, 128, 0, 4, 2> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x320Pair> : WgmmaTile<2, 1, 192, 128, 3, 2> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x192> : WgmmaTile<2, 1, 192, 0, 4, 1> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k192x128> : WgmmaTile<3, 1, 128, 0, 4, 1> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, 1, 128, 0, 6, 1> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x64> : WgmmaTile<2, 2, 64, 0, 4, 1> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64> : WgmmaTile<2, 1, 64, 0, 7, 1> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x64Resident> : WgmmaTile<2, 2, 64, 0, 3, 1, 9> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64Resident> : WgmmaTile<2, 1, 64, 0, 7, 1, 9> {};
+
+struct WgmmaMaps {
+  CUtensorMap a[kMaxWgmmaPhases];
+  CUtensorMap b;
+};
+
+// Where a tile lies.
+struct WgmmaTilePlace {
+  int32_t n_tile, m_tile, slice, group, batch, phase;
+
+  __device__ __forceinline__ WgmmaTilePlace(const IgemmWgmmaParams& params, int32_t index) {
+    params.n_tiles.Divmod(index, &index, &n_tile);
+    params.m_tiles.Divmod(index, &index, &m_tile);
+    params.slices.Divmod(index, &index, &slice);
+    params.groups.Divmod(index, &index, &group);
+    params.batches.Divmod(index, &phase, &batch);
+  }
+};
+
+// The thread that issues the copies.
+template <Op kOp, class Tile>
+__device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
+                                                   const WgmmaMaps& maps, uint32_t ring,
+                                                   uint32_t full, uint32_t empty,
+                                                   uint32_t resident_full) {
+  constexpr uint32_t kResidentAt = Tile::kStages * Tile::kStageBytes;
+  const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
+  auto copy_filter = [&](uint32_t shared, uint32_t barrier, int boxes, int32_t n, int32_t channel,
+                         int32_t channel_of_group, int32_t tap) {
+    // fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C, tap).
+    for (int i = 0; i < boxes; ++i) {
+      const int32_t k =
+          kOp == Op::kFprop ? channel_of_group + n + i * 64 : channel_of_group + channel;
+      const int32_t c = kOp == Op::kFprop ? channel : n + i * 64;
+      if constexpr (Tile::kCluster > 1) {
+        if (i % Tile::kCluster != static_cast<int>(rank)) continue;
+        CopyTile3dMulticast(shared + i * 8192, &maps.b, barrier, k, c, tap,
+                            (1 << Tile::kCluster) - 1);
+      } else {
+        CopyTile3d(shared + i * 8192, &maps.b, barrier, k, c, tap);
+      }
+    }
+  };
+  auto boxes_of = [&](int32_t n_first) {
+    return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
+  };
+  if constexpr (Tile::kResident > 0) {
+    const WgmmaPhase& phase = params.phase[0];
+    const int boxes = boxes_of(0);
+    BarrierArriveExpect(resident_full, phase.steps * boxes * 8192);
+    int32_t step = 0;
+    for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
+      for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
+        for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
+          const int32_t tap = phase.filter0 + t0 * phase.filter_step[0] +
+                              t1 * phase.filter_step[1] + t2 * phase.filter_step[2];
+          for (int32_t slab = 0; slab < params.slabs; ++slab, ++step) {
+            copy_filter(ring + kResidentAt + step * Tile::kBytesB, resident_full, boxes, 0,
+                        slab * 64, 0, tap);
+          }
+        }
+      }
+    }
+  }
+  uint32_t stage = 0, parity = 1;
+  for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
+       index += gridDim.x / Tile::kCluster) {
+    const WgmmaTilePlace place(params, index);
+    const WgmmaPhase& phase = params.phase[place.phase];
+    if (place.m_tile * (Tile::kCluster * Tile::kTileM) >= phase.rows) continue;
+    int32_t m = (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM;
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    const int boxes = boxes_of(n_first);
+    const uint32_t bytes = Tile::kBytesA + (Tile::kResident > 0 ? 0 : boxes * 8192);
+    const int32_t first = place.slice * params.steps_per_slice;
+    const int32_t steps = min(params.steps_per_slice, phase.steps - first);
+    int32_t x = 0, y = 0, z = 0, image = 0;
+    if (params.rank == 0) {
+      x = place.batch * phase.rows + m;
+    } else {
+      phase.count[0].Divmod(m, &m, &x);
+      phase.count[1].Divmod(m, &m, &y);
+      phase.count[2].Divmod(m, &image, &z);
+      x = phase.lower[0] + x * params.src_step[0];
+      y = phase.lower[1] + y * params.src_step[1];
+      z = phase.lower[2] + z * params.src_step[2];
+      image += place.batch * params.images;
+    }
+    // Of the first step.
+    int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
+    if (first > 0) {
+      t0 = first / params.slabs;
+      slab = first - t0 * params.slabs;
+      t1 = t0 / phase.taps[0], t0 -= t1 * phase.taps[0];
+      t2 = t1 / phase.taps[1], t1 -= t2 * phase.taps[1];
+    }
+    const int32_t tap_of_batch = place.batch * params.filter_taps + phase.filter0;
+    const int32_t a_channel = place.group * params.a_group;
+    const int32_t b_channel = place.group * params.b_group;
+    const CUtensorMap* map_a = &maps.a[place.phase];
+    for (int32_t step = 0; step < steps; ++step) {
+      BarrierWait(empty + stage * 8, parity);
+      const uint32_t barrier = full + stage * 8;
+      const uint32_t shared = ring + stage * Tile::kStageBytes;
+      BarrierArriveExpect(barrier, bytes);
+      const int32_t channel = phase.channel0 + slab * 64;
+      const int32_t c = a_channel + channel;
+      const uint16_t off0 = phase.offset0[0] + t0 * phase.offset_step[0];
+      const uint16_t off1 = phase.offset0[1] + t1 * phase.offset_step[1];
+      const uint16_t off2 = phase.offset0[2] + t2 * phase.offset_step[2];
+      switch (params.rank) {
+        case 0:
+          CopyTile2d(shared, map_a, barrier, c, x);
+          break;
+        case 1:
+          CopyIm2col1d(shared, map_a, barrier, c, x, image, off0);
+          break;
+        case 2:
+          CopyIm2col2d(shared, map_a, barrier, c, x, y, image, off0, off1);
+          break;
+        default:
+          CopyIm2col3d(shared, map_a, barrier, c, x, y, z, image, off0, off1, off2);
+      }
+      if constexpr (Tile::kResident == 0) {
+        copy_filter(shared + Tile::kBytesA, barrier, boxes, n_first, channel, b_channel,
+                    tap_of_batch + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
+                        t2 * phase.filter_step[2]);
+      }
+      if (++slab == params.slabs) {
+        slab = 0;
+        if (++t0 == phase.taps[0]) {
+          t0 = 0;
+          if (++t1 == phase.taps[1]) t1 = 0, ++t2;
+        }
+      }
+      if (++stage == Tile::kStages) stage = 0, parity ^= 1;
+    }
+  }
+}
+
+// A warpgroup's part of a finished tile -> the output.
+template <typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
+                                               const WgmmaTilePlace& place, const WgmmaPhase& phase,
+                                               const typename Tile::Accumulators& acc,
+                                               int32_t m_first, uint32_t staging) {
+  const int lane = threadIdx.x % 32;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
+                       int64_t{place.group} * params.out_group + n_first;
+  auto row_offset = [&](int32_t m) -> int64_t {
+    if (m >= phase.rows) return -1;
+    if (!params.dense_rows) {
+      int32_t j0, j1, j2, image;
+      phase.count[0].Divmod(m, &m, &j0);
+      phase.count[1].Divmod(m, &m, &j1);
+      phase.count[2].Divmod(m, &image, &j2);
+      m = ((image * params.out_extent[2] + phase.phase[2] + j2 * params.period[2]) *
+               params.out_extent[1] +
+           phase.phase[1] + j1 * params.period[1]) *
+              params.out_extent[0] +
+          phase.phase[0] + j0 * params.period[0];
+    }
+    return base + int64_t{m} * params.out_channels;
+  };
+  const Epilogue epilogue(params.epilogue);
+  const int channel0 = place.group * params.gemm_n + n_first;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocks; ++i) {
+    const int32_t m = m_first + i * 64;
+    if (std::is_same_v<Epilogue, PlainEpilogue> && !params.out_is_f32) {
+      int64_t dst[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        dst[p] = row_offset(m + 4 * p + lane / 8);
+        if (dst[p] >= 0) dst[p] += lane % 8 * 8;
+      }
+#pragma unroll
+      for (int c = 0; c < Tile::kTileN / 64; ++c) {
+        const float* chunk =
+            c * 64 < Tile::kN0 ? &acc.first[i][c * 32] : &acc.second[i][c * 32 - Tile::kN0 / 2];
+        if (n_first + c * 64 >= params.gemm_n) break;
+        StoreRounded(chunk, staging + (i + c) % 2 * 2048, static_cast<T*>(params.out) + c * 64, dst,
+                     n_first + c * 64 + lane % 8 * 8 < params.gemm_n);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < Tile::kTileN / 64; ++c) {
+        const float* chunk =
+            c * 64 < Tile::kN0 ? &acc.first[i][c * 32] : &acc.second[i][c * 32 - Tile::kN0 / 2];
+        const int columns = params.gemm_n - n_first - c * 64;
+        if (columns <= 0) break;
+        auto offset = [&](int row) {
+          const int64_t at = row_offset(m + row);
+          return at < 0 ? at : at + c * 64;
+        };
+        if (params.out_is_f32) {
+          StoreFinished(chunk, staging, static_cast<float*>(params.out), epilogue, offset, columns,
+                        channel0 + c * 64);
+        } else if constexpr (!std::is_same_v<Epilogue, PlainEpilogue>) {
+          StoreFinished(chunk, staging, static_cast<T*>(params.out), epilogue, offset, columns,
+                        channel0 + c * 64);
+        }
+      }
+    }
+  }
+}
+
+template <Op kOp, typename T, WgmmaTileId kTile, class Epilogue>
+__global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
+    IgemmWgmma(const __grid_constant__ IgemmWgmmaParams params,
+               const __grid_constant__ WgmmaMaps maps) {
+  using Tile = WgmmaTileOf<kTile>;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  __shared__ __align__(8) uint64_t barriers[2 * Tile::kStages + 1];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const uint32_t full = SharedAddress(barriers), empty = full + Tile::kStages * 8;
+  const uint32_t resident_full = empty + Tile::kStages * 8;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Tile::kStages; ++s) {
+      BarrierInit(full + s * 8, 1);
+      BarrierInit(empty + s * 8, Tile::kWarpgroups * Tile::kCluster);
+    }
+    BarrierInit(resident_full, 1);
+    BarrierInitFence();
+    PrefetchTensorMap(&maps.a[0]);
+    PrefetchTensorMap(&maps.b);
+  }
+  __syncthreads();
+  if constexpr (Tile::kCluster > 1) ClusterSync();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      ProduceWgmmaStages<kOp, Tile>(params, maps, ring, full, empty, resident_full);
+    }
+  } else {
+    RaiseRegisters<Tile::kMathRegisters>();
+    constexpr uint32_t kResidentAt = Tile::kStages * Tile::kStageBytes;
+    constexpr uint32_t kStagingAt = kResidentAt + Tile::kResident * Tile::kBytesB;
+    const uint32_t staging = ring + kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
+    const uint32_t own_rows = (warpgroup - 1) * Tile::kBlocks * 64;
+    const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
+    auto release = [&](uint32_t stage) {
+      if (threadIdx.x % 128 < Tile::kCluster) {
+        if constexpr (Tile::kCluster > 1) {
+          BarrierArriveCluster(empty + stage * 8, threadIdx.x % 128);
+        } else {
+          BarrierArrive(empty + stage * 8);
+        }
+      }
+    };
+    uint32_t stage = 0, parity = 0;
+    if constexpr (Tile::kResident > 0) BarrierWait(resident_full, 0);
+    for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
+         index += gridDim.x / Tile::kCluster) {
+      const WgmmaTilePlace place(params, index);
+      const WgmmaPhase& phase = params.phase[place.phase];
+      if (place.m_tile * (Tile::kCluster * Tile::kTileM) >= phase.rows) continue;
+      const int32_t steps =
+          min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
+      typename Tile::Accumulators acc;
+      uint32_t last = 0;
+      for (int32_t step = 0; step < steps; ++step) {
+        BarrierWait(full + stage * 8, parity);
+        const uint32_t shared = ring + stage * Tile::kStageBytes;
+        Tile::template Multiply<T, kOp == Op::kFprop>(
+            acc, shared + own_rows * 128,
+            Tile::kResident > 0 ? ring + kResidentAt + step * Tile::kBytesB
+                                : shared + Tile::kBytesA,
+            step > 0);
+        WgmmaWait<1>();
+        if (step > 0) release(last);
+        last = stage;
+        if (++stage == Tile::kStages) stage = 0, parity ^= 1;
+      }
+      WgmmaWait<0>();
+      release(last);
+      const int32_t m_first =
+          (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + own_rows +
+          threadIdx.x / 32 % 4 * 16;
+      StoreWgmmaTile<T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
+    }
+  }
+  // No CTA leaves while its pair may still arrive at its barriers.
+  if constexpr (Tile::kCluster > 1) ClusterSync();
+}
+
+template <WgmmaTileId kTile>
+Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& operands, DType dtype,
+                       WgmmaMaps* maps) {
+  using Tile = WgmmaTileOf<kTile>;
+  DenseTensor a;
+  a.dtype = dtype;
+  a.address = operands.a;
+  a.extent[0] = operands.a_channels;
+  if (params.rank == 0) {
+    a.rank = 2;
+    a.extent[1] =
+        operands.a_images * operands.a_extent[0] * operands.a_extent[1] * operands.a_extent[2];
+    const int32_t box[2] = {64, Tile::kTileM};
+    JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(a, box, &maps->a[0]));
+  } else {
+    a.rank = params.rank + 2;
+    for (int axis = 0; axis < params.rank; ++axis) a.extent[axis + 1] = operands.a_extent[axis];
+    a.extent[params.rank + 1] = operands.a_images;
+    for (int p = 0; p < params.phases; ++p) {
+      JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(a, params.phase[p].lower, operands.a_upper[p],
+                                              params.src_step, Tile::kTileM, &maps->a[p]));
+    }
+  }
+  DenseTensor b;
+  b.dtype = dtype;
+  b.rank = 3;
+  b.address = operands.b;
+  b.extent[0] = operands.b_columns;
+  b.extent[1] = operands.b_rows;
+  b.extent[2] = operands.b_taps;
+  const int32_t box[3] = {64, 64, 1};
+  return EncodeTiledMap(b, box, &maps->b);
+}
+
+template <Op kOp, DType kType, WgmmaTileId kTile, class Epilogue = PlainEpilogue>
+Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                            void* stream) {
+  using T = typename ElementOf<kType>::Type;
+  using Tile = WgmmaTileOf<kTile>;
+  WgmmaMaps maps{};
+  JAXCONV_RETURN_IF_ERROR(EncodeWgmmaMaps<kTile>(params, operands, kType, &maps));
+  auto kernel = IgemmWgmma<kOp, T, kTile, Epilogue>;
+  int device = 0, sm_count = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Tile::kSharedBytes);
+  }
+  if (error == cudaSuccess) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = std::min(params.tiles, sm_count / Tile::kCluster) * Tile::kCluster;
+    config.blockDim = Tile::kThreads;
+    config.dynamicSmemBytes = Tile::kSharedBytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = Tile::kCluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = Tile::kCluster > 1 ? 1 : 0;
+    error = cudaLaunchKernelEx(&config, kernel, params, maps);
+  }
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return Status::Internal(std::string("igemm_wgmma: ") + cudaGetErrorString(error));
+  }
+  return {};
+}
+
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                        void* stream) {
+  return LaunchIgemmWgmmaWith<kOp, kType, kTile>(params, operands, stream);
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
