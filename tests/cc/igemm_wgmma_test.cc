@@ -26,20 +26,26 @@ Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& of,
 #define JAXCONV_STUB(op, type, tile)                                        \
   template Status LaunchIgemmWgmma<Op::op, DType::type, WgmmaTileId::tile>( \
       const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-#define JAXCONV_STUB_TYPES(tile)                                     \
-  JAXCONV_STUB(kFprop, kBF16, tile)                                  \
-  JAXCONV_STUB(kFprop, kF16, tile) JAXCONV_STUB(kDgrad, kBF16, tile) \
-      JAXCONV_STUB(kDgrad, kF16, tile)
+#define JAXCONV_STUB_TYPES(tile)    \
+  JAXCONV_STUB(kFprop, kBF16, tile) \
+  JAXCONV_STUB(kFprop, kF16, tile)  \
+  JAXCONV_STUB(kDgrad, kBF16, tile) JAXCONV_STUB(kDgrad, kF16, tile)
 JAXCONV_STUB_TYPES(k128x256Pair)
 JAXCONV_STUB_TYPES(k256x128Pair)
 JAXCONV_STUB_TYPES(k128x320Pair)
 JAXCONV_STUB_TYPES(k128x192)
 JAXCONV_STUB_TYPES(k192x128)
+JAXCONV_STUB_TYPES(k192x128Pair)
 JAXCONV_STUB_TYPES(k128x128)
-JAXCONV_STUB_TYPES(k256x64)
-JAXCONV_STUB_TYPES(k128x64)
-JAXCONV_STUB_TYPES(k256x64Resident)
-JAXCONV_STUB_TYPES(k128x64Resident)
+JAXCONV_STUB_TYPES(k128x128Pingpong)
+JAXCONV_STUB_TYPES(k128x128PingpongPair)
+JAXCONV_STUB_TYPES(k128x64Pingpong)
+JAXCONV_STUB_TYPES(k128x256PairRows)
+JAXCONV_STUB_TYPES(k256x128PairRows)
+JAXCONV_STUB_TYPES(k128x320PairRows)
+JAXCONV_STUB_TYPES(k128x128PingpongRows)
+JAXCONV_STUB_TYPES(k128x128PingpongPairRows)
+JAXCONV_STUB_TYPES(k128x64PingpongResident)
 #undef JAXCONV_STUB_TYPES
 #undef JAXCONV_STUB
 
@@ -68,7 +74,7 @@ void Fail(const ConvProblem& problem, const std::string& what) {
 }
 
 // The kernel's sums, one output element at a time; the filter's channels run as in the problem.
-std::vector<double> CarryOut(const ConvProblem& problem, const std::vector<double>& lhs,
+std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::vector<double>& lhs,
                              const std::vector<double>& rhs) {
   const IgemmWgmmaParams& p = launched;
   const bool dgrad = problem.op == Op::kDgrad;
@@ -99,6 +105,7 @@ std::vector<double> CarryOut(const ConvProblem& problem, const std::vector<doubl
           }
         }
         int64_t dst = row;
+        if (!p.dense_rows && j[0] >= phase.width) continue;  // padding of a row, not an output
         if (!p.dense_rows) {
           dst = image;
           for (int i = 2; i >= 0; --i) {
@@ -112,13 +119,17 @@ std::vector<double> CarryOut(const ConvProblem& problem, const std::vector<doubl
             for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
               for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
                 for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-                  steps += p.slabs;
+                  if (!rows || t0 == 0) steps += p.slabs;
                   const int32_t t[3] = {t0, t1, t2};
                   int64_t src[3], tap = phase.filter0;
                   bool inside = phase.channel0 == 0;
                   for (int i = 0; i < 3; ++i) {
                     const int64_t offset = phase.offset0[i] + int64_t{t[i]} * phase.offset_step[i];
                     if (p.rank > 0 && offset < 0) Fail(problem, "a negative offset");
+                    if (rows && i == 0 &&
+                        j[0] + offset >= static_cast<int64_t>(phase.count[0].divisor)) {
+                      Fail(problem, "a tap reaches out of its padded row");
+                    }
                     src[i] = base[i] + (p.rank > 0 ? offset : 0);
                     tap += int64_t{t[i]} * phase.filter_step[i];
                     inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
@@ -158,8 +169,9 @@ const KernelRow& RowOf(Op op, const std::string& part) {
   return rows[0];
 }
 
-void Check(const ConvProblem& problem, int* accepted) {
-  const KernelRow& row = RowOf(problem.op, "bf16_128x128");
+void Check(const ConvProblem& problem, bool rows, int* accepted) {
+  const KernelRow& row =
+      RowOf(problem.op, rows ? "bf16_128x128x64_pingpong_rows" : "bf16_128x128x64");
   if (Status status = row.can_implement(problem); !status.ok()) {
     if (status.message().empty()) Fail(problem, "refused without a reason");
     return;
@@ -182,7 +194,7 @@ void Check(const ConvProblem& problem, int* accepted) {
     return;
   }
   // With steps of 64 channels, a group of fewer is one step of them and zeros.
-  if (CarryOut(problem, lhs, rhs) != NaiveConv(problem, lhs, rhs)) {
+  if (CarryOut(problem, rows, lhs, rhs) != NaiveConv(problem, lhs, rhs)) {
     Fail(problem, "differs from the definition");
   }
 }
@@ -221,7 +233,7 @@ void CheckRefusals() {
   ConvProblem f32 = problem;
   f32.x_dtype = DType::kF32;
   refused(f32, "expected operands of type bf16");
-  const KernelRow& resident = RowOf(Op::kFprop, "256x64x64_resident");
+  const KernelRow& resident = RowOf(Op::kFprop, "_resident");
   ConvProblem large = problem;
   large.k = 128;
   if (resident.can_implement(large).ok()) Fail(large, "a filter too large to reside was accepted");
@@ -236,7 +248,7 @@ int main() {
   auto draw = [&](int low, int high) {
     return low + static_cast<int>(random() % (high - low + 1));
   };
-  int accepted = 0, checked = 0;
+  int accepted = 0, accepted_in_rows = 0, checked = 0;
   while (checked < 600) {
     ConvProblem problem;
     problem.op = checked % 2 == 0 ? jaxconv::Op::kFprop : jaxconv::Op::kDgrad;
@@ -261,11 +273,12 @@ int main() {
                                              problem.pad_lo[a], problem.pad_hi[a]);
     }
     if (!problem.Validate().ok()) continue;  // an empty output
-    jaxconv::Check(problem, &accepted);
+    jaxconv::Check(problem, false, &accepted);
+    jaxconv::Check(problem, true, &accepted_in_rows);
     ++checked;
   }
   jaxconv::CheckRefusals();
-  std::printf("igemm_wgmma_test: %d problems, %d accepted, %d failures\n", checked, accepted,
-              jaxconv::failures);
-  return jaxconv::failures != 0 || accepted < 300;
+  std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d failures\n", checked,
+              accepted, accepted_in_rows, jaxconv::failures);
+  return jaxconv::failures != 0 || accepted < 300 || accepted_in_rows < 100;
 }

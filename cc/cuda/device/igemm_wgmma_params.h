@@ -12,15 +12,19 @@ namespace jaxconv {
 // Strided gradients make one phase for each residue of the stride; a map for each must fit in the
 // kernel's parameters.
 inline constexpr int kMaxWgmmaPhases = 8;
+// Pixels that the taps of a filter row may reach over, where they share one load: 8, so that slots
+// stay multiples of the swizzle's 1024 bytes.
+inline constexpr int kMaxWgmmaSpan = 8;
 
 // One phase (core/implicit_gemm.h) as the copy engine walks it. Axes innermost first: w, h, d.
 struct WgmmaPhase {
   int32_t rows = 0;   // of gemm_m: images times pixels
-  int32_t steps = 1;  // of the whole reduction, 64 wide
+  int32_t steps = 1;  // loads of activations: taps (rows of taps) times slabs
   // 0; where no tap hits anything, past the last channel of both operands: one step of zeros, so
   // that the kernel never meets an empty sum.
   int32_t channel0 = 0;
-  FastDivmod count[3];    // pixels of an axis
+  FastDivmod count[3];    // pixels of an axis, as walked
+  int32_t width = 0;      // of count[0], those that are outputs
   int32_t lower[3] = {};  // of the box of base pixels
   int32_t taps[3] = {1, 1, 1};
   int32_t offset0[3] = {}, offset_step[3] = {};  // of a tap from the base pixel, never negative

@@ -8,37 +8,51 @@
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/fused_epilogue.cuh"
+#include "cuda/device/igemm_wgmma_params.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv {
 
-// kWarpgroups math warpgroups, each kBlocks x 64 rows by kN0 + kN1 columns (two instructions where
-// one cannot be so wide). kCluster CTAs, one above the other in m, share each load of the filter.
-// kResident: steps of the filter that stay in shared memory for the kernel's life; the stages then
-// hold activations alone.
-template <int kWarpgroups_, int kBlocks_, int kN0_, int kN1_, int kStages_, int kCluster_,
-          int kResident_ = 0>
+// kWarpgroups math warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where one
+// cannot be so wide). Cooperative: the warpgroups stand one above the other in one tile. Pingpong:
+// each has a tile of its own, and they take turns at the tensor cores, so that one stores while the
+// other multiplies.
+//
+// kSlotsB = 0: a stage holds the activations and the filter of one step. Otherwise, "rows": the
+// activations of a whole filter row, kTileM pixels and kSpan more of the padded image, are loaded
+// once and read by every tap of the row, one pixel further on (kStages slots); the filter has
+// kSlotsB slots of its own. kResident (rows too): so many steps of the filter stay in shared memory
+// for the kernel's life instead.
+//
+// kCluster CTAs, one above the other in m, share each load of the filter.
+template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
+          int kCluster_, int kSlotsB_ = 0, int kResident_ = 0>
 struct WgmmaTile {
   static constexpr int kWarpgroups = kWarpgroups_, kBlocks = kBlocks_;
+  static constexpr bool kPingpong = kPingpong_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
-  static constexpr int kStages = kStages_, kCluster = kCluster_, kResident = kResident_;
-  static constexpr int kTileM = kWarpgroups * kBlocks * 64;
+  static constexpr int kStages = kStages_, kCluster = kCluster_;
+  static constexpr int kSlotsB = kSlotsB_, kResident = kResident_;
+  static constexpr bool kRows = kSlotsB > 0 || kResident > 0;
+  static constexpr int kTileM = (kPingpong ? 1 : kWarpgroups) * kBlocks * 64;
   static constexpr int kTileN = kN0 + kN1;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kBytesA = kTileM * 128;
+  static constexpr int kPixels = kTileM + (kRows ? kMaxWgmmaSpan : 0);  // of a load
+  static constexpr int kBytesA = kPixels * 128;
   static constexpr int kBytesB = kTileN * 128;
-  static constexpr int kStageBytes = kBytesA + (kResident > 0 ? 0 : kBytesB);
+  static constexpr int kStageBytes = kBytesA + (kRows ? 0 : kBytesB);
+  static constexpr int kFilterAt = kStages * kStageBytes;
+  static constexpr int kStagingAt = kFilterAt + (kResident > 0 ? kResident : kSlotsB) * kBytesB;
   static constexpr int kStagingBytes = 4096;  // of a warp
-  static constexpr int kRingBytes =
-      kStages * kStageBytes + kResident * kBytesB + kWarpgroups * 4 * kStagingBytes;
   // And the way from the dynamic segment's start to a multiple of 1024.
-  static constexpr int kSharedBytes = kRingBytes + 1024;
+  static constexpr int kSharedBytes = kStagingAt + kWarpgroups * 4 * kStagingBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static_assert(kBytesA % 1024 == 0, "the swizzle's pattern starts with every slot");
   // 65536 registers among the warpgroups; the producer needs few.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
-  static constexpr int kMathRegisters = kWarpgroups == 3 ? 160 : kWarpgroups == 2 ? 232 : 240;
+  static constexpr int kMathRegisters = kWarpgroups == 3 ? 160 : 232;
 
   struct Accumulators {
     float first[kBlocks][kN0 / 2];

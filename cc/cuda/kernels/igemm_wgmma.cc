@@ -16,35 +16,46 @@ constexpr const char* kFamily = "igemm_wgmma";
 struct Instance {
   WgmmaTileId id;
   const char* suffix;
-  int64_t resident_steps;
+  bool rows;               // the taps of a filter row share a load
+  int64_t resident_steps;  // of the filter in shared memory; 0: none
   WgmmaTileCost cost;
 };
 
 constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile_m, int64_t tile_n,
-                                int64_t cluster, int64_t resident_steps) {
+                                int64_t cluster, bool pingpong, bool rows, int64_t resident_steps) {
   Instance instance{};
   instance.id = id;
   instance.suffix = suffix;
+  instance.rows = rows;
   instance.resident_steps = resident_steps;
   instance.cost.tile_m = tile_m;
   instance.cost.tile_n = tile_n;
   instance.cost.cluster = cluster;
+  instance.cost.pingpong = pingpong;
   instance.cost.resident = resident_steps > 0;
   return instance;
 }
 
 // As WgmmaTileOf in igemm_wgmma_sm90.cuh.
 constexpr Instance kInstances[] = {
-    MakeInstance(WgmmaTileId::k128x256Pair, "_pair", 128, 256, 2, 0),
-    MakeInstance(WgmmaTileId::k256x128Pair, "_pair", 256, 128, 2, 0),
-    MakeInstance(WgmmaTileId::k128x320Pair, "_pair", 128, 320, 2, 0),
-    MakeInstance(WgmmaTileId::k128x192, "", 128, 192, 1, 0),
-    MakeInstance(WgmmaTileId::k192x128, "", 192, 128, 1, 0),
-    MakeInstance(WgmmaTileId::k128x128, "", 128, 128, 1, 0),
-    MakeInstance(WgmmaTileId::k256x64, "", 256, 64, 1, 0),
-    MakeInstance(WgmmaTileId::k128x64, "", 128, 64, 1, 0),
-    MakeInstance(WgmmaTileId::k256x64Resident, "_resident", 256, 64, 1, 9),
-    MakeInstance(WgmmaTileId::k128x64Resident, "_resident", 128, 64, 1, 9),
+    MakeInstance(WgmmaTileId::k128x256Pair, "_pair", 128, 256, 2, false, false, 0),
+    MakeInstance(WgmmaTileId::k256x128Pair, "_pair", 256, 128, 2, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x320Pair, "_pair", 128, 320, 2, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x192, "", 128, 192, 1, false, false, 0),
+    MakeInstance(WgmmaTileId::k192x128, "", 192, 128, 1, false, false, 0),
+    MakeInstance(WgmmaTileId::k192x128Pair, "_pair", 192, 128, 2, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x128, "", 128, 128, 1, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, 1, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x128PingpongPair, "_pingpong_pair", 128, 128, 2, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, 1, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x256PairRows, "_pair_rows", 128, 256, 2, false, true, 0),
+    MakeInstance(WgmmaTileId::k256x128PairRows, "_pair_rows", 256, 128, 2, false, true, 0),
+    MakeInstance(WgmmaTileId::k128x320PairRows, "_pair_rows", 128, 320, 2, false, true, 0),
+    MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, 1, true, true, 0),
+    MakeInstance(WgmmaTileId::k128x128PingpongPairRows, "_pingpong_pair_rows", 128, 128, 2, true,
+                 true, 0),
+    MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, 1, true, true,
+                 9),
 };
 
 // Of the reduction, 128 bytes of channels.
@@ -78,9 +89,10 @@ constexpr int32_t kMaxElementStride = 8;
 struct Plan {
   IgemmWgmmaParams params;
   WgmmaOperands operands;
-  int64_t tiles = 0;         // of one slice, in units of clusters
-  int64_t steps = 0;         // of the longest reduction
-  double average_steps = 0;  // over phases
+  int64_t tiles = 0;        // of one slice, in units of clusters
+  int64_t steps = 0;        // loads of the longest reduction
+  double average_taps = 0;  // 64-wide pieces of the reduction, over phases
+  double taps_of_load = 1;  // in rows
 };
 
 Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan) {
@@ -146,23 +158,40 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     }
   }
   plan->steps = 0;
-  double all_steps = 0;
+  double all_taps = 0;
+  int64_t rows = 0;
   for (int p = 0; p < gemm.phases; ++p) {
     WgmmaPhase& phase = params.phase[p];
     AxisPhase axis_phase[3];
     bool empty = false;
     for (int a = 0; a < 3; ++a) axis_phase[a] = gemm.PhaseOfAxis(p, a);
     for (int a = 0; a < 3; ++a) empty = empty || axis_phase[a].tap_count == 0;
-    phase.rows = ImplicitGemm::Rows(gemm.images, axis_phase);
+    int64_t phase_rows = gemm.images;
     int64_t filter_pitch = 1, taps = 1;
     phase.filter0 = 0;
     for (int i = 0; i < 3; ++i) {
       const GatherAxis& axis = gemm.axis[2 - i];
       const AxisPhase& on = axis_phase[2 - i];
-      phase.count[i] = FastDivmod(on.dst_count);
       phase.phase[i] = on.phase;
       phase.taps[i] = empty ? 1 : on.tap_count;
       const int64_t reach = int64_t{phase.taps[i] - 1} * axis.src_per_t;
+      const int64_t span = reach < 0 ? -reach : reach;
+      // In rows the walk covers the padded row, so that a tap is the pixel that much further on.
+      int64_t walked = on.dst_count;
+      if (i == 0) {
+        phase.width = on.dst_count;
+        if (instance.rows) {
+          if (axis.src_per_j != 1 || axis.taps == 1 || span > kMaxWgmmaSpan || matrix) {
+            return Status::Unimplemented(
+                "rows need a filter of several taps along the last axis, of stride 1, that reach "
+                "over at most " +
+                std::to_string(kMaxWgmmaSpan) + " pixels");
+          }
+          walked += span;
+        }
+      }
+      phase.count[i] = FastDivmod(walked);
+      phase_rows *= walked;
       const int64_t src0 = empty ? 0 : on.src0;
       const int64_t lower = src0 + std::min<int64_t>(0, reach);
       phase.offset0[i] = static_cast<int32_t>(src0 - lower);
@@ -172,10 +201,8 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
       filter_pitch *= axis.taps;
       taps *= phase.taps[i];
       phase.lower[i] = static_cast<int32_t>(lower);
-      const int64_t upper =
-          lower + int64_t{on.dst_count - 1} * axis.src_per_j + 1 - axis.src_extent;
+      const int64_t upper = lower + (walked - 1) * axis.src_per_j + 1 - axis.src_extent;
       operands.a_upper[p][i] = static_cast<int32_t>(upper);
-      const int64_t span = reach < 0 ? -reach : reach;
       if (i < problem.rank && !matrix &&
           (lower < limits.lower || lower > limits.upper || upper < limits.lower ||
            upper > limits.upper || span > limits.offset)) {
@@ -184,26 +211,33 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
             " beyond the tensor's end, wider than the copy engine's fields");
       }
     }
-    phase.steps = static_cast<int32_t>(empty ? 1 : taps * params.slabs);
+    if (phase_rows > kMaxRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
+    phase.rows = static_cast<int32_t>(phase_rows);
+    rows = std::max(rows, phase_rows);
+    const int64_t row_taps = instance.rows ? phase.taps[0] : 1;
+    phase.steps = static_cast<int32_t>(empty ? 1 : taps / row_taps * params.slabs);
+    if (p == 0) plan->taps_of_load = static_cast<double>(row_taps);
     phase.channel0 =
         empty ? static_cast<int32_t>(CeilDiv(std::max(problem.c, problem.k), 64) * 64) : 0;
     plan->steps = std::max<int64_t>(plan->steps, phase.steps);
-    all_steps += phase.steps;
+    all_taps += static_cast<double>(phase.steps * row_taps);
   }
-  plan->average_steps = all_steps / gemm.phases;
+  plan->average_taps = all_taps / gemm.phases;
   if (matrix) params.rank = 0;
+  if (instance.rows) params.dense_rows = 0;
   if (instance.resident_steps > 0) {
+    const int64_t filter_steps = problem.taps() * params.slabs;
     if (gemm.gemm_n > instance.cost.tile_n || gemm.batches * gemm.groups > 1 || gemm.phases > 1 ||
-        plan->steps > instance.resident_steps) {
+        filter_steps > instance.resident_steps) {
       return Status::Unimplemented("the filter does not fit in shared memory: expected at most " +
                                    std::to_string(instance.cost.tile_n) + " columns and " +
                                    std::to_string(instance.resident_steps) + " steps, got " +
                                    std::to_string(gemm.gemm_n) + " and " +
-                                   std::to_string(plan->steps));
+                                   std::to_string(filter_steps));
     }
   }
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
-  const int64_t m_tiles = CeilDiv(gemm.gemm_m, instance.cost.tile_m * instance.cost.cluster);
+  const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m * instance.cost.cluster);
   params.n_tiles = FastDivmod(n_tiles);
   params.m_tiles = FastDivmod(m_tiles);
   params.groups = FastDivmod(gemm.groups);
@@ -237,7 +271,9 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
                   const DeviceInfo& device, int64_t slices) {
   WgmmaWork work;
   work.tiles = plan.tiles * instance.cost.cluster * slices;
-  work.steps = slices == 1 ? plan.average_steps : static_cast<double>(CeilDiv(plan.steps, slices));
+  work.taps = slices == 1 ? plan.average_taps
+                          : static_cast<double>(CeilDiv(plan.steps, slices)) * plan.taps_of_load;
+  work.taps_of_load = plan.taps_of_load;
   work.gemm_n = plan.params.gemm_n;
   work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                         problem.w_elements() * ByteWidth(problem.w_dtype) +
@@ -292,18 +328,34 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x192>(params, operands, stream);
     case WgmmaTileId::k192x128:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128>(params, operands, stream);
+    case WgmmaTileId::k192x128Pair:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128Pair>(params, operands, stream);
     case WgmmaTileId::k128x128:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128>(params, operands, stream);
-    case WgmmaTileId::k256x64:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64>(params, operands, stream);
-    case WgmmaTileId::k128x64:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64>(params, operands, stream);
-    case WgmmaTileId::k256x64Resident:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64Resident>(params, operands, stream);
-    case WgmmaTileId::k128x64Resident:
+    case WgmmaTileId::k128x128Pingpong:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128Pingpong>(params, operands, stream);
+    case WgmmaTileId::k128x128PingpongPair:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongPair>(params, operands,
+                                                                             stream);
+    case WgmmaTileId::k128x64Pingpong:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64Pingpong>(params, operands, stream);
+    case WgmmaTileId::k128x256PairRows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256PairRows>(params, operands, stream);
+    case WgmmaTileId::k256x128PairRows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128PairRows>(params, operands, stream);
+    case WgmmaTileId::k128x320PairRows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320PairRows>(params, operands, stream);
+    case WgmmaTileId::k128x128PingpongRows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongRows>(params, operands,
+                                                                             stream);
+    case WgmmaTileId::k128x128PingpongPairRows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongPairRows>(params, operands,
+                                                                                 stream);
+    case WgmmaTileId::k128x64PingpongResident:
       break;
   }
-  return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64Resident>(params, operands, stream);
+  return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
+                                                                            stream);
 }
 
 Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& problem,

@@ -12,19 +12,26 @@
 
 namespace jaxconv {
 
-// "Pair": clusters of two CTAs share the loads of the filter. "Resident": the filter stays in
-// shared memory.
+// "Pingpong": the warpgroups take turns at tiles of their own. "Pair": clusters of two CTAs share
+// the loads of the filter. "Rows": the taps of a filter row share a load of activations.
+// "Resident": rows, and the filter stays in shared memory.
 enum class WgmmaTileId {
   k128x256Pair,
   k256x128Pair,
   k128x320Pair,
   k128x192,
   k192x128,
+  k192x128Pair,
   k128x128,
-  k256x64,
-  k128x64,
-  k256x64Resident,
-  k128x64Resident,
+  k128x128Pingpong,
+  k128x128PingpongPair,
+  k128x64Pingpong,
+  k128x256PairRows,
+  k256x128PairRows,
+  k128x320PairRows,
+  k128x128PingpongRows,
+  k128x128PingpongPairRows,
+  k128x64PingpongResident,
 };
 
 // Its rows of the kernel table.

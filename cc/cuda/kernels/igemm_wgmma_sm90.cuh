@@ -45,28 +45,41 @@ namespace jaxconv {
 
 template <WgmmaTileId kTile>
 struct WgmmaTileOf;
-//                  math warpgroups, 64-row blocks of each, columns (twice), stages, cluster,
-//                  resident
+//  math warpgroups, pingpong, 64-row blocks of each, columns (twice), stages, cluster, filter slots
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x256Pair> : WgmmaTile<2, 1, 256, 0, 4, 2> {};
+struct WgmmaTileOf<WgmmaTileId::k128x256Pair> : WgmmaTile<2, false, 1, 256, 0, 4, 2> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x128Pair> : WgmmaTile<2, 2, 128, 0, 4, 2> {};
+struct WgmmaTileOf<WgmmaTileId::k256x128Pair> : WgmmaTile<2, false, 2, 128, 0, 4, 2> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x320Pair> : WgmmaTile<2, 1, 192, 128, 3, 2> {};
+struct WgmmaTileOf<WgmmaTileId::k128x320Pair> : WgmmaTile<2, false, 1, 192, 128, 3, 2> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x192> : WgmmaTile<2, 1, 192, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x192> : WgmmaTile<2, false, 1, 192, 0, 4, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k192x128> : WgmmaTile<3, 1, 128, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k192x128> : WgmmaTile<3, false, 1, 128, 0, 4, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, 1, 128, 0, 6, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k192x128Pair> : WgmmaTile<3, false, 1, 128, 0, 4, 2> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x64> : WgmmaTile<2, 2, 64, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, false, 1, 128, 0, 6, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x64> : WgmmaTile<2, 1, 64, 0, 7, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x128Pingpong> : WgmmaTile<2, true, 2, 128, 0, 6, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x64Resident> : WgmmaTile<2, 2, 64, 0, 3, 1, 9> {};
+struct WgmmaTileOf<WgmmaTileId::k128x128PingpongPair> : WgmmaTile<2, true, 2, 128, 0, 6, 2> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x64Resident> : WgmmaTile<2, 1, 64, 0, 7, 1, 9> {};
+struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7, 1> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x256PairRows> : WgmmaTile<2, false, 1, 256, 0, 3, 2, 4> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x128PairRows> : WgmmaTile<2, false, 2, 128, 0, 3, 2, 5> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x320PairRows> : WgmmaTile<2, false, 1, 192, 128, 3, 2, 3> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 1, 8> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x128PingpongPairRows> : WgmmaTile<2, true, 2, 128, 0, 3, 2, 8> {
+};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident>
+    : WgmmaTile<2, true, 2, 64, 0, 6, 1, 0, 9> {};
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -86,20 +99,50 @@ struct WgmmaTilePlace {
   }
 };
 
+// Addresses of the mbarriers.
+template <class Tile>
+struct WgmmaBarriers {
+  static constexpr int kCount =
+      2 * Tile::kStages + 2 * Tile::kSlotsB + (Tile::kResident > 0 ? 1 : 0);
+  uint32_t first;
+  __device__ __forceinline__ uint32_t Full(uint32_t stage) const { return first + stage * 8; }
+  __device__ __forceinline__ uint32_t Empty(uint32_t stage) const {
+    return first + (Tile::kStages + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t FullB(uint32_t slot) const {
+    return first + (2 * Tile::kStages + slot) * 8;
+  }
+  __device__ __forceinline__ uint32_t EmptyB(uint32_t slot) const {
+    return first + (2 * Tile::kStages + Tile::kSlotsB + slot) * 8;
+  }
+  __device__ __forceinline__ uint32_t Resident() const { return first + (kCount - 1) * 8; }
+};
+
+// A place in a ring of kSize slots and the parity of its round.
+template <int kSize>
+struct RingPlace {
+  uint32_t slot = 0, parity = 0;
+  __device__ __forceinline__ void Next() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void Skip(uint32_t count) {
+    const uint32_t at = slot + count;
+    parity ^= at / kSize & 1;
+    slot = at % kSize;
+  }
+};
+
 // The thread that issues the copies.
 template <Op kOp, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
                                                    const WgmmaMaps& maps, uint32_t ring,
-                                                   uint32_t full, uint32_t empty,
-                                                   uint32_t resident_full) {
-  constexpr uint32_t kResidentAt = Tile::kStages * Tile::kStageBytes;
+                                                   const WgmmaBarriers<Tile>& barriers) {
   const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
   auto copy_filter = [&](uint32_t shared, uint32_t barrier, int boxes, int32_t n, int32_t channel,
                          int32_t channel_of_group, int32_t tap) {
     // fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C, tap).
     for (int i = 0; i < boxes; ++i) {
-      const int32_t k =
-          kOp == Op::kFprop ? channel_of_group + n + i * 64 : channel_of_group + channel;
+      const int32_t k = channel_of_group + (kOp == Op::kFprop ? n + i * 64 : channel);
       const int32_t c = kOp == Op::kFprop ? channel : n + i * 64;
       if constexpr (Tile::kCluster > 1) {
         if (i % Tile::kCluster != static_cast<int>(rank)) continue;
@@ -110,28 +153,30 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
       }
     }
   };
+  // Boxes wholly past the last column are not loaded; what lies in their place is not stored.
   auto boxes_of = [&](int32_t n_first) {
     return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
   };
   if constexpr (Tile::kResident > 0) {
     const WgmmaPhase& phase = params.phase[0];
     const int boxes = boxes_of(0);
-    BarrierArriveExpect(resident_full, phase.steps * boxes * 8192);
-    int32_t step = 0;
+    BarrierArriveExpect(barriers.Resident(), phase.steps * phase.taps[0] * boxes * 8192);
+    uint32_t shared = ring + Tile::kFilterAt;
     for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
       for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
-        for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-          const int32_t tap = phase.filter0 + t0 * phase.filter_step[0] +
-                              t1 * phase.filter_step[1] + t2 * phase.filter_step[2];
-          for (int32_t slab = 0; slab < params.slabs; ++slab, ++step) {
-            copy_filter(ring + kResidentAt + step * Tile::kBytesB, resident_full, boxes, 0,
-                        slab * 64, 0, tap);
+        for (int32_t slab = 0; slab < params.slabs; ++slab) {
+          for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
+            copy_filter(shared, barriers.Resident(), boxes, 0, slab * 64, 0,
+                        phase.filter0 + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
+                            t2 * phase.filter_step[2]);
+            shared += Tile::kBytesB;
           }
         }
       }
     }
   }
-  uint32_t stage = 0, parity = 1;
+  RingPlace<Tile::kStages> stage;
+  RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
   for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
        index += gridDim.x / Tile::kCluster) {
     const WgmmaTilePlace place(params, index);
@@ -140,7 +185,6 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     int32_t m = (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM;
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const int boxes = boxes_of(n_first);
-    const uint32_t bytes = Tile::kBytesA + (Tile::kResident > 0 ? 0 : boxes * 8192);
     const int32_t first = place.slice * params.steps_per_slice;
     const int32_t steps = min(params.steps_per_slice, phase.steps - first);
     int32_t x = 0, y = 0, z = 0, image = 0;
@@ -155,26 +199,27 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
       z = phase.lower[2] + z * params.src_step[2];
       image += place.batch * params.images;
     }
-    // Of the first step.
+    // Of the first step: slab fastest, then taps. In rows, t0 is the inner loop's.
     int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
     if (first > 0) {
-      t0 = first / params.slabs;
-      slab = first - t0 * params.slabs;
-      t1 = t0 / phase.taps[0], t0 -= t1 * phase.taps[0];
-      t2 = t1 / phase.taps[1], t1 -= t2 * phase.taps[1];
+      int32_t tap = first / params.slabs;
+      slab = first - tap * params.slabs;
+      if constexpr (!Tile::kRows) t0 = tap % phase.taps[0], tap /= phase.taps[0];
+      t2 = tap / phase.taps[1];
+      t1 = tap - t2 * phase.taps[1];
     }
     const int32_t tap_of_batch = place.batch * params.filter_taps + phase.filter0;
     const int32_t a_channel = place.group * params.a_group;
     const int32_t b_channel = place.group * params.b_group;
     const CUtensorMap* map_a = &maps.a[place.phase];
     for (int32_t step = 0; step < steps; ++step) {
-      BarrierWait(empty + stage * 8, parity);
-      const uint32_t barrier = full + stage * 8;
-      const uint32_t shared = ring + stage * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, bytes);
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      BarrierArriveExpect(barrier, Tile::kBytesA + (Tile::kRows ? 0 : boxes * 8192));
       const int32_t channel = phase.channel0 + slab * 64;
       const int32_t c = a_channel + channel;
-      const uint16_t off0 = phase.offset0[0] + t0 * phase.offset_step[0];
+      const uint16_t off0 = Tile::kRows ? 0 : phase.offset0[0] + t0 * phase.offset_step[0];
       const uint16_t off1 = phase.offset0[1] + t1 * phase.offset_step[1];
       const uint16_t off2 = phase.offset0[2] + t2 * phase.offset_step[2];
       switch (params.rank) {
@@ -190,19 +235,27 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
         default:
           CopyIm2col3d(shared, map_a, barrier, c, x, y, z, image, off0, off1, off2);
       }
-      if constexpr (Tile::kResident == 0) {
+      stage.Next();
+      const int32_t tap = tap_of_batch + t1 * phase.filter_step[1] + t2 * phase.filter_step[2];
+      if constexpr (!Tile::kRows) {
         copy_filter(shared + Tile::kBytesA, barrier, boxes, n_first, channel, b_channel,
-                    tap_of_batch + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
-                        t2 * phase.filter_step[2]);
+                    tap + t0 * phase.filter_step[0]);
+      } else if constexpr (Tile::kSlotsB > 0) {
+        for (int32_t t = 0; t < phase.taps[0]; ++t) {
+          BarrierWait(barriers.EmptyB(slot.slot), slot.parity ^ 1);
+          BarrierArriveExpect(barriers.FullB(slot.slot), boxes * 8192);
+          copy_filter(ring + Tile::kFilterAt + slot.slot * Tile::kBytesB, barriers.FullB(slot.slot),
+                      boxes, n_first, channel, b_channel, tap + t * phase.filter_step[0]);
+          slot.Next();
+        }
       }
       if (++slab == params.slabs) {
         slab = 0;
-        if (++t0 == phase.taps[0]) {
+        if (Tile::kRows || ++t0 == phase.taps[0]) {
           t0 = 0;
           if (++t1 == phase.taps[1]) t1 = 0, ++t2;
         }
       }
-      if (++stage == Tile::kStages) stage = 0, parity ^= 1;
     }
   }
 }
@@ -224,6 +277,7 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
       phase.count[0].Divmod(m, &m, &j0);
       phase.count[1].Divmod(m, &m, &j1);
       phase.count[2].Divmod(m, &image, &j2);
+      if (j0 >= phase.width) return -1;
       m = ((image * params.out_extent[2] + phase.phase[2] + j2 * params.period[2]) *
                params.out_extent[1] +
            phase.phase[1] + j1 * params.period[1]) *
@@ -276,22 +330,120 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   }
 }
 
+// The math warpgroups' way through the tiles. `warpgroup` counts from 0.
+template <Op kOp, typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& params, uint32_t ring,
+                                                   const WgmmaBarriers<Tile>& barriers,
+                                                   int warpgroup) {
+  constexpr bool kMnMajorB = kOp == Op::kFprop;
+  const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
+  const uint32_t own_rows = Tile::kPingpong ? 0 : warpgroup * Tile::kBlocks * 64;
+  const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
+  const bool signals = threadIdx.x % 128 == 0;
+  // Filter slots are filled by both CTAs of a pair, activations by this one.
+  auto release_shared = [&](uint32_t barrier) {
+    if constexpr (Tile::kCluster > 1) {
+      if (threadIdx.x % 128 < Tile::kCluster) BarrierArriveCluster(barrier, threadIdx.x % 128);
+    } else {
+      if (signals) BarrierArrive(barrier);
+    }
+  };
+  RingPlace<Tile::kStages> stage;
+  RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
+  if constexpr (Tile::kResident > 0) BarrierWait(barriers.Resident(), 0);
+  // Pingpong: warpgroup 0 has the first turn.
+  if (Tile::kPingpong && warpgroup == 1) NamedBarrierArrive(1, 256);
+  int turn = 0;
+  for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
+       index += gridDim.x / Tile::kCluster) {
+    const WgmmaTilePlace place(params, index);
+    const WgmmaPhase& phase = params.phase[place.phase];
+    if (place.m_tile * (Tile::kCluster * Tile::kTileM) >= phase.rows) continue;
+    const int32_t steps =
+        min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
+    const int32_t taps = Tile::kRows ? phase.taps[0] : 1;
+    if constexpr (Tile::kPingpong) {
+      turn ^= 1;
+      if (turn == warpgroup) {  // the other's tile
+        stage.Skip(steps);
+        if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps);
+        continue;
+      }
+      NamedBarrierSync(1 + warpgroup, 256);
+    }
+    typename Tile::Accumulators acc;
+    if constexpr (!Tile::kRows) {
+      uint32_t last = 0;
+      for (int32_t step = 0; step < steps; ++step) {
+        BarrierWait(barriers.Full(stage.slot), stage.parity);
+        const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+        Tile::template Multiply<T, kMnMajorB>(acc, shared + own_rows * 128, shared + Tile::kBytesA,
+                                              step > 0);
+        WgmmaWait<1>();
+        if (step > 0) release_shared(barriers.Empty(last));
+        last = stage.slot;
+        stage.Next();
+      }
+      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
+      WgmmaWait<0>();
+      release_shared(barriers.Empty(last));
+    } else {
+      uint32_t last = 0, last_b = 0, resident = ring + Tile::kFilterAt;
+      for (int32_t step = 0; step < steps; ++step) {
+        BarrierWait(barriers.Full(stage.slot), stage.parity);
+        uint32_t a = ring + stage.slot * Tile::kStageBytes + (own_rows + phase.offset0[0]) * 128;
+        for (int32_t t = 0; t < taps; ++t) {
+          if constexpr (Tile::kSlotsB > 0) BarrierWait(barriers.FullB(slot.slot), slot.parity);
+          Tile::template Multiply<T, kMnMajorB>(
+              acc, a,
+              Tile::kSlotsB > 0 ? ring + Tile::kFilterAt + slot.slot * Tile::kBytesB : resident,
+              step > 0 || t > 0);
+          WgmmaWait<1>();
+          if (step > 0 || t > 0) {
+            if constexpr (Tile::kSlotsB > 0) release_shared(barriers.EmptyB(last_b));
+            // The row before has been read by its last tap.
+            if (t == 0 && signals) BarrierArrive(barriers.Empty(last));
+          }
+          a += phase.offset_step[0] * 128;
+          resident += Tile::kBytesB;
+          last_b = slot.slot;
+          if constexpr (Tile::kSlotsB > 0) slot.Next();
+        }
+        last = stage.slot;
+        stage.Next();
+      }
+      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
+      WgmmaWait<0>();
+      if constexpr (Tile::kSlotsB > 0) release_shared(barriers.EmptyB(last_b));
+      if (signals) BarrierArrive(barriers.Empty(last));
+    }
+    const int32_t m_first =
+        (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + own_rows +
+        threadIdx.x / 32 % 4 * 16;
+    StoreWgmmaTile<T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
+  }
+}
+
 template <Op kOp, typename T, WgmmaTileId kTile, class Epilogue>
 __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     IgemmWgmma(const __grid_constant__ IgemmWgmmaParams params,
                const __grid_constant__ WgmmaMaps maps) {
   using Tile = WgmmaTileOf<kTile>;
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barriers[2 * Tile::kStages + 1];
+  __shared__ __align__(8) uint64_t barrier_words[WgmmaBarriers<Tile>::kCount];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const uint32_t full = SharedAddress(barriers), empty = full + Tile::kStages * 8;
-  const uint32_t resident_full = empty + Tile::kStages * 8;
+  const WgmmaBarriers<Tile> barriers{SharedAddress(barrier_words)};
   if (threadIdx.x == 0) {
+    constexpr int kReaders = Tile::kPingpong ? 1 : Tile::kWarpgroups;
     for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(full + s * 8, 1);
-      BarrierInit(empty + s * 8, Tile::kWarpgroups * Tile::kCluster);
+      BarrierInit(barriers.Full(s), 1);
+      BarrierInit(barriers.Empty(s), kReaders * (Tile::kRows ? 1 : Tile::kCluster));
     }
-    BarrierInit(resident_full, 1);
+    for (int s = 0; s < Tile::kSlotsB; ++s) {
+      BarrierInit(barriers.FullB(s), 1);
+      BarrierInit(barriers.EmptyB(s), kReaders * Tile::kCluster);
+    }
+    if constexpr (Tile::kResident > 0) BarrierInit(barriers.Resident(), 1);
     BarrierInitFence();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
@@ -301,56 +453,10 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      ProduceWgmmaStages<kOp, Tile>(params, maps, ring, full, empty, resident_full);
-    }
+    if (threadIdx.x == 0) ProduceWgmmaStages<kOp, Tile>(params, maps, ring, barriers);
   } else {
     RaiseRegisters<Tile::kMathRegisters>();
-    constexpr uint32_t kResidentAt = Tile::kStages * Tile::kStageBytes;
-    constexpr uint32_t kStagingAt = kResidentAt + Tile::kResident * Tile::kBytesB;
-    const uint32_t staging = ring + kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-    const uint32_t own_rows = (warpgroup - 1) * Tile::kBlocks * 64;
-    const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
-    auto release = [&](uint32_t stage) {
-      if (threadIdx.x % 128 < Tile::kCluster) {
-        if constexpr (Tile::kCluster > 1) {
-          BarrierArriveCluster(empty + stage * 8, threadIdx.x % 128);
-        } else {
-          BarrierArrive(empty + stage * 8);
-        }
-      }
-    };
-    uint32_t stage = 0, parity = 0;
-    if constexpr (Tile::kResident > 0) BarrierWait(resident_full, 0);
-    for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
-         index += gridDim.x / Tile::kCluster) {
-      const WgmmaTilePlace place(params, index);
-      const WgmmaPhase& phase = params.phase[place.phase];
-      if (place.m_tile * (Tile::kCluster * Tile::kTileM) >= phase.rows) continue;
-      const int32_t steps =
-          min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
-      typename Tile::Accumulators acc;
-      uint32_t last = 0;
-      for (int32_t step = 0; step < steps; ++step) {
-        BarrierWait(full + stage * 8, parity);
-        const uint32_t shared = ring + stage * Tile::kStageBytes;
-        Tile::template Multiply<T, kOp == Op::kFprop>(
-            acc, shared + own_rows * 128,
-            Tile::kResident > 0 ? ring + kResidentAt + step * Tile::kBytesB
-                                : shared + Tile::kBytesA,
-            step > 0);
-        WgmmaWait<1>();
-        if (step > 0) release(last);
-        last = stage;
-        if (++stage == Tile::kStages) stage = 0, parity ^= 1;
-      }
-      WgmmaWait<0>();
-      release(last);
-      const int32_t m_first =
-          (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + own_rows +
-          threadIdx.x / 32 % 4 * 16;
-      StoreWgmmaTile<T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
-    }
+    ConsumeWgmmaStages<kOp, T, Tile, Epilogue>(params, ring, barriers, warpgroup - 1);
   }
   // No CTA leaves while its pair may still arrive at its barriers.
   if constexpr (Tile::kCluster > 1) ClusterSync();
@@ -368,7 +474,7 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
     a.rank = 2;
     a.extent[1] =
         operands.a_images * operands.a_extent[0] * operands.a_extent[1] * operands.a_extent[2];
-    const int32_t box[2] = {64, Tile::kTileM};
+    const int32_t box[2] = {64, Tile::kPixels};
     JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(a, box, &maps->a[0]));
   } else {
     a.rank = params.rank + 2;
@@ -376,7 +482,7 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
     a.extent[params.rank + 1] = operands.a_images;
     for (int p = 0; p < params.phases; ++p) {
       JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(a, params.phase[p].lower, operands.a_upper[p],
-                                              params.src_step, Tile::kTileM, &maps->a[p]));
+                                              params.src_step, Tile::kPixels, &maps->a[p]));
     }
   }
   DenseTensor b;

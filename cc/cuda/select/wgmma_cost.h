@@ -16,12 +16,14 @@ namespace jaxconv {
 struct WgmmaTileCost {
   int64_t tile_m = 0, tile_n = 0;
   int64_t cluster = 1;
+  bool pingpong = false;  // one warpgroup stores while the other multiplies
   bool resident = false;  // the filter is loaded once a CTA
 };
 
 struct WgmmaWork {
-  int64_t tiles = 0;  // of the grid, split-K slices counted
-  double steps = 0;   // of a tile
+  int64_t tiles = 0;        // of the grid, split-K slices counted
+  double taps = 0;          // 64-wide pieces of a tile's reduction
+  double taps_of_load = 1;  // that share a load of activations
   int64_t gemm_n = 0;
   double dram_bytes = 0;     // every tensor once
   double partial_bytes = 0;  // split-K: what the slices write and the reduction reads again

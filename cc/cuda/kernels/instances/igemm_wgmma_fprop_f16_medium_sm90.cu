@@ -5,6 +5,8 @@ template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x192>
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k192x128>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k192x128Pair>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x128>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv
