@@ -38,23 +38,23 @@ constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile
 
 // As WgmmaTileOf in igemm_wgmma_sm90.cuh.
 constexpr Instance kInstances[] = {
+    MakeInstance(WgmmaTileId::k128x256, "", 128, 256, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k128x256Pair, "_pair", 128, 256, 2, false, false, 0),
+    MakeInstance(WgmmaTileId::k256x128, "", 256, 128, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k256x128Pair, "_pair", 256, 128, 2, false, false, 0),
-    MakeInstance(WgmmaTileId::k128x320Pair, "_pair", 128, 320, 2, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x320, "", 128, 320, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k128x192, "", 128, 192, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k192x128, "", 192, 128, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k192x128Pair, "_pair", 192, 128, 2, false, false, 0),
     MakeInstance(WgmmaTileId::k128x128, "", 128, 128, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, 1, true, false, 0),
-    MakeInstance(WgmmaTileId::k128x128PingpongPair, "_pingpong_pair", 128, 128, 2, true, false, 0),
     MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, 1, true, false, 0),
-    MakeInstance(WgmmaTileId::k128x256PairRows, "_pair_rows", 128, 256, 2, false, true, 0),
-    MakeInstance(WgmmaTileId::k256x128PairRows, "_pair_rows", 256, 128, 2, false, true, 0),
-    MakeInstance(WgmmaTileId::k128x320PairRows, "_pair_rows", 128, 320, 2, false, true, 0),
+    MakeInstance(WgmmaTileId::k128x256Rows, "_rows", 128, 256, 1, false, true, 0),
+    MakeInstance(WgmmaTileId::k256x128Rows, "_rows", 256, 128, 1, false, true, 0),
+    MakeInstance(WgmmaTileId::k128x320Rows, "_rows", 128, 320, 1, false, true, 0),
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, 1, true, true, 0),
-    MakeInstance(WgmmaTileId::k128x128PingpongPairRows, "_pingpong_pair_rows", 128, 128, 2, true,
-                 true, 0),
     MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, 1, true, true,
+                 9),
+    MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, 1, true, true,
                  9),
 };
 
@@ -250,7 +250,9 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   return {};
 }
 
-Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProblem& problem) {
+// Whether the instance takes the problem, and how.
+Status Accept(const Instance& instance, Op op, DType dtype, const ConvProblem& problem,
+              Plan* plan) {
   if (problem.op != op) {
     return Status::Unimplemented(std::string("expected ") + Name(op) + ", got " + Name(problem.op));
   }
@@ -263,8 +265,7 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     return Status::Unimplemented(std::string("expected an output of type ") + Name(dtype) +
                                  " or f32, got " + Name(problem.output_dtype()));
   }
-  Plan plan;
-  return MakePlan(instance, problem, &plan);
+  return MakePlan(instance, problem, plan);
 }
 
 double SlicedCost(const Instance& instance, const ConvProblem& problem, const Plan& plan,
@@ -318,51 +319,49 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
   const IgemmWgmmaParams& params = plan.params;
   const WgmmaOperands& operands = plan.operands;
   switch (id) {
+    case WgmmaTileId::k128x256:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256>(params, operands, stream);
     case WgmmaTileId::k128x256Pair:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256Pair>(params, operands, stream);
+    case WgmmaTileId::k256x128:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128>(params, operands, stream);
     case WgmmaTileId::k256x128Pair:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128Pair>(params, operands, stream);
-    case WgmmaTileId::k128x320Pair:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320Pair>(params, operands, stream);
+    case WgmmaTileId::k128x320:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320>(params, operands, stream);
     case WgmmaTileId::k128x192:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x192>(params, operands, stream);
     case WgmmaTileId::k192x128:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128>(params, operands, stream);
-    case WgmmaTileId::k192x128Pair:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128Pair>(params, operands, stream);
     case WgmmaTileId::k128x128:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128>(params, operands, stream);
     case WgmmaTileId::k128x128Pingpong:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128Pingpong>(params, operands, stream);
-    case WgmmaTileId::k128x128PingpongPair:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongPair>(params, operands,
-                                                                             stream);
     case WgmmaTileId::k128x64Pingpong:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64Pingpong>(params, operands, stream);
-    case WgmmaTileId::k128x256PairRows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256PairRows>(params, operands, stream);
-    case WgmmaTileId::k256x128PairRows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128PairRows>(params, operands, stream);
-    case WgmmaTileId::k128x320PairRows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320PairRows>(params, operands, stream);
+    case WgmmaTileId::k128x256Rows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256Rows>(params, operands, stream);
+    case WgmmaTileId::k256x128Rows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128Rows>(params, operands, stream);
+    case WgmmaTileId::k128x320Rows:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320Rows>(params, operands, stream);
     case WgmmaTileId::k128x128PingpongRows:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongRows>(params, operands,
                                                                              stream);
-    case WgmmaTileId::k128x128PingpongPairRows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongPairRows>(params, operands,
-                                                                                 stream);
     case WgmmaTileId::k128x64PingpongResident:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
+                                                                                stream);
+    case WgmmaTileId::k256x64PingpongResident:
       break;
   }
-  return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
+  return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64PingpongResident>(params, operands,
                                                                             stream);
 }
 
 Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& problem,
               const KernelArgs& args) {
-  JAXCONV_RETURN_IF_ERROR(CanImplement(instance, op, dtype, problem));
   Plan plan;
-  JAXCONV_RETURN_IF_ERROR(MakePlan(instance, problem, &plan));
+  JAXCONV_RETURN_IF_ERROR(Accept(instance, op, dtype, problem, &plan));
   const int64_t most = MostSlices(instance, problem, plan);
   if (args.slices < 1 || args.slices > most) {
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most) + ", got " +
@@ -420,7 +419,8 @@ std::vector<KernelRow> IgemmWgmmaRows() {
         row.op = op;
         row.min_cc = row.max_cc = 90;  // wgmma is of this architecture alone
         row.can_implement = [&instance, op, dtype](const ConvProblem& problem) {
-          return CanImplement(instance, op, dtype, problem);
+          Plan plan;
+          return Accept(instance, op, dtype, problem, &plan);
         };
         row.slices = [&instance](const ConvProblem& problem, const DeviceInfo& device) {
           return Slices(instance, problem, device);

@@ -16,22 +16,22 @@ namespace jaxconv {
 // the loads of the filter. "Rows": the taps of a filter row share a load of activations.
 // "Resident": rows, and the filter stays in shared memory.
 enum class WgmmaTileId {
+  k128x256,
   k128x256Pair,
+  k256x128,
   k256x128Pair,
-  k128x320Pair,
+  k128x320,
   k128x192,
   k192x128,
-  k192x128Pair,
   k128x128,
   k128x128Pingpong,
-  k128x128PingpongPair,
   k128x64Pingpong,
-  k128x256PairRows,
-  k256x128PairRows,
-  k128x320PairRows,
+  k128x256Rows,
+  k256x128Rows,
+  k128x320Rows,
   k128x128PingpongRows,
-  k128x128PingpongPairRows,
   k128x64PingpongResident,
+  k256x64PingpongResident,
 };
 
 // Its rows of the kernel table.

@@ -47,39 +47,39 @@ template <WgmmaTileId kTile>
 struct WgmmaTileOf;
 //  math warpgroups, pingpong, 64-row blocks of each, columns (twice), stages, cluster, filter slots
 template <>
+struct WgmmaTileOf<WgmmaTileId::k128x256> : WgmmaTile<2, false, 1, 256, 0, 4, 1> {};
+template <>
 struct WgmmaTileOf<WgmmaTileId::k128x256Pair> : WgmmaTile<2, false, 1, 256, 0, 4, 2> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x128> : WgmmaTile<2, false, 2, 128, 0, 4, 1> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k256x128Pair> : WgmmaTile<2, false, 2, 128, 0, 4, 2> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x320Pair> : WgmmaTile<2, false, 1, 192, 128, 3, 2> {};
+struct WgmmaTileOf<WgmmaTileId::k128x320> : WgmmaTile<2, false, 1, 192, 128, 3, 1> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x192> : WgmmaTile<2, false, 1, 192, 0, 4, 1> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k192x128> : WgmmaTile<3, false, 1, 128, 0, 4, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k192x128Pair> : WgmmaTile<3, false, 1, 128, 0, 4, 2> {};
-template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, false, 1, 128, 0, 6, 1> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128Pingpong> : WgmmaTile<2, true, 2, 128, 0, 6, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x128PingpongPair> : WgmmaTile<2, true, 2, 128, 0, 6, 2> {};
-template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x256PairRows> : WgmmaTile<2, false, 1, 256, 0, 3, 2, 4> {};
+struct WgmmaTileOf<WgmmaTileId::k128x256Rows> : WgmmaTile<2, false, 1, 256, 0, 3, 1, 4> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x128PairRows> : WgmmaTile<2, false, 2, 128, 0, 3, 2, 5> {};
+struct WgmmaTileOf<WgmmaTileId::k256x128Rows> : WgmmaTile<2, false, 2, 128, 0, 3, 1, 5> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x320PairRows> : WgmmaTile<2, false, 1, 192, 128, 3, 2, 3> {};
+struct WgmmaTileOf<WgmmaTileId::k128x320Rows> : WgmmaTile<2, false, 1, 192, 128, 3, 1, 3> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 1, 8> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x128PingpongPairRows> : WgmmaTile<2, true, 2, 128, 0, 3, 2, 8> {
-};
-template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident>
     : WgmmaTile<2, true, 2, 64, 0, 6, 1, 0, 9> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x64PingpongResident>
+    : WgmmaTile<2, true, 4, 64, 0, 3, 1, 0, 9> {};
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -330,14 +330,16 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   }
 }
 
-// The math warpgroups' way through the tiles. `warpgroup` counts from 0.
-template <Op kOp, typename T, class Tile, class Epilogue>
+// A math warpgroup's way through the tiles. Its number is a template parameter, so that everything
+// that becomes a descriptor is the same in all threads as the compiler sees it, and stays in
+// uniform registers: moved there from others before every wgmma, it cost the narrow tiles half
+// their rate.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
 __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& params, uint32_t ring,
-                                                   const WgmmaBarriers<Tile>& barriers,
-                                                   int warpgroup) {
+                                                   const WgmmaBarriers<Tile>& barriers) {
   constexpr bool kMnMajorB = kOp == Op::kFprop;
   const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-  const uint32_t own_rows = Tile::kPingpong ? 0 : warpgroup * Tile::kBlocks * 64;
+  constexpr uint32_t kOwnRows = Tile::kPingpong ? 0 : kWarpgroup * Tile::kBlocks * 64;
   const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
   const bool signals = threadIdx.x % 128 == 0;
   // Filter slots are filled by both CTAs of a pair, activations by this one.
@@ -352,7 +354,7 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
   if constexpr (Tile::kResident > 0) BarrierWait(barriers.Resident(), 0);
   // Pingpong: warpgroup 0 has the first turn.
-  if (Tile::kPingpong && warpgroup == 1) NamedBarrierArrive(1, 256);
+  if (Tile::kPingpong && kWarpgroup == 1) NamedBarrierArrive(1, 256);
   int turn = 0;
   for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
        index += gridDim.x / Tile::kCluster) {
@@ -364,12 +366,12 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
     const int32_t taps = Tile::kRows ? phase.taps[0] : 1;
     if constexpr (Tile::kPingpong) {
       turn ^= 1;
-      if (turn == warpgroup) {  // the other's tile
+      if (turn == kWarpgroup) {  // the other's tile
         stage.Skip(steps);
         if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps);
         continue;
       }
-      NamedBarrierSync(1 + warpgroup, 256);
+      NamedBarrierSync(1 + kWarpgroup, 256);
     }
     typename Tile::Accumulators acc;
     if constexpr (!Tile::kRows) {
@@ -377,21 +379,21 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
         const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-        Tile::template Multiply<T, kMnMajorB>(acc, shared + own_rows * 128, shared + Tile::kBytesA,
+        Tile::template Multiply<T, kMnMajorB>(acc, shared + kOwnRows * 128, shared + Tile::kBytesA,
                                               step > 0);
         WgmmaWait<1>();
         if (step > 0) release_shared(barriers.Empty(last));
         last = stage.slot;
         stage.Next();
       }
-      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
+      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
       WgmmaWait<0>();
       release_shared(barriers.Empty(last));
     } else {
       uint32_t last = 0, last_b = 0, resident = ring + Tile::kFilterAt;
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
-        uint32_t a = ring + stage.slot * Tile::kStageBytes + (own_rows + phase.offset0[0]) * 128;
+        uint32_t a = ring + stage.slot * Tile::kStageBytes + (kOwnRows + phase.offset0[0]) * 128;
         for (int32_t t = 0; t < taps; ++t) {
           if constexpr (Tile::kSlotsB > 0) BarrierWait(barriers.FullB(slot.slot), slot.parity);
           Tile::template Multiply<T, kMnMajorB>(
@@ -412,13 +414,13 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
         last = stage.slot;
         stage.Next();
       }
-      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
+      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
       WgmmaWait<0>();
       if constexpr (Tile::kSlotsB > 0) release_shared(barriers.EmptyB(last_b));
       if (signals) BarrierArrive(barriers.Empty(last));
     }
     const int32_t m_first =
-        (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + own_rows +
+        (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + kOwnRows +
         threadIdx.x / 32 % 4 * 16;
     StoreWgmmaTile<T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
   }
@@ -456,7 +458,13 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     if (threadIdx.x == 0) ProduceWgmmaStages<kOp, Tile>(params, maps, ring, barriers);
   } else {
     RaiseRegisters<Tile::kMathRegisters>();
-    ConsumeWgmmaStages<kOp, T, Tile, Epilogue>(params, ring, barriers, warpgroup - 1);
+    if (warpgroup == 1) {
+      ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 0>(params, ring, barriers);
+    } else if (Tile::kWarpgroups == 2 || warpgroup == 2) {
+      ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 1>(params, ring, barriers);
+    } else {
+      ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 2>(params, ring, barriers);
+    }
   }
   // No CTA leaves while its pair may still arrive at its barriers.
   if constexpr (Tile::kCluster > 1) ClusterSync();

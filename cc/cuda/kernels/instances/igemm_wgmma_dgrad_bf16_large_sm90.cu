@@ -1,10 +1,12 @@
 #include "cuda/kernels/igemm_wgmma_sm90.cuh"
 
 namespace jaxconv {
+template Status LaunchIgemmWgmma<Op::kDgrad, DType::kBF16, WgmmaTileId::k128x256>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kDgrad, DType::kBF16, WgmmaTileId::k128x256Pair>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kDgrad, DType::kBF16, WgmmaTileId::k256x128Pair>(
+template Status LaunchIgemmWgmma<Op::kDgrad, DType::kBF16, WgmmaTileId::k256x128>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kDgrad, DType::kBF16, WgmmaTileId::k128x320Pair>(
+template Status LaunchIgemmWgmma<Op::kDgrad, DType::kBF16, WgmmaTileId::k256x128Pair>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv

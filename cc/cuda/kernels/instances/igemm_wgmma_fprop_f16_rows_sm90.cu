@@ -1,10 +1,10 @@
 #include "cuda/kernels/igemm_wgmma_sm90.cuh"
 
 namespace jaxconv {
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x256PairRows>(
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x256Rows>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x128PairRows>(
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x128Rows>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x320PairRows>(
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x320Rows>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv
