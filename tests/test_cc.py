@@ -64,6 +64,7 @@ def test_there_are_programs():
     names = {program.name for program in PROGRAMS}
     assert names >= {
         "conv_problem_test.cc",
+        "cost_model_test.cc",
         "fast_divmod_test.cc",
         "implicit_gemm_test.cc",
         "onednn_conv_test.cc",

@@ -112,6 +112,11 @@ def test_adjoint_identity(platform, problem):
     assert inner(y, dy) == inner(x, dx) == inner(w, dw) != 0, problem.line(Op.FPROP, "f32")
 
 
+# Two operands rounded to 11 bits: sqrt(2) * 2^-11 / sqrt(3) of a product, times 0.72 for the mean
+# of a mantissa, is 2.9e-4, and measured of cuDNN; igemm_wmma's rounding has 1.12 times that
+# variance. On a GPU float32 at DEFAULT is TF32, which cuDNN does not always take on small layers.
+TF32_ERROR = 3.5e-4
+
 ERROR_PROBLEMS = [
     BY_NAME[name] for name in ("plain", "stride_and_tail", "groups_with_tails", "5x5", "3d_strided")
 ]
@@ -129,6 +134,8 @@ def test_error_is_at_most_twice_that_of_lax(platform, problem, dtype):
         lax = run(op, problem, dtype, lhs, rhs, precision=precision, algorithm="xla")
         # On small problems cuDNN cuts its sums into more parts; igemm_simt adds in order.
         least = error_in_order(problem.reduction(op)) if platform == "cuda" else 0.0
+        if platform == "cuda" and dtype == "f32" and precision == "default":
+            least = TF32_ERROR
         assert_error_ratio(ours, lax, exact, problem.line(op, dtype, precision), least=least)
 
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/kernels/igemm_simt.h"
+#include "cuda/kernels/igemm_wmma.h"
 #include "cuda/select/kernel_table.h"
 
 namespace jaxconv {
@@ -25,6 +26,37 @@ Status LaunchIgemmSimt(SimtTileId, const IgemmParams&, int64_t, void*) {
 JAXCONV_STUB(Op::kFprop);
 JAXCONV_STUB(Op::kDgrad);
 JAXCONV_STUB(Op::kWgrad);
+#undef JAXCONV_STUB
+
+template <Op kOp, DType kType, WmmaTileId kTile>
+Status LaunchIgemmWmma(const IgemmWmmaParams&, int64_t, void*) {
+  ++launches;
+  return {};
+}
+#define JAXCONV_STUB(op, type, tile)                                                           \
+  template Status LaunchIgemmWmma<op, type, WmmaTileId::tile>(const IgemmWmmaParams&, int64_t, \
+                                                              void*)
+#define JAXCONV_STUBS_OF_TYPE(op, type)  \
+  JAXCONV_STUB(op, type, k128x256);      \
+  JAXCONV_STUB(op, type, k256x128);      \
+  JAXCONV_STUB(op, type, k128x128);      \
+  JAXCONV_STUB(op, type, k256x64);       \
+  JAXCONV_STUB(op, type, k128x64);       \
+  JAXCONV_STUB(op, type, k64x64);        \
+  JAXCONV_STUB(op, type, k256x16);       \
+  JAXCONV_STUB(op, type, k128x64Half);   \
+  JAXCONV_STUB(op, type, k256x16ThinB);  \
+  JAXCONV_STUB(op, type, k128x64Narrow); \
+  JAXCONV_STUB(op, type, k128x16Narrow)
+#define JAXCONV_STUBS(op)                 \
+  JAXCONV_STUBS_OF_TYPE(op, DType::kF32); \
+  JAXCONV_STUBS_OF_TYPE(op, DType::kF16); \
+  JAXCONV_STUBS_OF_TYPE(op, DType::kBF16)
+JAXCONV_STUBS(Op::kFprop);
+JAXCONV_STUBS(Op::kDgrad);
+JAXCONV_STUBS(Op::kWgrad);
+#undef JAXCONV_STUBS
+#undef JAXCONV_STUBS_OF_TYPE
 #undef JAXCONV_STUB
 
 Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) {
@@ -74,7 +106,9 @@ Selection SelectOk(const ConvProblem& problem, const DeviceInfo& device,
   return selection;
 }
 
-void ExpectChoice(const ConvProblem& problem, const std::string& instance) {
+// At precision "highest", which only igemm_simt serves.
+void ExpectChoice(ConvProblem problem, const std::string& instance) {
+  problem.precision = Precision::kHighest;
   Selection selection = SelectOk(problem, PortableTarget(9, 0));
   Expect(selection.instance == instance,
          problem.ToString() + ": expected " + instance + ", got " + selection.instance);
@@ -107,6 +141,115 @@ void TestPinnedChoices() {
   ExpectChoice(Layer(Op::kWgrad, 4, 64, 320, 320, 3), "wgrad_igemm_simt_f32_64x64x8_vec");
 }
 
+// The choice for every layer of the benchmark's set "all" in bfloat16, on an H200.
+void TestTensorCoreChoices() {
+  struct Choice {
+    const char* layer;
+    const char* line;  // what follows the dtypes and the precision
+    const char* fprop;
+    const char* dgrad;
+    const char* wgrad;
+  };
+  static const Choice kChoices[] = {
+      {"r50_stem", "b1 n64 g1 c3 k64 i224x224 f7x7 o112x112 s2x2 l1x1 d1x1 p3_3x3_3",
+       "128x64x32_3stage_narrow", "256x16x64_3stage", "128x64x32_3stage_narrow"},
+      {"r50_56_1x1a", "b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
+       "256x64x32_4stage", "256x64x32_4stage", "64x64x64_3stage"},
+      {"r50_56_3x3", "b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x64x64_3stage", "128x64x64_3stage", "64x64x64_3stage"},
+      {"r50_56_1x1b", "b1 n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
+       "128x256x64_3stage", "256x64x32_4stage", "64x64x64_3stage"},
+      {"r50_56_s2", "b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
+       "128x128x64_3stage", "256x128x64_3stage", "128x128x64_3stage"},
+      {"r50_28_3x3", "b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x128x64_3stage", "128x128x64_3stage", "128x128x64_3stage"},
+      {"r50_14_3x3", "b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x64x64_3stage", "128x64x64_3stage", "128x256x64_3stage"},
+      {"r50_7_3x3", "b1 n64 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x256x64_3stage", "128x256x64_3stage", "128x256x64_3stage"},
+      {"r50_ds_1x1s2", "b1 n64 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0",
+       "128x256x64_3stage", "128x256x64_3stage", "128x64x64_3stage"},
+      {"vgg_112", "b1 n32 g1 c128 k128 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1",
+       "256x128x64_3stage", "256x128x64_3stage", "128x128x64_3stage"},
+      {"vgg_28", "b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x256x64_3stage", "128x256x64_3stage", "128x256x64_3stage"},
+      {"seed_224", "b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x64x64_3stage", "128x64x64_3stage", "64x64x64_3stage"},
+      {"seed_480", "b1 n1 g1 c64 k64 i480x480 f3x3 o480x480 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x64x64_3stage", "128x64x64_3stage", "64x64x64_3stage"},
+      {"seed_960", "b1 n1 g1 c64 k64 i960x960 f3x3 o960x960 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x64x64_3stage", "128x64x64_3stage", "128x64x64_3stage"},
+      {"unet_64", "b1 n4 g1 c320 k320 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x64x64_3stage", "128x64x64_3stage", "256x128x64_3stage"},
+      {"vae_512", "b1 n1 g1 c128 k128 i512x512 f3x3 o512x512 s1x1 l1x1 d1x1 p1_1x1_1",
+       "256x128x64_3stage", "256x128x64_3stage", "128x128x64_3stage"},
+      {"convnext_dw", "b1 n64 g96 c96 k96 i56x56 f7x7 o56x56 s1x1 l1x1 d1x1 p3_3x3_3",
+       "128x16x64_3stage_narrow", "128x16x64_3stage_narrow", "128x16x64_3stage_narrow"},
+      {"mobile_dw", "b1 n64 g512 c512 k512 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1",
+       "igemm_simt_bf16_128x32x8_scalar", "igemm_simt_bf16_128x32x8_scalar",
+       "128x16x64_3stage_narrow"},
+      {"resnext_g32", "b1 n64 g32 c128 k128 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
+       "128x16x64_3stage_narrow", "128x16x64_3stage_narrow", "128x64x64_3stage_half"},
+      {"deeplab_d2", "b1 n16 g1 c256 k256 i64x64 f3x3 o64x64 s1x1 l1x1 d2x2 p2_2x2_2",
+       "128x256x64_3stage", "128x256x64_3stage", "128x256x64_3stage"},
+      {"audio_1d", "b1 n16 g1 c512 k512 i3000 f3 o3000 s1 l1 d1 p1_1", "128x256x64_3stage",
+       "128x256x64_3stage", "128x256x64_3stage"},
+      {"video_3d",
+       "b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
+       "256x128x64_3stage", "256x128x64_3stage", "256x128x64_3stage"},
+  };
+  for (const Choice& choice : kChoices) {
+    for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
+      const ConvProblem problem =
+          Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
+      const Selection selection = SelectOk(problem, PortableTarget(9, 0));
+      const std::string tile = op == Op::kFprop   ? choice.fprop
+                               : op == Op::kDgrad ? choice.dgrad
+                                                  : choice.wgrad;
+      const std::string expected =
+          std::string(Name(op)) + (tile[0] == 'i' ? "_" + tile : "_igemm_wmma_bf16_" + tile);
+      Expect(selection.instance == expected,
+             std::string(choice.layer) + ": expected " + expected + ", got " + selection.instance);
+      Expect(selection.workspace_bytes <= 64'000'000,
+             std::string(choice.layer) + ": a workspace of at most 64 MB");
+    }
+  }
+}
+
+void TestTensorCoreRefusals() {
+  const DeviceInfo device = PortableTarget(9, 0);
+  ConvProblem layer = Layer(Op::kFprop, 8, 28, 64, 64, 3);
+  auto family = [&](const ConvProblem& problem) {
+    const std::string name = SelectOk(problem, device).instance;
+    return name.find("igemm_wmma") != std::string::npos;
+  };
+  Expect(family(layer), "float32 at DEFAULT goes to TF32");
+  for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
+    layer.precision = precision;
+    Expect(!family(layer), "float32 above DEFAULT stays float32");
+  }
+  // The filter's extents outgrow the bits of a pixel.
+  Expect(!family(Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c64 k64 i128 f40 o89 s1 l1 d1 p0_0")),
+         "40 taps on one axis are refused");
+  Expect(!family(Parse("wgrad bf16:bf16:bf16 default b1 n2 g1 c16 k16 i8x8 f3x3 o13x13 s1x1 l2x2 "
+                       "d1x1 p0_0x0_0")),
+         "wgrad with lhs_dilation is refused");
+  // A few tiles of a long reduction: split-K, in fprop too.
+  const Selection deep =
+      SelectOk(Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c2048 k256 i7x7 f3x3 o7x7 s1x1 l1x1 "
+                     "d1x1 p1_1x1_1"),
+               device);
+  Expect(deep.slices > 1 && deep.workspace_bytes == deep.slices * 7 * 7 * 256 * 4,
+         "few tiles and a long reduction are split");
+  // An instance that needs more shared memory than the device has is never chosen by itself.
+  DeviceInfo small = PortableTarget(8, 6);
+  const Selection fits =
+      SelectOk(Parse("fprop bf16:bf16:bf16 default b1 n32 g1 c512 k512 i28x28 f3x3 "
+                     "o28x28 s1x1 l1x1 d1x1 p1_1x1_1"),
+               small);
+  Expect(fits.instance.find("128x256") == std::string::npos, "99 KB do not hold 128x256");
+}
+
 void TestWorkspace() {
   const DeviceInfo device = PortableTarget(9, 0);
   for (Op op : {Op::kFprop, Op::kDgrad}) {
@@ -115,7 +258,7 @@ void TestWorkspace() {
            "fprop and dgrad need no workspace");
   }
   for (int c : {64, 256, 512, 1024, 2048}) {
-    ConvProblem problem = Layer(Op::kWgrad, 64, 14, c, c, 3);
+    const ConvProblem problem = Layer(Op::kWgrad, 64, 14, c, c, 3);
     Selection selection = SelectOk(problem, device);
     Expect(selection.workspace_bytes <= 64'000'000, "wgrad workspace of at most 64 MB");
     Expect(selection.workspace_bytes ==
@@ -198,6 +341,8 @@ void TestDeterminism() {
 
 int main() {
   jaxconv::TestPinnedChoices();
+  jaxconv::TestTensorCoreChoices();
+  jaxconv::TestTensorCoreRefusals();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();
   jaxconv::TestLastResort();

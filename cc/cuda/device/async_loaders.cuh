@@ -41,6 +41,21 @@ struct WmmaTile {
   const T* b;
 };
 
+// One bit for each tap coordinate t that src + t * src_per_t keeps inside the source.
+__device__ __forceinline__ uint32_t TapsInside(const GatherAxis& axis, int32_t src,
+                                               int32_t tap_count) {
+  if (axis.src_per_t == 1 || axis.src_per_t == -1) {  // an interval of t
+    const int32_t first = axis.src_per_t == 1 ? -src : src - axis.src_extent + 1;
+    const int32_t low = max(0, first), high = min(tap_count, first + axis.src_extent);
+    return high > low ? ((2u << (high - low - 1)) - 1) << low : 0;
+  }
+  uint32_t taps = 0;
+  for (int t = 0; t < tap_count; ++t) {
+    if (axis.InSource(src + t * axis.src_per_t)) taps |= 1u << t;
+  }
+  return taps;
+}
+
 // Destination row or pixel -> GatherPixel, and the pixel of the output (-1: there is none).
 __device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
                                                    const AxisPhase (&phase)[3], int32_t row,
@@ -50,13 +65,12 @@ __device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
   if (row >= rows) return result;
   int32_t image, j[3], src[3];
   gemm.DecodeRow(phase, row, &image, j);
-  uint32_t bit = 1;
+  int32_t first_bit = 0;
 #pragma unroll
   for (int a = 0; a < 3; ++a) {
     src[a] = phase[a].src0 + j[a] * gemm.axis[a].src_per_j;
-    for (int t = 0; t < phase[a].tap_count; ++t, bit <<= 1) {
-      if (gemm.axis[a].InSource(src[a] + t * gemm.axis[a].src_per_t)) result.taps |= bit;
-    }
+    result.taps |= TapsInside(gemm.axis[a], src[a], phase[a].tap_count) << first_bit;
+    first_bit += phase[a].tap_count;
   }
   result.pixel = image * static_cast<int32_t>(gemm.SourceImage()) +
                  static_cast<int32_t>(gemm.SourcePixel(src[0], src[1], src[2]));
@@ -95,6 +109,16 @@ struct TapChannel {
     return result;
   }
 };
+
+// A tap as it lies in a table in shared memory.
+struct TapEntry {
+  int32_t pixel;
+  uint32_t taps;
+  int32_t filter_tap;
+  int32_t unused;
+};
+// Taps of the table; kernels with a compile-time copy width refuse more. 7x7 and 4x4x4 fit.
+inline constexpr int kMaxTableTaps = 64;
 
 // How a CTA's threads share the chunks of an operand: every thread has one column and kPasses rows.
 template <class Operand, int kThreads>
@@ -176,10 +200,14 @@ class AsyncLoader {
   // wgrad: pixels are located kThreads at a time, a group ahead of their use.
   static constexpr int kStagesOfGroup = kThreads / kTileK;
   static constexpr int kWidth = 16 / sizeof(T);
+  static constexpr bool kHasTapTable = kOp != Op::kWgrad && kCopyA != kAnyCopy;
   struct Shared {
     AxisPhase phase[3];  // filled before the loader is made
     GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
     int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
+    const T* a;                                         // fprop: of this batch and group
+    // fprop, dgrad, known copy: kNoTap, then the phase's taps.
+    TapEntry tap[kHasTapTable ? kMaxTableTaps + 1 : 1];
     // wgrad, any copy: the tile's rows.
     TapChannel row[kOp == Op::kWgrad && kCopyA == kAnyCopy ? Tile::kTileM : 1];
   };
@@ -194,7 +222,7 @@ class AsyncLoader {
         k_end_(tile.k_end) {
     const ImplicitGemm& gemm = params.gemm;
     if constexpr (kOp == Op::kWgrad) {
-      static_assert(kStagesOfGroup >= 1 && Tile::kStages - 1 < 2 * kStagesOfGroup);
+      static_assert(kStagesOfGroup >= 2 && Tile::kStages - 1 < 2 * kStagesOfGroup);
       k_begin_ = tile.k_begin;
       LocateGroup(0);
       LocateGroup(1);
@@ -210,7 +238,7 @@ class AsyncLoader {
           const TapChannel at = TapChannel::Decode(
               gemm, shared.phase, gemm.row_channels_divmod,
               tile.m_first + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA), gemm.gemm_m);
-          cursor_[piece] = {a_ + at.channel, at.pixel, at.taps, at.channel};
+          cursor_[piece] = {a_ + at.channel, at.pixel, at.taps};
         }
       }
     } else {
@@ -218,9 +246,14 @@ class AsyncLoader {
         shared.pixel[r] =
             LocatePixel(gemm, shared.phase, tile.m_first + r, tile.rows, &shared.dst[r]);
       }
-#pragma unroll
-      for (int piece = 0; piece < kPiecesA; ++piece) {
-        cursor_[piece].channel = gemm.reduce_channels;  // decode at the first stage
+      if constexpr (kHasTapTable) {
+        if (threadIdx.x == 0) shared.a = tile.a;
+        const int32_t taps = ImplicitGemm::TapCount(shared.phase);
+        for (int entry = threadIdx.x; entry <= taps; entry += kThreads) {
+          const TapChannel at = TapChannel::Decode(gemm, shared.phase, FastDivmod(),
+                                                   entry == 0 ? taps : entry - 1, taps);
+          shared.tap[entry] = {at.pixel, at.taps, at.filter_tap, 0};
+        }
       }
     }
     n_ = tile.n_first + (kOp == Op::kDgrad ? OwnerB::Row() : OwnerB::Column() * kWidth);
@@ -231,12 +264,13 @@ class AsyncLoader {
       b_left_ = n_ < gemm.gemm_n ? k_end_ - k : 0;
     }
     __syncthreads();
-    if constexpr (kPixelsInRegisters) {
+    if constexpr (kOp != Op::kWgrad && kPixelsInRegisters) {
 #pragma unroll
       for (int i = 0; i < OwnerA::kPasses; ++i) {
         pixel_[i] = shared.pixel[OwnerA::Row() + i * OwnerA::kRowsOfPass];
       }
     }
+    Locate();
   }
 
   __device__ __forceinline__ void Prepare() {
@@ -245,21 +279,6 @@ class AsyncLoader {
       // since, except in the prologue, where the first two groups suffice.
       if (stage_ >= (next_group_ - 1) * kStagesOfGroup && stage_ >= Tile::kStages - 1) {
         LocateGroup(next_group_++);
-      }
-    } else if constexpr (kCopyA != kAnyCopy) {
-      const ImplicitGemm& gemm = params_.gemm;
-#pragma unroll
-      for (int piece = 0; piece < kPiecesA; ++piece) {
-        Cursor& cursor = cursor_[piece];
-        const int32_t k = k_ + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA);
-        if (cursor.channel < gemm.reduce_channels && k < k_end_) continue;
-        const TapChannel at =
-            TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod, k, k_end_);
-        cursor = {a_ + at.channel, at.pixel, at.taps, at.channel};
-        if constexpr (kOp == Op::kDgrad) {
-          b_source_[piece] =
-              b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column;
-        }
       }
     }
   }
@@ -299,20 +318,13 @@ class AsyncLoader {
 
   __device__ __forceinline__ void Advance() {
     k_ += kTileK;
-    if constexpr (kOp == Op::kWgrad) {
-      ++stage_;
-    } else {
-#pragma unroll
-      for (int piece = 0; piece < kPiecesA; ++piece) {
-        cursor_[piece].channel += kTileK;
-        cursor_[piece].source += kTileK;
-        if constexpr (kOp == Op::kDgrad) b_source_[piece] += kTileK;
-      }
-    }
+    if constexpr (kOp == Op::kWgrad) ++stage_;
     if constexpr (kOp != Op::kDgrad) {
-      b_source_[0] += int64_t{kTileK} * params_.gemm.b_reduce;
+      b_source_[0] = OffsetBytes(b_source_[0], kTileK,
+                                 static_cast<int32_t>(params_.gemm.b_reduce) * int32_t{sizeof(T)});
       b_left_ -= kTileK;
     }
+    Locate();
   }
 
   __device__ __forceinline__ void Finish(uint32_t slot) {
@@ -333,16 +345,45 @@ class AsyncLoader {
   static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
   static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
   static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
-  // fprop, dgrad: a thread's rows are the same in all stages. TF32 has no registers left for them.
-  static constexpr bool kPixelsInRegisters = kOp != Op::kWgrad && sizeof(T) == 2;
+  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 has no
+  // registers left for them, any copy width none to spare.
+  static constexpr bool kPixelsInRegisters =
+      sizeof(T) == 2 && (kOp != Op::kWgrad || kCopyA != kAnyCopy);
 
   // A piece of this thread's chunk column of A: its tap and channel in the next stage.
   struct Cursor {
     const T* source;
     int32_t pixel;
     uint32_t taps;
-    int32_t channel;
   };
+
+  // What the next stage's addresses are made of, without a branch and a whole stage before its use:
+  // in fprop and dgrad the tap and channel of this thread's column, in wgrad the pixels of its
+  // rows.
+  __device__ __forceinline__ void Locate() {
+    if constexpr (kHasTapTable) {
+      const ImplicitGemm& gemm = params_.gemm;
+#pragma unroll
+      for (int piece = 0; piece < kPiecesA; ++piece) {
+        const int32_t k = k_ + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA);
+        int32_t tap, channel;
+        gemm.reduce_channels_divmod.Divmod(k, &tap, &channel);
+        const TapEntry entry = shared_.tap[k < k_end_ ? tap + 1 : 0];
+        // fprop has no registers for the pointer.
+        const T* a = kOp == Op::kFprop ? shared_.a : a_;
+        cursor_[piece] = {a + channel, entry.pixel, entry.taps};
+        if constexpr (kOp == Op::kDgrad) {
+          b_source_[piece] = b_ + entry.filter_tap * gemm.b_tap + channel + n_ * gemm.b_column;
+        }
+      }
+    } else if constexpr (kOp == Op::kWgrad && kPixelsInRegisters) {
+#pragma unroll
+      for (int i = 0; i < OwnerA::kPasses; ++i) {
+        pixel_[i] = shared_.pixel[OwnerA::Row() + stage_ % (2 * kStagesOfGroup) * kTileK +
+                                  i * OwnerA::kRowsOfPass];
+      }
+    }
+  }
 
   // The gathered tensor: passes kFirst to kLast of one piece.
   template <int kBytes, int kFirst, int kLast>
@@ -364,13 +405,12 @@ class AsyncLoader {
   template <int kBytes, int kFirst, int kLast>
   __device__ __forceinline__ void FilterRows(uint32_t b, const T* source, uint32_t taps,
                                              int piece) {
-    const uint32_t row_bytes = static_cast<uint32_t>(params_.gemm.b_column) * uint32_t{sizeof(T)};
+    const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_column) * int32_t{sizeof(T)};
     const int32_t left = taps == kNoTap ? 0 : params_.gemm.gemm_n - n_;
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i) {
       CopyPiece<kBytes>(held_b_, i, piece, OwnerB::OfPass(b, i),
-                        reinterpret_cast<const char*>(source) +
-                            uint64_t{row_bytes} * uint32_t{i * OwnerB::kRowsOfPass},
+                        OffsetBytes(source, i * OwnerB::kRowsOfPass, row_bytes),
                         i * OwnerB::kRowsOfPass < left);
     }
   }
@@ -379,12 +419,10 @@ class AsyncLoader {
   // thread's first one on.
   template <int kBytes, int kFirst, int kLast>
   __device__ __forceinline__ void MatrixRows(uint32_t b) {
-    const uint32_t row_bytes = static_cast<uint32_t>(params_.gemm.b_reduce) * uint32_t{sizeof(T)};
+    const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_reduce) * int32_t{sizeof(T)};
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i) {
-      MatrixRow<kBytes>(i, b,
-                        reinterpret_cast<const char*>(b_source_[0]) +
-                            uint64_t{row_bytes} * uint32_t{i * OwnerB::kRowsOfPass},
+      MatrixRow<kBytes>(i, b, OffsetBytes(b_source_[0], i * OwnerB::kRowsOfPass, row_bytes),
                         i * OwnerB::kRowsOfPass < b_left_);
     }
   }
@@ -428,8 +466,7 @@ class AsyncLoader {
         at = TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod, k_ + column,
                                 k_end_);
       }
-      GatherRows<kBytes, 0, OwnerA::kPasses>(
-          a, Cursor{a_ + at.channel, at.pixel, at.taps, at.channel}, piece);
+      GatherRows<kBytes, 0, OwnerA::kPasses>(a, Cursor{a_ + at.channel, at.pixel, at.taps}, piece);
       if constexpr (kOp == Op::kDgrad) {
         FilterRows<kBytes, 0, OwnerB::kPasses>(
             b, b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column, at.taps,

@@ -27,8 +27,8 @@ __device__ __forceinline__ float Activate(Activation activation, float negative_
       return v < 0 ? 0 : v > 6 ? 6 : v;
     case Activation::kLeakyRelu:
       return v < 0 ? v * negative_slope : v;
-    case Activation::kGelu:  // exact, not the tanh form
-      return 0.5f * v * (1 + erff(v * 0.70710678f));
+    case Activation::kGelu:  // exact, not the tanh form; 1 + erf would cancel below 0
+      return 0.5f * v * erfcf(v * -0.70710678f);
     case Activation::kSilu:
       return v / (1 + expf(-v));
   }

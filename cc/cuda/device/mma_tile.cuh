@@ -156,7 +156,7 @@ __device__ __forceinline__ void RoundFragments(uint32_t (&fragment)[kBlocks][4])
 // Loader, called in this order by all threads for every stage:
 //     Prepare()                what needs branches
 //     IssuePart<p, parts>(slot)  starts a part of the copies into a slot of shared memory
-//     Advance()
+//     Advance()                looks up what the next stage's addresses are made of
 //     Finish(slot)             stores what was loaded into registers instead
 // The last kStages - 1 passes issue nothing and have a loop of their own, so that the other has no
 // branch between its multiplications.
@@ -199,7 +199,10 @@ __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int
       if constexpr (step + 1 < Tile::kSteps) {
         reader_a.Read(step + 1, a[(step + 1) % 2]);
         reader_b.Read(step + 1, b[(step + 1) % 2]);
-        if constexpr (kIssue) loader.template IssuePart<step, Tile::kSteps - 1>(write);
+        if constexpr (kIssue) {
+          loader.template IssuePart<step, Tile::kSteps - 1>(write);
+          if constexpr (step + 2 == Tile::kSteps) loader.Advance();
+        }
       } else {
         CopyAsyncCommit();
         CopyAsyncWait<Tile::kStages - 2>();
@@ -212,7 +215,6 @@ __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int
         reader_b.Flip(flip);
         reader_a.Read(0, a[0]);
         reader_b.Read(0, b[0]);
-        if constexpr (kIssue) loader.Advance();
       }
       RoundFragments<T>(b[step % 2]);
 #pragma unroll

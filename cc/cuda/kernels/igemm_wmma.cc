@@ -23,7 +23,8 @@ struct Instance {
 constexpr Instance MakeInstance(WmmaTileId id, int a_copy, int b_copy, const char* suffix,
                                 int64_t tile_m, int64_t tile_n, int64_t tile_k_bytes,
                                 int64_t warps_m, int64_t warps_n, int64_t stages,
-                                int64_t ctas_per_sm, double stage_cycles) {
+                                int64_t ctas_per_sm, double gather_efficiency,
+                                double wgrad_efficiency) {
   Instance instance{};
   instance.id = id;
   instance.a_copy = a_copy;
@@ -38,24 +39,26 @@ constexpr Instance MakeInstance(WmmaTileId id, int a_copy, int b_copy, const cha
   instance.cost.ctas_per_sm = ctas_per_sm;
   // The stages, and the row and pixel tables.
   instance.cost.shared_bytes =
-      stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 5120);
-  instance.cost.stage_cycles = stage_cycles;
+      stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 3072);
+  instance.cost.gather_efficiency = gather_efficiency;
+  instance.cost.wgrad_efficiency = wgrad_efficiency;
   return instance;
 }
 
 // As WmmaTileOf in igemm_wmma.cuh.
+// The last two columns: share of the pace in fprop and dgrad, and in wgrad, measured.
 constexpr Instance kInstances[] = {
-    MakeInstance(WmmaTileId::k128x256, 16, 16, "", 128, 256, 128, 2, 4, 3, 1, 0),
-    MakeInstance(WmmaTileId::k256x128, 16, 16, "", 256, 128, 128, 4, 2, 3, 1, 0),
-    MakeInstance(WmmaTileId::k128x128, 16, 16, "", 128, 128, 128, 2, 2, 3, 2, 0),
-    MakeInstance(WmmaTileId::k256x64, 16, 16, "", 256, 64, 64, 4, 1, 4, 2, 0),
-    MakeInstance(WmmaTileId::k128x64, 16, 16, "", 128, 64, 128, 2, 2, 3, 3, 0),
-    MakeInstance(WmmaTileId::k64x64, 16, 16, "", 64, 64, 128, 2, 2, 3, 4, 0),
-    MakeInstance(WmmaTileId::k256x16, 16, 16, "", 256, 16, 128, 4, 1, 3, 2, 0),
-    MakeInstance(WmmaTileId::k128x64Half, 8, 8, "_half", 128, 64, 128, 2, 2, 3, 2, 200),
-    MakeInstance(WmmaTileId::k256x16ThinB, 16, 0, "_thin", 256, 16, 128, 4, 1, 3, 2, 200),
-    MakeInstance(WmmaTileId::k128x64Narrow, 0, 0, "_narrow", 128, 64, 64, 2, 2, 3, 2, 600),
-    MakeInstance(WmmaTileId::k128x16Narrow, 0, 0, "_narrow", 128, 16, 128, 4, 1, 3, 2, 900),
+    MakeInstance(WmmaTileId::k128x256, 16, 16, "", 128, 256, 128, 2, 4, 3, 1, 0.81, 0.73),
+    MakeInstance(WmmaTileId::k256x128, 16, 16, "", 256, 128, 128, 4, 2, 3, 1, 0.71, 0.685),
+    MakeInstance(WmmaTileId::k128x128, 16, 16, "", 128, 128, 128, 2, 2, 3, 2, 0.7, 0.67),
+    MakeInstance(WmmaTileId::k256x64, 16, 16, "", 256, 64, 64, 4, 1, 4, 2, 0.63, 0.61),
+    MakeInstance(WmmaTileId::k128x64, 16, 16, "", 128, 64, 128, 2, 2, 3, 3, 0.9, 0.68),
+    MakeInstance(WmmaTileId::k64x64, 16, 16, "", 64, 64, 128, 2, 2, 3, 4, 0.94, 0.8),
+    MakeInstance(WmmaTileId::k256x16, 16, 16, "", 256, 16, 128, 4, 1, 3, 2, 0.86, 0.87),
+    MakeInstance(WmmaTileId::k128x64Half, 8, 8, "_half", 128, 64, 128, 2, 2, 3, 2, 0.5, 0.48),
+    MakeInstance(WmmaTileId::k256x16ThinB, 16, 0, "_thin", 256, 16, 128, 4, 1, 3, 2, 0.85, 0.83),
+    MakeInstance(WmmaTileId::k128x64Narrow, 0, 0, "_narrow", 128, 64, 64, 2, 2, 3, 2, 0.27, 0.35),
+    MakeInstance(WmmaTileId::k128x16Narrow, 0, 0, "_narrow", 128, 16, 128, 4, 1, 3, 2, 0.27, 0.35),
 };
 
 // Partial results of split-K take at most this much workspace.
@@ -67,6 +70,8 @@ constexpr int64_t kMaxSlices = 512;
 constexpr int64_t kMaxReducePixels = (int64_t{1} << 31) - (1 << 16);
 // The bytes of a pixel and of a row of the filter fit in 32 bits.
 constexpr int64_t kMaxChannels = int64_t{1} << 28;
+// kMaxTableTaps of device/async_loaders.cuh.
+constexpr int64_t kMaxTableTaps = 64;
 // Bit 31 of a GatherPixel says that a tap does not exist.
 constexpr int64_t kMaxTapBits = 31;
 
@@ -86,6 +91,7 @@ int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
 struct Plan {
   IgemmWmmaParams params;
   int64_t tiles = 0;
+  int64_t taps = 0;           // of the phase that has most
   int64_t blocks = 0;         // stages of the longest reduction
   double average_blocks = 0;  // over phases
 };
@@ -122,6 +128,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   if (wgrad && gemm.reduce_pixels > kMaxReducePixels) {
     return Status::Unimplemented("more than 2^31 - 2^16 pixels");
   }
+  plan->taps = taps;
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
   const int64_t m_tiles = CeilDiv(gemm.gemm_m, instance.cost.tile_m);
   const int64_t batch_groups = gemm.batches * gemm.groups;
@@ -178,6 +185,10 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
   }
   Plan plan;
   JAXCONV_RETURN_IF_ERROR(MakePlan(instance, problem, &plan));
+  if (instance.a_copy != 0 && op != Op::kWgrad && plan.taps > kMaxTableTaps) {
+    return Status::Unimplemented(std::to_string(plan.taps) + " taps, expected at most " +
+                                 std::to_string(kMaxTableTaps));
+  }
   if (op == Op::kFprop && !plan.params.all_taps &&
       instance.cost.warps_m * instance.cost.warps_n > 4) {
     return Status::Unimplemented("fprop with lhs_dilation is left to tiles of four warps");
@@ -188,6 +199,7 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
 double SlicedCost(const Instance& instance, const ConvProblem& problem, const Plan& plan,
                   const DeviceInfo& device, int64_t slices) {
   TiledWork work;
+  work.wgrad = problem.op == Op::kWgrad;
   work.element_bytes = ByteWidth(problem.lhs_dtype());
   work.ctas = plan.tiles * slices;
   work.blocks = slices == 1 ? plan.average_blocks : std::ceil(plan.average_blocks / slices);

@@ -1,3 +1,39 @@
+// igemm_wmma: implicit GEMM on the tensor cores of every GPU since sm_80.
+//
+// Convolution -> GEMM (per batch, group and phase; core/implicit_gemm.h has the algebra):
+//     fprop  y[(n,p), k]   = sum over (r,c) of x[gather(n,p,r), c]  w[(r,c), k]
+//     dgrad  dx[(n,i), c]  = sum over (r,k) of dy[gather(n,i,r), k] w[(r,c), k]
+//     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
+// The reduction is one flat index, so a tap or a channel count that does not fill a stage wastes
+// nothing; strided dgrad runs phase by phase and multiplies no inserted zero. f16 and bf16 go
+// through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32, all summed in
+// float32.
+//
+// Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a
+// warp; 128x64 and 64x64 for small problems, 256x16 and 128x16 for few columns (device/mma_tile.cuh
+// has the swizzle). Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes (256x64: 4 of 64),
+// 147456 bytes at 128x256, 98304 at 128x128, 73728 at 128x64, 49152 at 64x64, plus 1 to 5 KB of
+// row, pixel and tap tables. Registers, 64x64: 128 accumulators, 64 fragments (two steps), 16 for
+// the rows' pixels and tap bits; at most 255.
+//
+// Who waits for whom: cp.async fills stage s + 2 between the multiplications of stage s; before the
+// last step of stage s a thread waits for its copies of stage s + 1, and one barrier says that all
+// have arrived and that stage s is in registers. Addresses of a stage are looked up a stage ahead.
+//
+// Copies are 16 bytes where the channels allow, 8 in "half" instances; "thin" ones copy any width
+// of B, "narrow" ones of both, elements of an odd count of 16-bit channels through registers.
+// Split-K, in all three operations: slices write float32 partial results, splitk_reduce.cu adds
+// them in order.
+//
+// Why not nvcuda::wmma: on resident operands, 64x64 a warp, 8 warps an SM of an H200, its fragments
+// load rows padded by 16 bytes without conflicts and reach 361 TF/s (unpadded 117); mma.sync with
+// ldmatrix on swizzled rows reaches 620, transposed or not.
+//
+// Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default";
+// outputs other than the operand type or f32; wgrad with lhs_dilation; filters whose extents (of a
+// phase) add up to more than 31; more than 64 taps or channel counts that do not suit the copies,
+// except in narrow instances; fprop with lhs_dilation in 8-warp tiles. After: "Implicit GEMM
+// convolution with WMMA" (seeds/000).
 #ifndef JAXCONV_CUDA_KERNELS_IGEMM_WMMA_CUH_
 #define JAXCONV_CUDA_KERNELS_IGEMM_WMMA_CUH_
 

@@ -29,6 +29,16 @@ __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* source, b
   }
 }
 
+// source + count * bytes in one instruction: the compiler spends five on the same 64-bit product.
+template <typename T>
+__device__ __forceinline__ const T* OffsetBytes(const T* source, int32_t count, int32_t bytes) {
+  uint64_t address;
+  asm("mad.wide.s32 %0, %1, %2, %3;"
+      : "=l"(address)
+      : "r"(count), "r"(bytes), "l"(reinterpret_cast<uint64_t>(source)));
+  return reinterpret_cast<const T*>(address);
+}
+
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

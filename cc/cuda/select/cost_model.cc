@@ -6,19 +6,22 @@
 namespace jaxconv {
 namespace {
 
-// Nominal clock. Only ratios matter for the choice within a family; between families it cancels,
-// because all are predicted at the same one.
-constexpr double kCyclesPerMicrosecond = 1970;
-// From the end of one kernel to the start of the next, and a CTA's own start.
-constexpr double kLaunchCycles = 4000;
-// Per clock and SM.
+// The clock of an H200 under this load; other families predict at theirs, and only ratios matter.
+constexpr double kCyclesPerMicrosecond = 1750;
+// From the end of one kernel of a CUDA graph to the start of the next.
+constexpr double kLaunchCycles = 1500;
+// Per clock and SM. 127.7 bytes were measured for shared memory alone, 43 to 55 for tiles that many
+// SMs read from L2 at about the same time.
 constexpr double kSharedBytesPerCycle = 128;
-constexpr double kL2BytesPerCycle = 40;
-constexpr double kDramBytesPerCycle = 16;
-// Filling the pipeline: two trips to DRAM, and the decoding of the tile's rows.
-constexpr double kPrologueCycles = 2200;
-// The epilogue's way through shared memory to the output.
-constexpr double kEpilogueBytesPerCycle = 24;
+constexpr double kL2BytesPerCycle = 43.4;
+constexpr double kDramBytesPerCycle = 13.4;
+// Partial results mostly stay in L2 between the two kernels.
+constexpr double kPartialBytesPerCycle = 20;
+// Filling the pipeline: decoding the tile's rows, and one trip to DRAM. Resident CTAs hide it from
+// each other.
+constexpr double kPrologueCycles = 4000;
+// Accumulators on their way through shared memory to the output.
+constexpr double kEpilogueBytesPerCycle = 28;
 
 // Multiplications of 16-bit operands per clock and SM through mma.sync; 32-bit ones run at half.
 double MmaPerCycle(const DeviceInfo& device) {
@@ -36,12 +39,11 @@ double MmaPerCycle(const DeviceInfo& device) {
 int64_t SharedBytesOfSm(const DeviceInfo& device) { return device.smem_per_block_optin + 1024; }
 constexpr int64_t kReservedBytesOfCta = 1024;
 
-// How much of the tensor cores' rate so many warps on an SM reach: each scheduler has warps / 4,
-// and a warp alone cannot hide its own loads and barriers.
-double Occupancy(double warps) {
-  if (warps >= 8) return 1.0;
-  if (warps >= 4) return 0.75;
-  return 0.5 * warps / 4;
+// The rate of an SM that holds only `ctas` of its `resident` CTAs, against a full one: too few
+// warps to hide each other's loads and barriers.
+double RateOfCtas(int64_t ctas, int64_t resident) {
+  const double share = static_cast<double>(ctas) / static_cast<double>(resident);
+  return share <= 0.25 ? 0.44 : share <= 0.5 ? 0.65 : 1.0;
 }
 
 }  // namespace
@@ -63,20 +65,19 @@ double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const De
       warps * (tile.tile_m / tile.warps_m + tile.tile_n / tile.warps_n) * tile.tile_k_bytes;
   const double shared = (fill + fragments) / kSharedBytesPerCycle;
   const double l2 = fill / kL2BytesPerCycle;
-  const double stage = std::max({tensor, shared, l2}) + tile.stage_cycles;
-  const double edge =
-      kPrologueCycles / resident + tile.tile_m * tile.tile_n * 4 / kEpilogueBytesPerCycle;
+  const double efficiency = work.wgrad ? tile.wgrad_efficiency : tile.gather_efficiency;
+  const double cta = work.blocks * std::max({tensor, shared, l2}) / efficiency;
+  const double edge = kPrologueCycles / static_cast<double>(resident) +
+                      static_cast<double>(tile.tile_m * tile.tile_n * 4) / kEpilogueBytesPerCycle;
   // The busiest SM; its last CTAs may be too few to keep the tensor cores busy.
   const int64_t per_sm = (work.ctas + device.sm_count - 1) / device.sm_count;
   const int64_t last = per_sm % resident;
-  const double cta = work.blocks * stage;
-  double cycles = (per_sm - last) * (cta / Occupancy(warps * resident) + edge);
-  if (last > 0) cycles += last * cta / Occupancy(warps * last) + last * edge;
-  const double dram =
-      (work.dram_bytes + work.partial_bytes) / (kDramBytesPerCycle * device.sm_count);
-  cycles = std::max(cycles, dram) + kLaunchCycles;
+  double cycles = static_cast<double>(per_sm) * edge + static_cast<double>(per_sm - last) * cta;
+  if (last > 0) cycles += static_cast<double>(last) * cta / RateOfCtas(last, resident);
+  cycles = std::max(cycles, work.dram_bytes / (kDramBytesPerCycle * device.sm_count));
+  cycles += kLaunchCycles;
   if (work.partial_bytes > 0) {
-    cycles += kLaunchCycles + work.partial_bytes / (kDramBytesPerCycle * device.sm_count);
+    cycles += kLaunchCycles + 2 * work.partial_bytes / (kPartialBytesPerCycle * device.sm_count);
   }
   return cycles / kCyclesPerMicrosecond;
 }

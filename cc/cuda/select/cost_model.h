@@ -7,8 +7,9 @@
 //     L2               (tile_m + tile_n) * tile_k elements into this SM
 //     DRAM             every tensor once, for all SMs together
 //
-// The slowest sets the pace; how far the others hide beside it depends on how many warps the SM
-// holds. Constants have names and were measured (docs/notes/igemm_wmma.md).
+// The slowest sets the pace, and an instance reaches a measured share of it. Around the mainloop a
+// CTA fills its pipeline and writes its outputs. The busiest SM decides. Constants have names and
+// were fitted to 1200 timings of all instances (docs/notes/igemm_wmma.md).
 #ifndef JAXCONV_CUDA_SELECT_COST_MODEL_H_
 #define JAXCONV_CUDA_SELECT_COST_MODEL_H_
 
@@ -25,18 +26,18 @@ struct TileCost {
   int64_t warps_m = 0, warps_n = 0;
   int64_t ctas_per_sm = 1;
   int64_t shared_bytes = 0;  // of one CTA
-  // Cycles that a stage costs beside its flows: issue slots of address arithmetic, for which the
-  // narrow copies need most.
-  double stage_cycles = 0;
+  // Share of its pace that the instance reaches on an SM full of its CTAs: fprop and dgrad, wgrad.
+  double gather_efficiency = 1, wgrad_efficiency = 1;
 };
 
 // What it must know of a problem cut into such tiles.
 struct TiledWork {
+  bool wgrad = false;
   int64_t element_bytes = 2;
   int64_t ctas = 0;
   double blocks = 0;         // stages of a CTA, on average
   double dram_bytes = 0;     // every tensor once
-  double partial_bytes = 0;  // split-K: what the slices write and the reduction reads again
+  double partial_bytes = 0;  // split-K: what the slices write, and the reduction reads again
 };
 
 // CTAs that an SM of the device holds at a time; 0 where not even one fits.

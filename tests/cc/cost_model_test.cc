@@ -1,0 +1,83 @@
+// The cost model on faked devices: what must hold whatever the constants.
+#include "cuda/select/cost_model.h"
+
+#include <cmath>
+#include <cstdio>
+#include <string>
+
+namespace jaxconv {
+namespace {
+
+int failures = 0;
+
+void Expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::printf("FAIL %s\n", what.c_str());
+}
+
+TileCost Tile128() {
+  TileCost tile;
+  tile.tile_m = tile.tile_n = 128;
+  tile.tile_k_bytes = 128;
+  tile.warps_m = tile.warps_n = 2;
+  tile.ctas_per_sm = 2;
+  tile.shared_bytes = 3 * 256 * 128;
+  return tile;
+}
+
+TiledWork Work(int64_t ctas, double blocks) {
+  TiledWork work;
+  work.ctas = ctas;
+  work.blocks = blocks;
+  work.dram_bytes = 1e6;
+  return work;
+}
+
+void TestResidence() {
+  const TileCost tile = Tile128();
+  Expect(ResidentCtas(tile, PortableTarget(9, 0)) == 2, "two CTAs of 96 KB fit into 227 KB");
+  Expect(ResidentCtas(tile, PortableTarget(8, 0)) == 1, "one fits into 163 KB");
+  Expect(ResidentCtas(tile, PortableTarget(8, 6)) == 1, "one fits into 99 KB");
+  TileCost large = tile;
+  large.shared_bytes = 3 * 384 * 128;
+  Expect(ResidentCtas(large, PortableTarget(8, 6)) == 0, "144 KB do not fit into 99 KB");
+  Expect(std::isinf(PredictMicroseconds(large, Work(1, 1), PortableTarget(8, 6))),
+         "what does not fit costs infinitely much");
+}
+
+void TestOrder() {
+  const DeviceInfo h200 = PortableTarget(9, 0), a100 = PortableTarget(8, 0);
+  const TileCost tile = Tile128();
+  auto time = [&](int64_t ctas, double blocks) {
+    return PredictMicroseconds(tile, Work(ctas, blocks), h200);
+  };
+  Expect(time(264, 100) < time(265, 100), "one CTA more than a wave costs");
+  Expect(time(264, 100) == time(200, 100), "a wave costs as much as most of it");
+  Expect(time(264, 100) < time(264, 200), "a longer reduction costs");
+  Expect(time(264, 100) < PredictMicroseconds(tile, Work(264, 100), a100), "an A100 is slower");
+
+  TiledWork wide = Work(264, 100);
+  wide.element_bytes = 4;
+  Expect(PredictMicroseconds(tile, wide, h200) > 0.9 * time(264, 100),
+         "a stage of 32-bit operands holds half the products at half the rate");
+
+  TiledWork memory = Work(264, 1);
+  memory.dram_bytes = 4e9;
+  Expect(std::abs(PredictMicroseconds(tile, memory, h200) / 1300 - 1) < 0.2,
+         "4 GB take 1.3 ms of an H200's memory, whatever the tiles");
+
+  TiledWork split = Work(264, 50);
+  split.partial_bytes = 1e8;
+  Expect(PredictMicroseconds(tile, split, h200) > time(264, 50), "partial results cost");
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main() {
+  jaxconv::TestResidence();
+  jaxconv::TestOrder();
+  std::printf("cost_model_test: %d failures\n", jaxconv::failures);
+  return jaxconv::failures != 0;
+}
