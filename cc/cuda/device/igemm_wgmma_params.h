@@ -36,10 +36,11 @@ struct IgemmWgmmaParams {
   void* out = nullptr;
   int32_t out_is_f32 = 0;           // else the operand type
   int32_t images = 1;               // of one batch
+  int32_t pixels = 1;               // wgrad: of one batch's images
   int32_t gemm_n = 1;               // per group
   int32_t rank = 2;                 // spatial axes that the copy engine walks; 0: rows of a matrix
   int32_t src_step[3] = {1, 1, 1};  // base pixels from one output pixel to the next
-  int32_t slabs = 1;                // of 64 channels under one tap
+  FastDivmod slabs;                 // of 64 channels under one tap
   // Neighbours of a tile index: n tiles fastest, so that CTAs running at the same time share the
   // activations in L2, then m tiles (of a cluster: kCluster tiles), slices, groups, batches,
   // phases.
@@ -54,6 +55,7 @@ struct IgemmWgmmaParams {
   int32_t period[3] = {1, 1, 1};
   int32_t out_extent[3] = {1, 1, 1};
   int32_t out_channels = 1;
+  int32_t row_channels = 1;  // wgrad: C / groups, rows under one tap
   int64_t out_batch = 0;
   int32_t out_group = 0;
   int64_t slice_elements = 0;  // of one slice's partial result; 0: the output itself is written
@@ -69,7 +71,7 @@ struct WgmmaOperands {
   int64_t a_extent[3] = {1, 1, 1};  // pixels, innermost first
   int64_t a_images = 0;             // all batches
   int32_t a_upper[kMaxWgmmaPhases][3] = {};
-  // The filter as a tensor (taps of all batches, C / groups, K).
+  // The filter as a tensor (taps of all batches, C / groups, K); wgrad: dy as (batch, pixels, K).
   int64_t b_columns = 0, b_rows = 0, b_taps = 0;
 };
 

@@ -60,12 +60,12 @@ struct WgmmaTile {
   };
 
   // One stage: 64 of the reduction. `a`: of this warpgroup; `b`: the whole tile's.
-  template <typename T, bool kMnMajorB>
+  template <typename T, bool kMnMajorA, bool kMnMajorB>
   static __device__ __forceinline__ void Multiply(Accumulators& acc, uint32_t a, uint32_t b,
                                                   bool accumulate) {
-    const uint64_t desc_a = KMajorDescriptor(a);
+    const uint64_t desc_a = kMnMajorA ? MnMajorDescriptor<8192>(a) : KMajorDescriptor(a);
     const uint64_t desc_b = kMnMajorB ? MnMajorDescriptor<8192>(b) : KMajorDescriptor(b);
-    constexpr int kStepA = 32 >> 4;
+    constexpr int kStepA = (kMnMajorA ? 2048 : 32) >> 4;
     constexpr int kStepB = (kMnMajorB ? 2048 : 32) >> 4;
     WgmmaFence();
 #pragma unroll
@@ -74,10 +74,10 @@ struct WgmmaTile {
       for (int i = 0; i < kBlocks; ++i) {
         const uint64_t block_a = desc_a + k * kStepA + i * (8192 >> 4);
         const int add = accumulate || k > 0;
-        Wgmma<kN0, T, kMnMajorB>(acc.first[i], block_a, desc_b + k * kStepB, add);
+        Wgmma<kN0, T, kMnMajorA, kMnMajorB>(acc.first[i], block_a, desc_b + k * kStepB, add);
         if constexpr (kN1 > 0) {
-          Wgmma<kN1, T, kMnMajorB>(acc.second[i], block_a, desc_b + k * kStepB + kN0 * (128 >> 4),
-                                   add);
+          Wgmma<kN1, T, kMnMajorA, kMnMajorB>(acc.second[i], block_a,
+                                              desc_b + k * kStepB + kN0 * (128 >> 4), add);
         }
       }
     }

@@ -39,18 +39,13 @@ constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile
 // As WgmmaTileOf in igemm_wgmma_sm90.cuh.
 constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x256, "", 128, 256, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k128x256Pair, "_pair", 128, 256, 2, false, false, 0),
     MakeInstance(WgmmaTileId::k256x128, "", 256, 128, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k256x128Pair, "_pair", 256, 128, 2, false, false, 0),
     MakeInstance(WgmmaTileId::k128x320, "", 128, 320, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k128x192, "", 128, 192, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k192x128, "", 192, 128, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k128x128, "", 128, 128, 1, false, false, 0),
     MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, 1, true, false, 0),
     MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, 1, true, false, 0),
-    MakeInstance(WgmmaTileId::k128x256Rows, "_rows", 128, 256, 1, false, true, 0),
-    MakeInstance(WgmmaTileId::k256x128Rows, "_rows", 256, 128, 1, false, true, 0),
-    MakeInstance(WgmmaTileId::k128x320Rows, "_rows", 128, 320, 1, false, true, 0),
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, 1, true, true, 0),
     MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, 1, true, true,
                  9),
@@ -60,18 +55,22 @@ constexpr Instance kInstances[] = {
 
 // Of the reduction, 128 bytes of channels.
 constexpr int64_t kStepChannels = 64;
+// wgrad: output pixels of a step.
+constexpr int64_t kStepPixels = 64;
 // Partial results of split-K take at most this much workspace.
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice shorter than this spends more time on filling the ring than on its sum.
 constexpr int64_t kMinStepsPerSlice = 4;
-constexpr int64_t kMaxSlices = 64;
+constexpr int64_t kMaxSlices = 512;
 // Row and pixel numbers of a tile past the end, and of a pair of tiles, still fit.
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t OutputElements(const ConvProblem& problem) {
-  return problem.op == Op::kFprop ? problem.y_elements() : problem.x_elements();
+  return problem.op == Op::kFprop   ? problem.y_elements()
+         : problem.op == Op::kDgrad ? problem.x_elements()
+                                    : problem.w_elements();
 }
 
 int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
@@ -98,8 +97,8 @@ struct Plan {
 Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan) {
   ImplicitGemm gemm;
   JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &gemm));
-  const bool dgrad = problem.op == Op::kDgrad;
-  const int64_t channels = gemm.reduce_channels;
+  const bool dgrad = problem.op == Op::kDgrad, wgrad = problem.op == Op::kWgrad;
+  const int64_t channels = wgrad ? gemm.row_channels : gemm.reduce_channels;
   auto multiple = [](const char* what, int64_t value, int64_t of) {
     if (value % of == 0) return Status();
     return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
@@ -108,7 +107,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   // Pitches of tensor maps are multiples of 16 bytes, and so are the vectors of the output.
   JAXCONV_RETURN_IF_ERROR(multiple("C/groups", problem.c_per_group(), 8));
   JAXCONV_RETURN_IF_ERROR(multiple("K/groups", problem.k_per_group(), 8));
-  if (problem.groups > 1) {
+  if (problem.groups > 1 && !wgrad) {
     // A step must not reach into the next group's channels.
     JAXCONV_RETURN_IF_ERROR(multiple(dgrad ? "K/groups" : "C/groups", channels, kStepChannels));
   }
@@ -128,7 +127,8 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   params.gemm_n = gemm.gemm_n;
   params.rank = problem.rank;
   params.phases = gemm.phases;
-  params.slabs = static_cast<int32_t>(CeilDiv(channels, kStepChannels));
+  const int64_t slabs = CeilDiv(channels, kStepChannels);
+  params.slabs = FastDivmod(slabs);
   params.filter_taps = static_cast<int32_t>(problem.taps());
   params.a_group = gemm.a_group;
   params.b_group = gemm.b_group;
@@ -142,8 +142,23 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   operands.b_rows = problem.c_per_group();
   operands.b_taps = problem.taps() * problem.batch;
 
+  if (wgrad) {
+    if (!gemm.Dense()) return Status::Unimplemented("wgrad with lhs_dilation");
+    const int64_t pixels = problem.n * problem.out_pixels();
+    if (gemm.batches > 1 && pixels % kStepPixels != 0) {
+      // The last step would multiply another batch's pixels by zeros, which a NaN survives.
+      return Status::Unimplemented("batched filters over " + std::to_string(pixels) +
+                                   " pixels, not a multiple of " + std::to_string(kStepPixels));
+    }
+    params.row_channels = gemm.row_channels;
+    params.pixels = static_cast<int32_t>(pixels);
+    operands.b_rows = pixels;
+    operands.b_taps = problem.batch;
+  }
+
   const Im2colLimits& limits = kIm2colLimits[problem.rank];
   bool matrix = gemm.phases == 1 && problem.taps() == 1;
+  if (wgrad && instance.rows) return Status::Unimplemented("rows serve fprop and dgrad");
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];
     params.src_step[i] = axis.src_per_j;
@@ -215,18 +230,25 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     phase.rows = static_cast<int32_t>(phase_rows);
     rows = std::max(rows, phase_rows);
     const int64_t row_taps = instance.rows ? phase.taps[0] : 1;
-    phase.steps = static_cast<int32_t>(empty ? 1 : taps / row_taps * params.slabs);
+    phase.steps = static_cast<int32_t>(empty ? 1 : taps / row_taps * slabs);
     if (p == 0) plan->taps_of_load = static_cast<double>(row_taps);
     phase.channel0 =
         empty ? static_cast<int32_t>(CeilDiv(std::max(problem.c, problem.k), 64) * 64) : 0;
     plan->steps = std::max<int64_t>(plan->steps, phase.steps);
     all_taps += static_cast<double>(phase.steps * row_taps);
   }
+  if (wgrad) {
+    rows = problem.taps() * slabs * kStepChannels;
+    params.phase[0].rows = static_cast<int32_t>(rows);
+    plan->steps = CeilDiv(params.pixels, kStepPixels);
+    params.phase[0].steps = static_cast<int32_t>(plan->steps);
+    all_taps = static_cast<double>(plan->steps);
+  }
   plan->average_taps = all_taps / gemm.phases;
   if (matrix) params.rank = 0;
   if (instance.rows) params.dense_rows = 0;
   if (instance.resident_steps > 0) {
-    const int64_t filter_steps = problem.taps() * params.slabs;
+    const int64_t filter_steps = problem.taps() * slabs;
     if (gemm.gemm_n > instance.cost.tile_n || gemm.batches * gemm.groups > 1 || gemm.phases > 1 ||
         filter_steps > instance.resident_steps) {
       return Status::Unimplemented("the filter does not fit in shared memory: expected at most " +
@@ -321,12 +343,8 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
   switch (id) {
     case WgmmaTileId::k128x256:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256>(params, operands, stream);
-    case WgmmaTileId::k128x256Pair:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256Pair>(params, operands, stream);
     case WgmmaTileId::k256x128:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128>(params, operands, stream);
-    case WgmmaTileId::k256x128Pair:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128Pair>(params, operands, stream);
     case WgmmaTileId::k128x320:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320>(params, operands, stream);
     case WgmmaTileId::k128x192:
@@ -339,23 +357,32 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128Pingpong>(params, operands, stream);
     case WgmmaTileId::k128x64Pingpong:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64Pingpong>(params, operands, stream);
-    case WgmmaTileId::k128x256Rows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256Rows>(params, operands, stream);
-    case WgmmaTileId::k256x128Rows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128Rows>(params, operands, stream);
-    case WgmmaTileId::k128x320Rows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320Rows>(params, operands, stream);
     case WgmmaTileId::k128x128PingpongRows:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongRows>(params, operands,
-                                                                             stream);
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongRows>(params, operands,
+                                                                               stream);
+      }
+      break;
     case WgmmaTileId::k128x64PingpongResident:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
-                                                                                stream);
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
+                                                                                  stream);
+      }
+      break;
     case WgmmaTileId::k256x64PingpongResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64PingpongResident>(params, operands,
+                                                                                  stream);
+      }
       break;
   }
-  return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64PingpongResident>(params, operands,
-                                                                            stream);
+  return Status::Internal("no such tile");
+}
+
+template <Op kOp>
+Status LaunchType(DType dtype, WgmmaTileId id, const Plan& plan, void* stream) {
+  return dtype == DType::kBF16 ? LaunchTile<kOp, DType::kBF16>(id, plan, stream)
+                               : LaunchTile<kOp, DType::kF16>(id, plan, stream);
 }
 
 Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& problem,
@@ -388,16 +415,10 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
   params.steps_per_slice = static_cast<int32_t>(CeilDiv(plan.steps, args.slices));
   params.slice_elements = workspace_bytes > 0 ? OutputElements(problem) : 0;
   params.tiles = static_cast<int32_t>(plan.tiles * args.slices);
-  Status status;
-  if (op == Op::kFprop) {
-    status = dtype == DType::kBF16
-                 ? LaunchTile<Op::kFprop, DType::kBF16>(instance.id, plan, args.stream)
-                 : LaunchTile<Op::kFprop, DType::kF16>(instance.id, plan, args.stream);
-  } else {
-    status = dtype == DType::kBF16
-                 ? LaunchTile<Op::kDgrad, DType::kBF16>(instance.id, plan, args.stream)
-                 : LaunchTile<Op::kDgrad, DType::kF16>(instance.id, plan, args.stream);
-  }
+  const Status status =
+      op == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, plan, args.stream)
+      : op == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, plan, args.stream)
+                         : LaunchType<Op::kWgrad>(dtype, instance.id, plan, args.stream);
   if (!status.ok() || workspace_bytes == 0) return status;
   return LaunchSplitkReduce(static_cast<const float*>(args.workspace), OutputElements(problem),
                             args.slices, args.out, problem.output_dtype(), args.stream);
@@ -407,9 +428,10 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
 
 std::vector<KernelRow> IgemmWgmmaRows() {
   std::vector<KernelRow> rows;
-  for (Op op : {Op::kFprop, Op::kDgrad}) {
+  for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (const Instance& instance : kInstances) {
+        if (op == Op::kWgrad && instance.rows) continue;
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +

@@ -17,18 +17,13 @@ namespace jaxconv {
 // "Resident": rows, and the filter stays in shared memory.
 enum class WgmmaTileId {
   k128x256,
-  k128x256Pair,
   k256x128,
-  k256x128Pair,
   k128x320,
   k128x192,
   k192x128,
   k128x128,
   k128x128Pingpong,
   k128x64Pingpong,
-  k128x256Rows,
-  k256x128Rows,
-  k128x320Rows,
   k128x128PingpongRows,
   k128x64PingpongResident,
   k256x64PingpongResident,

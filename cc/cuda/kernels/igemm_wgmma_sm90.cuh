@@ -49,11 +49,7 @@ struct WgmmaTileOf;
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x256> : WgmmaTile<2, false, 1, 256, 0, 4, 1> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x256Pair> : WgmmaTile<2, false, 1, 256, 0, 4, 2> {};
-template <>
 struct WgmmaTileOf<WgmmaTileId::k256x128> : WgmmaTile<2, false, 2, 128, 0, 4, 1> {};
-template <>
-struct WgmmaTileOf<WgmmaTileId::k256x128Pair> : WgmmaTile<2, false, 2, 128, 0, 4, 2> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x320> : WgmmaTile<2, false, 1, 192, 128, 3, 1> {};
 template <>
@@ -66,12 +62,6 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128Pingpong> : WgmmaTile<2, true, 2, 128, 0, 6, 1> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7, 1> {};
-template <>
-struct WgmmaTileOf<WgmmaTileId::k128x256Rows> : WgmmaTile<2, false, 1, 256, 0, 3, 1, 4> {};
-template <>
-struct WgmmaTileOf<WgmmaTileId::k256x128Rows> : WgmmaTile<2, false, 2, 128, 0, 3, 1, 5> {};
-template <>
-struct WgmmaTileOf<WgmmaTileId::k128x320Rows> : WgmmaTile<2, false, 1, 192, 128, 3, 1, 3> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 1, 8> {};
 template <>
@@ -138,6 +128,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
                                                    const WgmmaMaps& maps, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
   const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
+  const int32_t slabs = params.slabs.divisor;
   auto copy_filter = [&](uint32_t shared, uint32_t barrier, int boxes, int32_t n, int32_t channel,
                          int32_t channel_of_group, int32_t tap) {
     // fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C, tap).
@@ -164,7 +155,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     uint32_t shared = ring + Tile::kFilterAt;
     for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
       for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
-        for (int32_t slab = 0; slab < params.slabs; ++slab) {
+        for (int32_t slab = 0; slab < slabs; ++slab) {
           for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
             copy_filter(shared, barriers.Resident(), boxes, 0, slab * 64, 0,
                         phase.filter0 + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
@@ -202,8 +193,8 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     // Of the first step: slab fastest, then taps. In rows, t0 is the inner loop's.
     int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
     if (first > 0) {
-      int32_t tap = first / params.slabs;
-      slab = first - tap * params.slabs;
+      int32_t tap = first / slabs;
+      slab = first - tap * slabs;
       if constexpr (!Tile::kRows) t0 = tap % phase.taps[0], tap /= phase.taps[0];
       t2 = tap / phase.taps[1];
       t1 = tap - t2 * phase.taps[1];
@@ -249,7 +240,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
           slot.Next();
         }
       }
-      if (++slab == params.slabs) {
+      if (++slab == slabs) {
         slab = 0;
         if (Tile::kRows || ++t0 == phase.taps[0]) {
           t0 = 0;
@@ -260,8 +251,84 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
   }
 }
 
+// The same for wgrad. A tile's rows are kTileM / 64 boxes of the list of taps times slabs of 64
+// channels; a step is 64 output pixels: of each box those pixels of x under its tap, and of dy the
+// tile's columns.
+template <class Tile>
+__device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& params,
+                                                        const WgmmaMaps& maps, uint32_t ring,
+                                                        const WgmmaBarriers<Tile>& barriers) {
+  static_assert(!Tile::kRows && Tile::kCluster == 1);
+  constexpr int kBoxesA = Tile::kTileM / 64;
+  const WgmmaPhase& phase = params.phase[0];
+  const CUtensorMap* map_a = &maps.a[0];
+  RingPlace<Tile::kStages> stage;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const WgmmaTilePlace place(params, index);
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    const int32_t k = place.group * params.b_group + n_first;
+    const int boxes = min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
+    const int boxes_a =
+        min(kBoxesA, params.filter_taps * static_cast<int32_t>(params.slabs.divisor) -
+                         place.m_tile * kBoxesA);
+    int32_t channel[kBoxesA];
+    uint16_t offset[kBoxesA][3];
+#pragma unroll
+    for (int i = 0; i < kBoxesA; ++i) {
+      int32_t tap, slab, t1;
+      params.slabs.Divmod(place.m_tile * kBoxesA + i, &tap, &slab);
+      channel[i] = place.group * params.a_group + slab * 64;
+      t1 = tap / phase.taps[0];
+      offset[i][0] = phase.offset0[0] + (tap - t1 * phase.taps[0]) * phase.offset_step[0];
+      offset[i][2] = phase.offset0[2] + t1 / phase.taps[1] * phase.offset_step[2];
+      offset[i][1] = phase.offset0[1] + t1 % phase.taps[1] * phase.offset_step[1];
+    }
+    const int32_t first = place.slice * params.steps_per_slice;
+    const int32_t steps = min(params.steps_per_slice, phase.steps - first);
+    for (int32_t step = 0; step < steps; ++step) {
+      const int32_t pixel = (first + step) * 64;
+      int32_t m = pixel, x, y, z, image;
+      phase.count[0].Divmod(m, &m, &x);
+      phase.count[1].Divmod(m, &m, &y);
+      phase.count[2].Divmod(m, &image, &z);
+      x = phase.lower[0] + x * params.src_step[0];
+      y = phase.lower[1] + y * params.src_step[1];
+      z = phase.lower[2] + z * params.src_step[2];
+      image += place.batch * params.images;
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      BarrierArriveExpect(barrier, (boxes_a + boxes) * 8192);
+#pragma unroll
+      for (int i = 0; i < kBoxesA; ++i) {
+        if (i >= boxes_a) break;
+        const uint32_t to = shared + i * 8192;
+        switch (params.rank) {
+          case 0:
+            CopyTile2d(to, map_a, barrier, channel[i], place.batch * params.pixels + pixel);
+            break;
+          case 1:
+            CopyIm2col1d(to, map_a, barrier, channel[i], x, image, offset[i][0]);
+            break;
+          case 2:
+            CopyIm2col2d(to, map_a, barrier, channel[i], x, y, image, offset[i][0], offset[i][1]);
+            break;
+          default:
+            CopyIm2col3d(to, map_a, barrier, channel[i], x, y, z, image, offset[i][0], offset[i][1],
+                         offset[i][2]);
+        }
+      }
+      for (int i = 0; i < boxes; ++i) {
+        CopyTile3d(shared + Tile::kBytesA + i * 8192, &maps.b, barrier, k + i * 64, pixel,
+                   place.batch);
+      }
+      stage.Next();
+    }
+  }
+}
+
 // A warpgroup's part of a finished tile -> the output.
-template <typename T, class Tile, class Epilogue>
+template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
                                                const WgmmaTilePlace& place, const WgmmaPhase& phase,
                                                const typename Tile::Accumulators& acc,
@@ -270,9 +337,16 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
                        int64_t{place.group} * params.out_group + n_first;
-  auto row_offset = [&](int32_t m) -> int64_t {
+  // Row of the output, or -1.
+  auto row_of = [&](int32_t m) -> int32_t {
     if (m >= phase.rows) return -1;
-    if (!params.dense_rows) {
+    if constexpr (kOp == Op::kWgrad) {
+      int32_t tap, slab;
+      params.slabs.Divmod(m / 64, &tap, &slab);
+      const int32_t channel = slab * 64 + m % 64;
+      if (channel >= params.row_channels) return -1;
+      m = tap * params.row_channels + channel;
+    } else if (!params.dense_rows) {
       int32_t j0, j1, j2, image;
       phase.count[0].Divmod(m, &m, &j0);
       phase.count[1].Divmod(m, &m, &j1);
@@ -284,19 +358,28 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
               params.out_extent[0] +
           phase.phase[0] + j0 * params.period[0];
     }
-    return base + int64_t{m} * params.out_channels;
+    return m;
+  };
+  // A warp's rows are decoded once, a row a lane, and handed round.
+  int32_t decoded[(Tile::kBlocks + 1) / 2];
+#pragma unroll
+  for (int i = 0; i < (Tile::kBlocks + 1) / 2; ++i) {
+    decoded[i] = row_of(m_first + (2 * i + lane / 16) * 64 + lane % 16);
+  }
+  auto row_offset = [&](int block, int row) -> int64_t {
+    const int32_t m = __shfl_sync(0xffffffff, decoded[block / 2], block % 2 * 16 + row);
+    return m < 0 ? -1 : base + int64_t{m} * params.out_channels;
   };
   const Epilogue epilogue(params.epilogue);
   const int channel0 = place.group * params.gemm_n + n_first;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < Tile::kBlocks; ++i) {
-    const int32_t m = m_first + i * 64;
     if (std::is_same_v<Epilogue, PlainEpilogue> && !params.out_is_f32) {
       int64_t dst[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        dst[p] = row_offset(m + 4 * p + lane / 8);
+        dst[p] = row_offset(i, 4 * p + lane / 8);
         if (dst[p] >= 0) dst[p] += lane % 8 * 8;
       }
 #pragma unroll
@@ -315,7 +398,7 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
         const int columns = params.gemm_n - n_first - c * 64;
         if (columns <= 0) break;
         auto offset = [&](int row) {
-          const int64_t at = row_offset(m + row);
+          const int64_t at = row_offset(i, row);
           return at < 0 ? at : at + c * 64;
         };
         if (params.out_is_f32) {
@@ -337,7 +420,7 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
 template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
 __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& params, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
-  constexpr bool kMnMajorB = kOp == Op::kFprop;
+  constexpr bool kMnMajorA = kOp == Op::kWgrad, kMnMajorB = kOp != Op::kDgrad;
   const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
   constexpr uint32_t kOwnRows = Tile::kPingpong ? 0 : kWarpgroup * Tile::kBlocks * 64;
   const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
@@ -379,8 +462,8 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
         const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-        Tile::template Multiply<T, kMnMajorB>(acc, shared + kOwnRows * 128, shared + Tile::kBytesA,
-                                              step > 0);
+        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(acc, shared + kOwnRows * 128,
+                                                         shared + Tile::kBytesA, step > 0);
         WgmmaWait<1>();
         if (step > 0) release_shared(barriers.Empty(last));
         last = stage.slot;
@@ -396,7 +479,7 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
         uint32_t a = ring + stage.slot * Tile::kStageBytes + (kOwnRows + phase.offset0[0]) * 128;
         for (int32_t t = 0; t < taps; ++t) {
           if constexpr (Tile::kSlotsB > 0) BarrierWait(barriers.FullB(slot.slot), slot.parity);
-          Tile::template Multiply<T, kMnMajorB>(
+          Tile::template Multiply<T, kMnMajorA, kMnMajorB>(
               acc, a,
               Tile::kSlotsB > 0 ? ring + Tile::kFilterAt + slot.slot * Tile::kBytesB : resident,
               step > 0 || t > 0);
@@ -422,7 +505,7 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
     const int32_t m_first =
         (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + kOwnRows +
         threadIdx.x / 32 % 4 * 16;
-    StoreWgmmaTile<T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
+    StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
   }
 }
 
@@ -455,7 +538,13 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
-    if (threadIdx.x == 0) ProduceWgmmaStages<kOp, Tile>(params, maps, ring, barriers);
+    if (threadIdx.x == 0) {
+      if constexpr (kOp == Op::kWgrad) {
+        ProduceWgmmaWgradStages<Tile>(params, maps, ring, barriers);
+      } else {
+        ProduceWgmmaStages<kOp, Tile>(params, maps, ring, barriers);
+      }
+    }
   } else {
     RaiseRegisters<Tile::kMathRegisters>();
     if (warpgroup == 1) {
@@ -470,10 +559,11 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
   if constexpr (Tile::kCluster > 1) ClusterSync();
 }
 
-template <WgmmaTileId kTile>
+template <Op kOp, WgmmaTileId kTile>
 Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& operands, DType dtype,
                        WgmmaMaps* maps) {
   using Tile = WgmmaTileOf<kTile>;
+  constexpr int kPixels = kOp == Op::kWgrad ? 64 : Tile::kPixels;
   DenseTensor a;
   a.dtype = dtype;
   a.address = operands.a;
@@ -482,7 +572,7 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
     a.rank = 2;
     a.extent[1] =
         operands.a_images * operands.a_extent[0] * operands.a_extent[1] * operands.a_extent[2];
-    const int32_t box[2] = {64, Tile::kPixels};
+    const int32_t box[2] = {64, kPixels};
     JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(a, box, &maps->a[0]));
   } else {
     a.rank = params.rank + 2;
@@ -490,7 +580,7 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
     a.extent[params.rank + 1] = operands.a_images;
     for (int p = 0; p < params.phases; ++p) {
       JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(a, params.phase[p].lower, operands.a_upper[p],
-                                              params.src_step, Tile::kPixels, &maps->a[p]));
+                                              params.src_step, kPixels, &maps->a[p]));
     }
   }
   DenseTensor b;
@@ -510,7 +600,8 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
   using T = typename ElementOf<kType>::Type;
   using Tile = WgmmaTileOf<kTile>;
   WgmmaMaps maps{};
-  JAXCONV_RETURN_IF_ERROR(EncodeWgmmaMaps<kTile>(params, operands, kType, &maps));
+  const Status encoded = EncodeWgmmaMaps<kOp, kTile>(params, operands, kType, &maps);
+  if (!encoded.ok()) return encoded;
   auto kernel = IgemmWgmma<kOp, T, kTile, Epilogue>;
   int device = 0, sm_count = 0;
   cudaError_t error = cudaGetDevice(&device);

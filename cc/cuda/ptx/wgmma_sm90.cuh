@@ -45,8 +45,8 @@ __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d = (accumulate ? d : 0) + a b. kMnMajorB: B's lines are columns.
-template <int kN, typename T, bool kMnMajorB>
+// d = (accumulate ? d : 0) + a b. kMnMajorA, kMnMajorB: A's lines are rows of d, B's its columns.
+template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
 #define JAXCONV_R4(i) "%" #i "0, %" #i "1, %" #i "2, %" #i "3"
@@ -64,25 +64,26 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R128 JAXCONV_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // A, B, accumulate and the transposition follow the n / 2 accumulators.
-#define JAXCONV_WGMMA(n, type, ptx, registers, a_at, b_at, p_at, t_at, ...)                   \
-  template <bool kMnMajorB>                                                                   \
+#define JAXCONV_WGMMA(n, type, ptx, registers, a_at, b_at, p_at, s_at, t_at, ...)             \
+  template <bool kMnMajorA, bool kMnMajorB>                                                   \
   __device__ __forceinline__ void Wgmma##n(type, float (&d)[n / 2], uint64_t a, uint64_t b,   \
                                            int accumulate) {                                  \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                               \
                  ", 0;\n\t"                                                                   \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx " {" registers \
-                 "}, %" #a_at ", %" #b_at ", p, 1, 1, 0, %" #t_at ";\n\t}"                    \
+                 "}, %" #a_at ", %" #b_at ", p, 1, 1, %" #s_at ", %" #t_at ";\n\t}"           \
                  : __VA_ARGS__                                                                \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(kMnMajorB ? 1 : 0));                  \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(kMnMajorA ? 1 : 0),                   \
+                   "n"(kMnMajorB ? 1 : 0));                                                   \
   }
-#define JAXCONV_WGMMA_TYPES(n, registers, a_at, b_at, p_at, t_at, ...)                    \
-  JAXCONV_WGMMA(n, __nv_bfloat16, "bf16", registers, a_at, b_at, p_at, t_at, __VA_ARGS__) \
-  JAXCONV_WGMMA(n, __half, "f16", registers, a_at, b_at, p_at, t_at, __VA_ARGS__)
-JAXCONV_WGMMA_TYPES(64, JAXCONV_R32, 32, 33, 34, 35, JAXCONV_D32(0))
-JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, JAXCONV_D32(0), JAXCONV_D32(32))
-JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, JAXCONV_D32(0), JAXCONV_D32(32),
+#define JAXCONV_WGMMA_TYPES(n, registers, a_at, b_at, p_at, s_at, t_at, ...)                    \
+  JAXCONV_WGMMA(n, __nv_bfloat16, "bf16", registers, a_at, b_at, p_at, s_at, t_at, __VA_ARGS__) \
+  JAXCONV_WGMMA(n, __half, "f16", registers, a_at, b_at, p_at, s_at, t_at, __VA_ARGS__)
+JAXCONV_WGMMA_TYPES(64, JAXCONV_R32, 32, 33, 34, 35, 36, JAXCONV_D32(0))
+JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
+JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, 100, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D32(64))
-JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, JAXCONV_D32(0), JAXCONV_D32(32),
+JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D32(64), JAXCONV_D32(96))
 #undef JAXCONV_WGMMA_TYPES
 #undef JAXCONV_WGMMA
@@ -100,13 +101,13 @@ JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, JAXCONV_D32(0), JAXCO
 #undef JAXCONV_R10
 #undef JAXCONV_R4
 
-template <int kN, typename T, bool kMnMajorB>
+template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
   static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
-  if constexpr (kN == 64) Wgmma64<kMnMajorB>(T{}, d, a, b, accumulate);
-  if constexpr (kN == 128) Wgmma128<kMnMajorB>(T{}, d, a, b, accumulate);
-  if constexpr (kN == 192) Wgmma192<kMnMajorB>(T{}, d, a, b, accumulate);
-  if constexpr (kN == 256) Wgmma256<kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 256) Wgmma256<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
 }
 
 // Four 8x8 matrices of 16-bit elements from fragments; lane l gives the address of row l % 8 of

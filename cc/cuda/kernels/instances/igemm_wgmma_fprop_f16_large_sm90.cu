@@ -3,10 +3,8 @@
 namespace jaxconv {
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x256>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x256Pair>(
-    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x128>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x128Pair>(
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x320>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv
