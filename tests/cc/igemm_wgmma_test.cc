@@ -124,7 +124,7 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
             for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
               for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
                 for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-                  if (!rows || t0 == 0) steps += p.slabs;
+                  if (!rows || t0 == 0) steps += p.slabs.divisor;
                   const int32_t t[3] = {t0, t1, t2};
                   int64_t src[3], tap = phase.filter0;
                   bool inside = phase.channel0 == 0;
@@ -166,6 +166,54 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
   return out;
 }
 
+// wgrad: rows are taps times slabs of 64 channels, steps are 64 pixels.
+std::vector<double> CarryOutWgrad(const ConvProblem& problem, const std::vector<double>& x,
+                                  const std::vector<double>& dy) {
+  const IgemmWgmmaParams& p = launched;
+  const WgmmaPhase& phase = p.phase[0];
+  std::vector<double> out(problem.w_elements(), NAN);
+  if (p.steps_per_slice * 64 < p.pixels) Fail(problem, "the steps do not cover the pixels");
+  for (int64_t batch = 0; batch < problem.batch; ++batch) {
+    for (int32_t row = 0; row < phase.rows; ++row) {
+      int32_t tap, slab, t[3];
+      p.slabs.Divmod(row / 64, &tap, &slab);
+      const int32_t channel = slab * 64 + row % 64;
+      if (channel >= p.row_channels) continue;
+      t[0] = tap % phase.taps[0];
+      t[1] = tap / phase.taps[0] % phase.taps[1];
+      t[2] = tap / phase.taps[0] / phase.taps[1];
+      for (int64_t group = 0; group < problem.groups; ++group) {
+        for (int64_t n = 0; n < p.gemm_n; ++n) {
+          double sum = 0;
+          for (int32_t pixel = 0; pixel < p.pixels; ++pixel) {
+            int32_t rest = pixel, j[3];
+            int64_t src[3];
+            bool inside = true;
+            for (int i = 0; i < 3; ++i) {
+              phase.count[i].Divmod(rest, &rest, &j[i]);
+              src[i] = phase.lower[i] + int64_t{j[i]} * p.src_step[i] + phase.offset0[i] +
+                       int64_t{t[i]} * phase.offset_step[i];
+              inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
+            }
+            if (!inside) continue;
+            const int64_t from = (((batch * p.images + rest) * operands.a_extent[2] + src[2]) *
+                                      operands.a_extent[1] +
+                                  src[1]) *
+                                     operands.a_extent[0] +
+                                 src[0];
+            sum +=
+                x[from * operands.a_channels + group * p.a_group + channel] *
+                dy[(batch * operands.b_rows + pixel) * operands.b_columns + group * p.b_group + n];
+          }
+          out[batch * p.out_batch + (int64_t{tap} * p.row_channels + channel) * p.out_channels +
+              group * p.out_group + n] = sum;
+        }
+      }
+    }
+  }
+  return out;
+}
+
 const KernelRow& RowOf(Op op, const std::string& part) {
   static const std::vector<KernelRow> rows = IgemmWgmmaRows();
   for (const KernelRow& row : rows) {
@@ -175,6 +223,7 @@ const KernelRow& RowOf(Op op, const std::string& part) {
 }
 
 void Check(const ConvProblem& problem, bool rows, int* accepted) {
+  if (rows && problem.op == Op::kWgrad) return;  // which has no such rows
   const KernelRow& row =
       RowOf(problem.op, rows ? "bf16_128x128x64_pingpong_rows" : "bf16_128x128x64");
   if (Status status = row.can_implement(problem); !status.ok()) {
@@ -190,7 +239,8 @@ void Check(const ConvProblem& problem, bool rows, int* accepted) {
   };
   const bool dgrad = problem.op == Op::kDgrad;
   const std::vector<double> lhs = draw(dgrad ? problem.y_elements() : problem.x_elements());
-  const std::vector<double> rhs = draw(problem.w_elements());
+  const bool wgrad = problem.op == Op::kWgrad;
+  const std::vector<double> rhs = draw(wgrad ? problem.y_elements() : problem.w_elements());
   alignas(16) static char buffer[16];
   KernelArgs args;
   args.lhs = args.rhs = args.out = buffer;
@@ -199,7 +249,8 @@ void Check(const ConvProblem& problem, bool rows, int* accepted) {
     return;
   }
   // With steps of 64 channels, a group of fewer is one step of them and zeros.
-  if (CarryOut(problem, rows, lhs, rhs) != NaiveConv(problem, lhs, rhs)) {
+  if ((wgrad ? CarryOutWgrad(problem, lhs, rhs) : CarryOut(problem, rows, lhs, rhs)) !=
+      NaiveConv(problem, lhs, rhs)) {
     Fail(problem, "differs from the definition");
   }
 }
@@ -256,7 +307,9 @@ int main() {
   int accepted = 0, accepted_in_rows = 0, checked = 0;
   while (checked < 600) {
     ConvProblem problem;
-    problem.op = checked % 2 == 0 ? jaxconv::Op::kFprop : jaxconv::Op::kDgrad;
+    problem.op = checked % 3 == 0   ? jaxconv::Op::kFprop
+                 : checked % 3 == 1 ? jaxconv::Op::kDgrad
+                                    : jaxconv::Op::kWgrad;
     problem.x_dtype = problem.w_dtype = problem.y_dtype = jaxconv::DType::kBF16;
     problem.rank = draw(1, 3);
     problem.batch = draw(1, 2);
