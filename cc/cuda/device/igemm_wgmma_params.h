@@ -42,10 +42,10 @@ struct IgemmWgmmaParams {
   int32_t src_step[3] = {1, 1, 1};  // base pixels from one output pixel to the next
   FastDivmod slabs;                 // of 64 channels under one tap
   // Neighbours of a tile index: n tiles fastest, so that CTAs running at the same time share the
-  // activations in L2, then m tiles (of a cluster: kCluster tiles), slices, groups, batches,
+  // activations in L2, then m tiles, slices, groups, batches,
   // phases.
   FastDivmod n_tiles, m_tiles, slices, groups, batches;
-  int32_t tiles = 0;  // in units of clusters
+  int32_t tiles = 0;
   int32_t phases = 1;
   int32_t steps_per_slice = 0;
   int32_t filter_taps = 1;           // of one batch

@@ -25,15 +25,13 @@ namespace jaxconv {
 // once and read by every tap of the row, one pixel further on (kStages slots); the filter has
 // kSlotsB slots of its own. kResident (rows too): so many steps of the filter stay in shared memory
 // for the kernel's life instead.
-//
-// kCluster CTAs, one above the other in m, share each load of the filter.
 template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
-          int kCluster_, int kSlotsB_ = 0, int kResident_ = 0>
+          int kSlotsB_ = 0, int kResident_ = 0>
 struct WgmmaTile {
   static constexpr int kWarpgroups = kWarpgroups_, kBlocks = kBlocks_;
   static constexpr bool kPingpong = kPingpong_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
-  static constexpr int kStages = kStages_, kCluster = kCluster_;
+  static constexpr int kStages = kStages_;
   static constexpr int kSlotsB = kSlotsB_, kResident = kResident_;
   static constexpr bool kRows = kSlotsB > 0 || kResident > 0;
   static constexpr int kTileM = (kPingpong ? 1 : kWarpgroups) * kBlocks * 64;

@@ -22,7 +22,7 @@ struct Instance {
 };
 
 constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile_m, int64_t tile_n,
-                                int64_t cluster, bool pingpong, bool rows, int64_t resident_steps) {
+                                bool pingpong, bool rows, int64_t resident_steps) {
   Instance instance{};
   instance.id = id;
   instance.suffix = suffix;
@@ -30,7 +30,6 @@ constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile
   instance.resident_steps = resident_steps;
   instance.cost.tile_m = tile_m;
   instance.cost.tile_n = tile_n;
-  instance.cost.cluster = cluster;
   instance.cost.pingpong = pingpong;
   instance.cost.resident = resident_steps > 0;
   return instance;
@@ -38,18 +37,18 @@ constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile
 
 // As WgmmaTileOf in igemm_wgmma_sm90.cuh.
 constexpr Instance kInstances[] = {
-    MakeInstance(WgmmaTileId::k128x256, "", 128, 256, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k256x128, "", 256, 128, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k128x320, "", 128, 320, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k128x192, "", 128, 192, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k192x128, "", 192, 128, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k128x128, "", 128, 128, 1, false, false, 0),
-    MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, 1, true, false, 0),
-    MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, 1, true, false, 0),
-    MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, 1, true, true, 0),
-    MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, 1, true, true,
+    MakeInstance(WgmmaTileId::k128x256, "", 128, 256, false, false, 0),
+    MakeInstance(WgmmaTileId::k256x128, "", 256, 128, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x320, "", 128, 320, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x192, "", 128, 192, false, false, 0),
+    MakeInstance(WgmmaTileId::k192x128, "", 192, 128, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x128, "", 128, 128, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
+    MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, true, true,
                  9),
-    MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, 1, true, true,
+    MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, true, true,
                  9),
 };
 
@@ -88,7 +87,7 @@ constexpr int32_t kMaxElementStride = 8;
 struct Plan {
   IgemmWgmmaParams params;
   WgmmaOperands operands;
-  int64_t tiles = 0;        // of one slice, in units of clusters
+  int64_t tiles = 0;        // of one slice
   int64_t steps = 0;        // loads of the longest reduction
   double average_taps = 0;  // 64-wide pieces of the reduction, over phases
   double taps_of_load = 1;  // in rows
@@ -259,7 +258,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     }
   }
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
-  const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m * instance.cost.cluster);
+  const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m);
   params.n_tiles = FastDivmod(n_tiles);
   params.m_tiles = FastDivmod(m_tiles);
   params.groups = FastDivmod(gemm.groups);
@@ -293,11 +292,16 @@ Status Accept(const Instance& instance, Op op, DType dtype, const ConvProblem& p
 double SlicedCost(const Instance& instance, const ConvProblem& problem, const Plan& plan,
                   const DeviceInfo& device, int64_t slices) {
   WgmmaWork work;
-  work.tiles = plan.tiles * instance.cost.cluster * slices;
+  work.tiles = plan.tiles * slices;
   work.taps = slices == 1 ? plan.average_taps
                           : static_cast<double>(CeilDiv(plan.steps, slices)) * plan.taps_of_load;
   work.taps_of_load = plan.taps_of_load;
   work.gemm_n = plan.params.gemm_n;
+  work.n_tiles = plan.params.n_tiles.divisor;
+  work.m_tiles = plan.params.m_tiles.divisor;
+  if (problem.op == Op::kWgrad) {
+    work.extra_copies = static_cast<double>(instance.cost.tile_m / 64 - 1);
+  }
   work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                         problem.w_elements() * ByteWidth(problem.w_dtype) +
                                         problem.y_elements() * ByteWidth(problem.y_dtype));
@@ -310,6 +314,11 @@ double Cost(const Instance& instance, const ConvProblem& problem, const DeviceIn
   Plan plan;
   if (!MakePlan(instance, problem, &plan).ok()) return HUGE_VAL;
   return SlicedCost(instance, problem, plan, device, slices);
+}
+
+// Slices are all of the same length but the last; the kernel has no way through an empty one.
+bool NoneEmpty(const Plan& plan, int64_t slices) {
+  return CeilDiv(plan.steps, CeilDiv(plan.steps, slices)) == slices;
 }
 
 int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const Plan& plan) {
@@ -328,8 +337,7 @@ int64_t Slices(const Instance& instance, const ConvProblem& problem, const Devic
   int64_t best = 1;
   double best_cost = SlicedCost(instance, problem, plan, device, 1);
   for (int64_t slices = 2; slices <= most; ++slices) {
-    // Only slices that are all of the same length but the last, and none empty.
-    if (CeilDiv(plan.steps, CeilDiv(plan.steps, slices)) != slices) continue;
+    if (!NoneEmpty(plan, slices)) continue;
     const double cost = SlicedCost(instance, problem, plan, device, slices);
     if (cost < best_cost) best_cost = cost, best = slices;
   }
@@ -393,6 +401,10 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
   if (args.slices < 1 || args.slices > most) {
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most) + ", got " +
                                    std::to_string(args.slices));
+  }
+  if (!NoneEmpty(plan, args.slices)) {
+    return Status::InvalidArgument("slices: " + std::to_string(args.slices) + " slices of " +
+                                   std::to_string(plan.steps) + " steps leave one empty");
   }
   const int64_t workspace_bytes = WorkspaceBytes(problem, args.slices);
   if (args.workspace_bytes < workspace_bytes ||

@@ -12,9 +12,8 @@
 
 namespace jaxconv {
 
-// "Pingpong": the warpgroups take turns at tiles of their own. "Pair": clusters of two CTAs share
-// the loads of the filter. "Rows": the taps of a filter row share a load of activations.
-// "Resident": rows, and the filter stays in shared memory.
+// "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
+// share a load of activations. "Resident": rows, and the filter stays in shared memory.
 enum class WgmmaTileId {
   k128x256,
   k256x128,

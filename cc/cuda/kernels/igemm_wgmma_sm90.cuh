@@ -10,20 +10,22 @@
 // fprop the lines run along columns (MN-major B), for dgrad along the reduction (K-major). A 1x1
 // convolution without stride and padding is a matrix, loaded as one.
 //
-//     CTA: one producer warpgroup, of which one thread issues the copies, and 2 or 3 math
-//     warpgroups that share the tile's columns and split its rows, 64 or 128 each. Persistent: a
-//     CTA (a pair, in clusters of two) takes every so-manieth tile, columns fastest.
-//     Shared memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines,
-//     barriers. Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
+//     CTA: one producer warpgroup, of which one thread issues the copies, and two or three math
+//     warpgroups: one above the other in a tile (cooperative), or taking turns at tiles of their
+//     own (pingpong). Persistent: a CTA takes every so-manieth tile, columns fastest. Shared
+//     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
+//     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
 //
-// full[s]: the producer announces a stage's bytes, math waits. empty[s]: each math warpgroup (of
-// both CTAs of a pair) arrives when the wgmma that read the stage has retired, one step late, so
-// that one step is always in flight; the producer waits. While math stores a tile, the producer
-// fills the ring for the next. In a pair each CTA loads half the filter boxes into both.
+// "Rows": the taps of a filter row share one load. The pixels are those of the padded image, so a
+// tap's operand begins that many lines further on; the padding's columns are computed and dropped.
 //
-// Refused, with a reason: channels not multiples of 8 (16-byte strides), groups not of
-// 64-multiples, more than eight phases, corners or offsets beyond the maps' fields, strides
-// above 8.
+// Full(s): the producer announces a stage's bytes, math waits. Empty(s): each math warpgroup that
+// reads the stage arrives when its wgmma has retired, one step late, so that one step is always in
+// flight; the producer waits. While math stores a tile, the producer fills the ring for the next.
+//
+// Refused, with a reason: channels not multiples of 8 (16-byte pitches), groups of channels that
+// are not multiples of 64, more than eight phases, corners or offsets beyond the maps' fields,
+// strides above 8.
 #ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
 #define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
 
@@ -45,31 +47,30 @@ namespace jaxconv {
 
 template <WgmmaTileId kTile>
 struct WgmmaTileOf;
-//  math warpgroups, pingpong, 64-row blocks of each, columns (twice), stages, cluster, filter slots
+//  math warpgroups, pingpong, 64-row blocks of each, columns (twice), stages, filter slots,
+//  resident
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x256> : WgmmaTile<2, false, 1, 256, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x256> : WgmmaTile<2, false, 1, 256, 0, 4> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x128> : WgmmaTile<2, false, 2, 128, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k256x128> : WgmmaTile<2, false, 2, 128, 0, 4> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x320> : WgmmaTile<2, false, 1, 192, 128, 3, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x320> : WgmmaTile<2, false, 1, 192, 128, 3> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x192> : WgmmaTile<2, false, 1, 192, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x192> : WgmmaTile<2, false, 1, 192, 0, 4> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k192x128> : WgmmaTile<3, false, 1, 128, 0, 4, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k192x128> : WgmmaTile<3, false, 1, 128, 0, 4> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, false, 1, 128, 0, 6, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, false, 1, 128, 0, 6> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x128Pingpong> : WgmmaTile<2, true, 2, 128, 0, 6, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x128Pingpong> : WgmmaTile<2, true, 2, 128, 0, 6> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7, 1> {};
+struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 1, 8> {};
+struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 8> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident>
-    : WgmmaTile<2, true, 2, 64, 0, 6, 1, 0, 9> {};
+struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident> : WgmmaTile<2, true, 2, 64, 0, 6, 0, 9> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x64PingpongResident>
-    : WgmmaTile<2, true, 4, 64, 0, 3, 1, 0, 9> {};
+struct WgmmaTileOf<WgmmaTileId::k256x64PingpongResident> : WgmmaTile<2, true, 4, 64, 0, 3, 0, 9> {};
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -127,7 +128,6 @@ template <Op kOp, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
                                                    const WgmmaMaps& maps, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
-  const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
   const int32_t slabs = params.slabs.divisor;
   auto copy_filter = [&](uint32_t shared, uint32_t barrier, int boxes, int32_t n, int32_t channel,
                          int32_t channel_of_group, int32_t tap) {
@@ -135,13 +135,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     for (int i = 0; i < boxes; ++i) {
       const int32_t k = channel_of_group + (kOp == Op::kFprop ? n + i * 64 : channel);
       const int32_t c = kOp == Op::kFprop ? channel : n + i * 64;
-      if constexpr (Tile::kCluster > 1) {
-        if (i % Tile::kCluster != static_cast<int>(rank)) continue;
-        CopyTile3dMulticast(shared + i * 8192, &maps.b, barrier, k, c, tap,
-                            (1 << Tile::kCluster) - 1);
-      } else {
-        CopyTile3d(shared + i * 8192, &maps.b, barrier, k, c, tap);
-      }
+      CopyTile3d(shared + i * 8192, &maps.b, barrier, k, c, tap);
     }
   };
   // Boxes wholly past the last column are not loaded; what lies in their place is not stored.
@@ -168,12 +162,11 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
   }
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
-  for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
-       index += gridDim.x / Tile::kCluster) {
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
-    if (place.m_tile * (Tile::kCluster * Tile::kTileM) >= phase.rows) continue;
-    int32_t m = (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM;
+    if (place.m_tile * Tile::kTileM >= phase.rows) continue;
+    int32_t m = place.m_tile * Tile::kTileM;
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const int boxes = boxes_of(n_first);
     const int32_t first = place.slice * params.steps_per_slice;
@@ -258,7 +251,7 @@ template <class Tile>
 __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& params,
                                                         const WgmmaMaps& maps, uint32_t ring,
                                                         const WgmmaBarriers<Tile>& barriers) {
-  static_assert(!Tile::kRows && Tile::kCluster == 1);
+  static_assert(!Tile::kRows);
   constexpr int kBoxesA = Tile::kTileM / 64;
   const WgmmaPhase& phase = params.phase[0];
   const CUtensorMap* map_a = &maps.a[0];
@@ -423,15 +416,9 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
   constexpr bool kMnMajorA = kOp == Op::kWgrad, kMnMajorB = kOp != Op::kDgrad;
   const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
   constexpr uint32_t kOwnRows = Tile::kPingpong ? 0 : kWarpgroup * Tile::kBlocks * 64;
-  const uint32_t rank = Tile::kCluster > 1 ? ClusterRank() : 0;
   const bool signals = threadIdx.x % 128 == 0;
-  // Filter slots are filled by both CTAs of a pair, activations by this one.
-  auto release_shared = [&](uint32_t barrier) {
-    if constexpr (Tile::kCluster > 1) {
-      if (threadIdx.x % 128 < Tile::kCluster) BarrierArriveCluster(barrier, threadIdx.x % 128);
-    } else {
-      if (signals) BarrierArrive(barrier);
-    }
+  auto release = [&](uint32_t barrier) {
+    if (signals) BarrierArrive(barrier);
   };
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
@@ -439,11 +426,10 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
   // Pingpong: warpgroup 0 has the first turn.
   if (Tile::kPingpong && kWarpgroup == 1) NamedBarrierArrive(1, 256);
   int turn = 0;
-  for (int32_t index = blockIdx.x / Tile::kCluster; index < params.tiles;
-       index += gridDim.x / Tile::kCluster) {
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
-    if (place.m_tile * (Tile::kCluster * Tile::kTileM) >= phase.rows) continue;
+    if (place.m_tile * Tile::kTileM >= phase.rows) continue;
     const int32_t steps =
         min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
     const int32_t taps = Tile::kRows ? phase.taps[0] : 1;
@@ -465,13 +451,13 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
         Tile::template Multiply<T, kMnMajorA, kMnMajorB>(acc, shared + kOwnRows * 128,
                                                          shared + Tile::kBytesA, step > 0);
         WgmmaWait<1>();
-        if (step > 0) release_shared(barriers.Empty(last));
+        if (step > 0) release(barriers.Empty(last));
         last = stage.slot;
         stage.Next();
       }
       if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
       WgmmaWait<0>();
-      release_shared(barriers.Empty(last));
+      release(barriers.Empty(last));
     } else {
       uint32_t last = 0, last_b = 0, resident = ring + Tile::kFilterAt;
       for (int32_t step = 0; step < steps; ++step) {
@@ -485,9 +471,9 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
               step > 0 || t > 0);
           WgmmaWait<1>();
           if (step > 0 || t > 0) {
-            if constexpr (Tile::kSlotsB > 0) release_shared(barriers.EmptyB(last_b));
+            if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
             // The row before has been read by its last tap.
-            if (t == 0 && signals) BarrierArrive(barriers.Empty(last));
+            if (t == 0) release(barriers.Empty(last));
           }
           a += phase.offset_step[0] * 128;
           resident += Tile::kBytesB;
@@ -499,12 +485,10 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       }
       if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
       WgmmaWait<0>();
-      if constexpr (Tile::kSlotsB > 0) release_shared(barriers.EmptyB(last_b));
-      if (signals) BarrierArrive(barriers.Empty(last));
+      if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
+      release(barriers.Empty(last));
     }
-    const int32_t m_first =
-        (place.m_tile * Tile::kCluster + static_cast<int32_t>(rank)) * Tile::kTileM + kOwnRows +
-        threadIdx.x / 32 % 4 * 16;
+    const int32_t m_first = place.m_tile * Tile::kTileM + kOwnRows + threadIdx.x / 32 % 4 * 16;
     StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
   }
 }
@@ -522,11 +506,11 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     constexpr int kReaders = Tile::kPingpong ? 1 : Tile::kWarpgroups;
     for (int s = 0; s < Tile::kStages; ++s) {
       BarrierInit(barriers.Full(s), 1);
-      BarrierInit(barriers.Empty(s), kReaders * (Tile::kRows ? 1 : Tile::kCluster));
+      BarrierInit(barriers.Empty(s), kReaders);
     }
     for (int s = 0; s < Tile::kSlotsB; ++s) {
       BarrierInit(barriers.FullB(s), 1);
-      BarrierInit(barriers.EmptyB(s), kReaders * Tile::kCluster);
+      BarrierInit(barriers.EmptyB(s), kReaders);
     }
     if constexpr (Tile::kResident > 0) BarrierInit(barriers.Resident(), 1);
     BarrierInitFence();
@@ -534,7 +518,6 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     PrefetchTensorMap(&maps.b);
   }
   __syncthreads();
-  if constexpr (Tile::kCluster > 1) ClusterSync();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
@@ -555,8 +538,6 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
       ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 2>(params, ring, barriers);
     }
   }
-  // No CTA leaves while its pair may still arrive at its barriers.
-  if constexpr (Tile::kCluster > 1) ClusterSync();
 }
 
 template <Op kOp, WgmmaTileId kTile>
@@ -613,18 +594,9 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
                                  Tile::kSharedBytes);
   }
   if (error == cudaSuccess) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = std::min(params.tiles, sm_count / Tile::kCluster) * Tile::kCluster;
-    config.blockDim = Tile::kThreads;
-    config.dynamicSmemBytes = Tile::kSharedBytes;
-    config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = Tile::kCluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = Tile::kCluster > 1 ? 1 : 0;
-    error = cudaLaunchKernelEx(&config, kernel, params, maps);
+    kernel<<<std::min(params.tiles, sm_count), Tile::kThreads, Tile::kSharedBytes,
+             static_cast<cudaStream_t>(stream)>>>(params, maps);
+    error = cudaGetLastError();
   }
   if (error != cudaSuccess) {
     cudaGetLastError();

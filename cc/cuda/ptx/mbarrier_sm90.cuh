@@ -1,4 +1,4 @@
-// mbarrier, cluster and register-budget instructions (sm_90a).
+// mbarrier, named-barrier and register-budget instructions (sm_90a).
 //
 // An mbarrier completes a phase when its arrivals and the bytes announced to it are all in. A
 // waiter names the parity of the phase it waits for; a fresh barrier counts phase -1 (parity 1) as
@@ -15,7 +15,7 @@ namespace jaxconv {
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine and to the other CTAs of the cluster.
+// Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -25,16 +25,6 @@ __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t b
 }
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// The barrier at the same place in CTA `rank` of the cluster. Without qualifiers on purpose:
-// release.cluster cost a mainloop 12 to 23 % of its rate, and what is handed over here, operands
-// that wgmma has read, needs no release.
-__device__ __forceinline__ void BarrierArriveCluster(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -51,15 +41,6 @@ __device__ __forceinline__ void NamedBarrierSync(int barrier, int threads) {
 }
 __device__ __forceinline__ void NamedBarrierArrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ uint32_t ClusterRank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void ClusterSync() {
-  asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // Registers of each thread of the warpgroup from here on; multiples of 8.

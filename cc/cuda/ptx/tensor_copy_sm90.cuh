@@ -34,17 +34,6 @@ __device__ __forceinline__ void CopyTile3d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-// The same box into the CTAs of `mask`, and its bytes to the barrier at the same place in each.
-__device__ __forceinline__ void CopyTile3dMulticast(uint32_t shared, const CUtensorMap* map,
-                                                    uint32_t barrier, int32_t c0, int32_t c1,
-                                                    int32_t c2, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
-      : "memory");
-}
-
 __device__ __forceinline__ void CopyIm2col1d(uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, int32_t w, int32_t n,
                                              uint16_t offset_w) {

@@ -15,7 +15,6 @@ namespace jaxconv {
 
 struct WgmmaTileCost {
   int64_t tile_m = 0, tile_n = 0;
-  int64_t cluster = 1;
   bool pingpong = false;  // one warpgroup stores while the other multiplies
   bool resident = false;  // the filter is loaded once a CTA
 };
@@ -25,6 +24,9 @@ struct WgmmaWork {
   double taps = 0;          // 64-wide pieces of a tile's reduction
   double taps_of_load = 1;  // that share a load of activations
   int64_t gemm_n = 0;
+  // SMs that want the same activations, and the same of the other operand.
+  int64_t n_tiles = 1, m_tiles = 1;
+  double extra_copies = 0;   // of a piece, beside one of activations and those of the columns
   double dram_bytes = 0;     // every tensor once
   double partial_bytes = 0;  // split-K: what the slices write and the reduction reads again
 };
