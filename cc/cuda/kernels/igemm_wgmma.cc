@@ -61,7 +61,7 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice shorter than this spends more time on filling the ring than on its sum.
 constexpr int64_t kMinStepsPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
-// Row and pixel numbers of a tile past the end, and of a pair of tiles, still fit.
+// Row and pixel numbers of a tile past the end still fit.
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
