@@ -66,6 +66,7 @@ def test_there_are_programs():
         "conv_problem_test.cc",
         "cost_model_test.cc",
         "fast_divmod_test.cc",
+        "igemm_wgmma_test.cc",
         "implicit_gemm_test.cc",
         "onednn_conv_test.cc",
         "select_test.cc",

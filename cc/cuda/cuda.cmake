@@ -52,16 +52,25 @@ if(JAXCONV_BUILD_CUDA)
   set(sources ${JAXCONV_CUDA_DEVICE_SOURCES} ${JAXCONV_CUDA_HOST_SOURCES})
   list(TRANSFORM sources PREPEND "${PROJECT_SOURCE_DIR}/")
   jaxconv_platform(cuda CudaPlatform ${sources})
+  # CUDA_ARCHITECTURES belongs to a target: an object library for the architecture of its own.
+  set(sm90_sources ${JAXCONV_CUDA_SM90_SOURCES})
+  list(TRANSFORM sm90_sources PREPEND "${PROJECT_SOURCE_DIR}/")
+  add_library(jaxconv_cuda_sm90 OBJECT ${sm90_sources})
+  jaxconv_include(jaxconv_cuda_sm90)
+  set_target_properties(jaxconv_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
+  target_sources(jaxconv_cuda PRIVATE $<TARGET_OBJECTS:jaxconv_cuda_sm90>)
   # A register spill, or a wgmma that ptxas serialises, is an error: kernels are measured without.
-  target_compile_options(
-    jaxconv_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG -lineinfo
-                         -Xptxas=--warn-on-spills,--warning-as-error>)
+  foreach(target jaxconv_cuda jaxconv_cuda_sm90)
+    target_compile_options(
+      ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG -lineinfo
+                        -Xptxas=--warn-on-spills,--warning-as-error>)
+  endforeach()
   set_source_files_properties(
     ffi/cuda_platform.cc
     PROPERTIES COMPILE_DEFINITIONS
                "JAXCONV_CUDA_VERSION=\"${CMAKE_CUDA_COMPILER_VERSION}\";JAXCONV_CUDA_ARCHITECTURES=\"${JAXCONV_CUDA_ARCHITECTURES}\""
   )
   set(JAXCONV_CUDA_REPORT
-      "CUDA kernels: built with nvcc ${CMAKE_CUDA_COMPILER_VERSION} for sm_${JAXCONV_CUDA_ARCHITECTURES} and newer (JAXCONV_CUDA=${JAXCONV_CUDA})"
+      "CUDA kernels: built with nvcc ${CMAKE_CUDA_COMPILER_VERSION} for sm_${JAXCONV_CUDA_ARCHITECTURES} and newer, and sm_90a (JAXCONV_CUDA=${JAXCONV_CUDA})"
   )
 endif()

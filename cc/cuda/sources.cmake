@@ -2,14 +2,17 @@
 # tests/cc/select_test.cc links them with launches of its own.
 set(JAXCONV_CUDA_HOST_SOURCES
     cc/cuda/kernels/igemm_simt.cc
+    cc/cuda/kernels/igemm_wgmma.cc
     cc/cuda/kernels/igemm_wmma.cc
     cc/cuda/kernels/kernel_table.cc
     cc/cuda/select/cost_model.cc
     cc/cuda/select/device_info.cc
-    cc/cuda/select/select.cc)
+    cc/cuda/select/select.cc
+    cc/cuda/select/wgmma_cost.cc)
 set(JAXCONV_CUDA_DEVICE_SOURCES
     cc/cuda/kernels/query_device.cu
-    cc/cuda/kernels/splitk_reduce.cu)
+    cc/cuda/kernels/splitk_reduce.cu
+    cc/cuda/kernels/tensor_map.cu)
 foreach(op fprop dgrad wgrad)
   foreach(dtype f32 f16 bf16)
     list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
@@ -22,5 +25,18 @@ foreach(op fprop dgrad wgrad)
   foreach(dtype f16 bf16)
     list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
          cc/cuda/kernels/instances/igemm_wmma_${op}_${dtype}_narrow.cu)
+  endforeach()
+endforeach()
+# Files named _sm90 are compiled for sm_90a alone: wgmma and setmaxnreg exist nowhere else.
+foreach(op fprop dgrad wgrad)
+  foreach(dtype f16 bf16)
+    foreach(tiles large medium pingpong)
+      list(APPEND JAXCONV_CUDA_SM90_SOURCES
+           cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
+    endforeach()
+    if(NOT op STREQUAL "wgrad")
+      list(APPEND JAXCONV_CUDA_SM90_SOURCES
+           cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_rows_sm90.cu)
+    endif()
   endforeach()
 endforeach()

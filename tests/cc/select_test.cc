@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/kernels/igemm_simt.h"
+#include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/igemm_wmma.h"
 #include "cuda/select/kernel_table.h"
 
@@ -57,6 +58,49 @@ JAXCONV_STUBS(Op::kDgrad);
 JAXCONV_STUBS(Op::kWgrad);
 #undef JAXCONV_STUBS
 #undef JAXCONV_STUBS_OF_TYPE
+#undef JAXCONV_STUB
+
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmma(const IgemmWgmmaParams&, const WgmmaOperands&, void*) {
+  ++launches;
+  return {};
+}
+#define JAXCONV_STUB(op, type, tile)                                                     \
+  template Status LaunchIgemmWgmma<op, type, WgmmaTileId::tile>(const IgemmWgmmaParams&, \
+                                                                const WgmmaOperands&, void*)
+#define JAXCONV_STUBS(tile)                     \
+  JAXCONV_STUB(Op::kFprop, DType::kBF16, tile); \
+  JAXCONV_STUB(Op::kFprop, DType::kF16, tile);  \
+  JAXCONV_STUB(Op::kDgrad, DType::kBF16, tile); \
+  JAXCONV_STUB(Op::kDgrad, DType::kF16, tile)
+JAXCONV_STUBS(k128x256);
+JAXCONV_STUBS(k256x128);
+JAXCONV_STUBS(k128x320);
+JAXCONV_STUBS(k128x192);
+JAXCONV_STUBS(k192x128);
+JAXCONV_STUBS(k128x128);
+JAXCONV_STUBS(k128x128Pingpong);
+JAXCONV_STUBS(k128x64Pingpong);
+JAXCONV_STUBS(k128x128PingpongRows);
+JAXCONV_STUBS(k128x64PingpongResident);
+JAXCONV_STUBS(k256x64PingpongResident);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x256);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x256);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k256x128);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k256x128);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x320);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x320);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x192);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x192);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k192x128);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k192x128);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x128);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x128);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x128Pingpong);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x128Pingpong);
+JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x64Pingpong);
+JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x64Pingpong);
+#undef JAXCONV_STUBS
 #undef JAXCONV_STUB
 
 Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) {
@@ -142,6 +186,9 @@ void TestPinnedChoices() {
 }
 
 // The choice for every layer of the benchmark's set "all" in bfloat16, on an H200.
+// Hopper's rates without Hopper's own family: a capability that no GPU has.
+DeviceInfo WithoutWgmma() { return PortableTarget(9, 1); }
+
 void TestTensorCoreChoices() {
   struct Choice {
     const char* layer;
@@ -202,7 +249,7 @@ void TestTensorCoreChoices() {
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
       const ConvProblem problem =
           Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
-      const Selection selection = SelectOk(problem, PortableTarget(9, 0));
+      const Selection selection = SelectOk(problem, WithoutWgmma());
       const std::string tile = op == Op::kFprop   ? choice.fprop
                                : op == Op::kDgrad ? choice.dgrad
                                                   : choice.wgrad;
@@ -216,8 +263,92 @@ void TestTensorCoreChoices() {
   }
 }
 
+void TestWgmmaChoices() {
+  struct Choice {
+    const char* line;
+    const char* fprop;
+    const char* dgrad;
+    const char* wgrad;
+  };
+  static const Choice kChoices[] = {
+      {"b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x128x64"},
+      {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x64x64_pingpong_resident", "wgmma_bf16_128x64x64_pingpong_resident",
+       "wgmma_bf16_128x64x64_pingpong"},
+      {"b1 n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x128x64"},
+      {"b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_192x128x64"},
+      {"b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_192x128x64"},
+      {"b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_192x128x64",
+       "wgmma_bf16_192x128x64", "wgmma_bf16_128x256x64"},
+      {"b1 n64 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
+       "wgmma_bf16_128x192x64"},
+      {"b1 n64 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_128x64x64_pingpong"},
+      {"b1 n32 g1 c128 k128 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
+       "wgmma_bf16_192x128x64"},
+      {"b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_128x256x64",
+       "wgmma_bf16_128x256x64", "wgmma_bf16_192x128x64"},
+      {"b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x64x64_pingpong_resident", "wgmma_bf16_128x64x64_pingpong_resident",
+       "wgmma_bf16_128x64x64_pingpong"},
+      {"b1 n1 g1 c64 k64 i480x480 f3x3 o480x480 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_256x64x64_pingpong_resident", "wgmma_bf16_256x64x64_pingpong_resident",
+       "wgmma_bf16_192x128x64"},
+      {"b1 n1 g1 c64 k64 i960x960 f3x3 o960x960 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_256x64x64_pingpong_resident", "wgmma_bf16_256x64x64_pingpong_resident",
+       "wgmma_bf16_192x128x64"},
+      {"b1 n4 g1 c320 k320 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_128x320x64",
+       "wgmma_bf16_128x320x64", "wgmma_bf16_128x320x64"},
+      {"b1 n1 g1 c128 k128 i512x512 f3x3 o512x512 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
+       "wgmma_bf16_192x128x64"},
+      {"b1 n16 g1 c256 k256 i64x64 f3x3 o64x64 s1x1 l1x1 d2x2 p2_2x2_2", "wgmma_bf16_128x256x64",
+       "wgmma_bf16_128x256x64", "wgmma_bf16_192x128x64"},
+      {"b1 n16 g1 c512 k512 i3000 f3 o3000 s1 l1 d1 p1_1", "wgmma_bf16_128x128x64_pingpong_rows",
+       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_192x128x64"},
+      {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
+       "wgmma_bf16_256x128x64", "wgmma_bf16_256x128x64", "wgmma_bf16_192x128x64"},
+  };
+  for (const Choice& choice : kChoices) {
+    for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
+      const ConvProblem problem =
+          Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
+      const std::string tile = op == Op::kFprop   ? choice.fprop
+                               : op == Op::kDgrad ? choice.dgrad
+                                                  : choice.wgrad;
+      const std::string expected = std::string(Name(op)) + "_igemm_" + tile;
+      const Selection selection = SelectOk(problem, PortableTarget(9, 0));
+      Expect(selection.instance == expected,
+             problem.ToString() + ": expected " + expected + ", got " + selection.instance);
+      Expect(selection.workspace_bytes <= 64'000'000, "a workspace of at most 64 MB");
+      // Its instructions exist on no other architecture.
+      for (const DeviceInfo& other : {PortableTarget(8, 0), PortableTarget(10, 0)}) {
+        const std::string name = SelectOk(problem, other).instance;
+        Expect(!name.empty() && name.find("wgmma") == std::string::npos,
+               problem.ToString() + ": " + name + " on sm_" +
+                   std::to_string(other.compute_capability()));
+      }
+    }
+  }
+  Selection elsewhere;
+  Expect(
+      Select(Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c64 k64 i8 f1 o8 s1 l1 d1 p0_0"),
+             PortableTarget(10, 0), "igemm_wgmma", &elsewhere)
+              .ok() &&
+          elsewhere.instance.empty() && !elsewhere.refusals.empty() &&
+          elsewhere.refusals[0].reason == "needs compute capability 90 exactly, the device has 100",
+      "another architecture is refused with its reason");
+}
+
 void TestTensorCoreRefusals() {
-  const DeviceInfo device = PortableTarget(9, 0);
+  const DeviceInfo device = WithoutWgmma();
   ConvProblem layer = Layer(Op::kFprop, 8, 28, 64, 64, 3);
   auto family = [&](const ConvProblem& problem) {
     const std::string name = SelectOk(problem, device).instance;
@@ -342,6 +473,7 @@ void TestDeterminism() {
 int main() {
   jaxconv::TestPinnedChoices();
   jaxconv::TestTensorCoreChoices();
+  jaxconv::TestWgmmaChoices();
   jaxconv::TestTensorCoreRefusals();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();

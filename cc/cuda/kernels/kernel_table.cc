@@ -3,15 +3,18 @@
 #include <iterator>
 
 #include "cuda/kernels/igemm_simt.h"
+#include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/igemm_wmma.h"
 
 namespace jaxconv {
 
 const std::vector<KernelRow>& KernelTable() {
   static const std::vector<KernelRow> table = [] {
-    std::vector<KernelRow> rows = IgemmWmmaRows();
-    std::vector<KernelRow> simt = IgemmSimtRows();
-    std::move(simt.begin(), simt.end(), std::back_inserter(rows));
+    std::vector<KernelRow> rows = IgemmWgmmaRows();
+    for (auto family : {IgemmWmmaRows, IgemmSimtRows}) {
+      std::vector<KernelRow> more = family();
+      std::move(more.begin(), more.end(), std::back_inserter(rows));
+    }
     return rows;
   }();
   return table;

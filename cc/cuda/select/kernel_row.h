@@ -28,7 +28,8 @@ struct KernelRow {
   std::string name;
   std::string family;
   Op op = Op::kFprop;
-  int min_cc = 80;  // 10 * major + minor
+  int min_cc = 80;    // 10 * major + minor
+  int max_cc = 1000;  // for instructions of one architecture
 
   // Whether the kernel takes the problem; if not, the message says why.
   std::function<Status(const ConvProblem&)> can_implement;

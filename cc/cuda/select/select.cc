@@ -40,10 +40,11 @@ Status Select(const ConvProblem& problem, const DeviceInfo& device, std::string_
       }
       continue;
     }
-    if (device.compute_capability() < row.min_cc) {
+    if (device.compute_capability() < row.min_cc || device.compute_capability() > row.max_cc) {
       selection->refusals.push_back(
           {row.name, "needs compute capability " + std::to_string(row.min_cc) +
-                         ", the device has " + std::to_string(device.compute_capability())});
+                         (row.max_cc == row.min_cc ? " exactly" : "") + ", the device has " +
+                         std::to_string(device.compute_capability())});
       continue;
     }
     if (Status status = row.can_implement(problem); !status.ok()) {

@@ -1,0 +1,181 @@
+// The shape of a warpgroup-cooperative tile, its mainloop over one stage, and the way of its
+// accumulators to memory.
+#ifndef JAXCONV_CUDA_DEVICE_WGMMA_TILE_SM90_CUH_
+#define JAXCONV_CUDA_DEVICE_WGMMA_TILE_SM90_CUH_
+
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/fused_epilogue.cuh"
+#include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv {
+
+// kWarpgroups math warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where one
+// cannot be so wide). Cooperative: the warpgroups stand one above the other in one tile. Pingpong:
+// each has a tile of its own, and they take turns at the tensor cores, so that one stores while the
+// other multiplies.
+//
+// kSlotsB = 0: a stage holds the activations and the filter of one step. Otherwise, "rows": the
+// activations of a whole filter row, kTileM pixels and kSpan more of the padded image, are loaded
+// once and read by every tap of the row, one pixel further on (kStages slots); the filter has
+// kSlotsB slots of its own. kResident (rows too): so many steps of the filter stay in shared memory
+// for the kernel's life instead.
+template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
+          int kSlotsB_ = 0, int kResident_ = 0>
+struct WgmmaTile {
+  static constexpr int kWarpgroups = kWarpgroups_, kBlocks = kBlocks_;
+  static constexpr bool kPingpong = kPingpong_;
+  static constexpr int kN0 = kN0_, kN1 = kN1_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kSlotsB = kSlotsB_, kResident = kResident_;
+  static constexpr bool kRows = kSlotsB > 0 || kResident > 0;
+  static constexpr int kTileM = (kPingpong ? 1 : kWarpgroups) * kBlocks * 64;
+  static constexpr int kTileN = kN0 + kN1;
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr int kPixels = kTileM + (kRows ? kMaxWgmmaSpan : 0);  // of a load
+  static constexpr int kBytesA = kPixels * 128;
+  static constexpr int kBytesB = kTileN * 128;
+  static constexpr int kStageBytes = kBytesA + (kRows ? 0 : kBytesB);
+  static constexpr int kFilterAt = kStages * kStageBytes;
+  static constexpr int kStagingAt = kFilterAt + (kResident > 0 ? kResident : kSlotsB) * kBytesB;
+  static constexpr int kStagingBytes = 4096;  // of a warp
+  // And the way from the dynamic segment's start to a multiple of 1024.
+  static constexpr int kSharedBytes = kStagingAt + kWarpgroups * 4 * kStagingBytes + 1024;
+  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static_assert(kBytesA % 1024 == 0, "the swizzle's pattern starts with every slot");
+  // 65536 registers among the warpgroups; the producer needs few.
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
+  static constexpr int kMathRegisters = kWarpgroups == 3 ? 160 : 232;
+
+  struct Accumulators {
+    float first[kBlocks][kN0 / 2];
+    float second[kBlocks][kN1 > 0 ? kN1 / 2 : 1];
+  };
+
+  // One stage: 64 of the reduction. `a`: of this warpgroup; `b`: the whole tile's.
+  template <typename T, bool kMnMajorA, bool kMnMajorB>
+  static __device__ __forceinline__ void Multiply(Accumulators& acc, uint32_t a, uint32_t b,
+                                                  bool accumulate) {
+    const uint64_t desc_a = kMnMajorA ? MnMajorDescriptor<8192>(a) : KMajorDescriptor(a);
+    const uint64_t desc_b = kMnMajorB ? MnMajorDescriptor<8192>(b) : KMajorDescriptor(b);
+    constexpr int kStepA = (kMnMajorA ? 2048 : 32) >> 4;
+    constexpr int kStepB = (kMnMajorB ? 2048 : 32) >> 4;
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const uint64_t block_a = desc_a + k * kStepA + i * (8192 >> 4);
+        const int add = accumulate || k > 0;
+        Wgmma<kN0, T, kMnMajorA, kMnMajorB>(acc.first[i], block_a, desc_b + k * kStepB, add);
+        if constexpr (kN1 > 0) {
+          Wgmma<kN1, T, kMnMajorA, kMnMajorB>(acc.second[i], block_a,
+                                              desc_b + k * kStepB + kN0 * (128 >> 4), add);
+        }
+      }
+    }
+    WgmmaCommit();
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t PackPair(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t PackPair<__nv_bfloat16>(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+template <>
+__device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+// Sixteen rows by 64 columns of a warp -> 16-bit output, nothing added: rounded at once, laid down
+// by stmatrix in 2 KB (chunk c of row r at c ^ r % 8, so neither way conflicts), stored as 16 bytes
+// a lane, eight lanes a row. dst[p] is the output offset of row 4 p + lane / 8 with this lane's
+// columns, or negative.
+template <typename T>
+__device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging, T* out,
+                                             const int64_t (&dst)[4], bool inside) {
+  const int lane = threadIdx.x % 32;
+  const int row = lane % 16;
+  const uint32_t line = staging + row * 128;
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    StoreMatrices(
+        line + (((j + lane / 16) ^ (row % 8)) * 16), PackPair<T>(acc[4 * j], acc[4 * j + 1]),
+        PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]), PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
+        PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
+  }
+  __syncwarp();
+  uint4 chunk[4];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const int r = p * 4 + lane / 8;
+    LoadShared<0>(staging + r * 128 + ((lane % 8) ^ (r % 8)) * 16,
+                  reinterpret_cast<float*>(&chunk[p]));
+  }
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    if (inside && dst[p] >= 0) *reinterpret_cast<uint4*>(out + dst[p]) = chunk[p];
+  }
+}
+
+// The same in float32 through 4 KB, with an epilogue, for outputs of either width. `row_offset(r)`:
+// output offset of row r's column 0, or negative.
+template <typename Out, class Epilogue, typename RowOffset>
+__device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging, Out* out,
+                                              const Epilogue& epilogue, RowOffset row_offset,
+                                              int columns, int channel0) {
+  constexpr int kWidth = 16 / sizeof(Out);
+  constexpr int kLanesOfRow = 64 / kWidth;
+  constexpr int kRowsOfPass = 32 / kLanesOfRow;
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4;
+  auto chunk_address = [&](int row, int chunk) {
+    return staging + row * 256 + (chunk ^ (row % 4 * 2)) * 16;
+  };
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t at = chunk_address(g, 2 * j + t / 2) + t % 2 * 8;
+    StorePair(at, acc[4 * j], acc[4 * j + 1]);
+    StorePair(at + 8 * 256, acc[4 * j + 2], acc[4 * j + 3]);
+  }
+  __syncwarp();
+  const int column = lane % kLanesOfRow * kWidth;
+#pragma unroll
+  for (int p = 0; p < 16 / kRowsOfPass; ++p) {
+    const int row = p * kRowsOfPass + lane / kLanesOfRow;
+    float values[kWidth];
+#pragma unroll
+    for (int q = 0; q < kWidth / 4; ++q) {
+      LoadShared<0>(chunk_address(row, column / 4 + q), &values[q * 4]);
+    }
+    const int64_t offset = row_offset(row);
+    if (offset < 0 || column >= columns) continue;
+    Out elements[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(values[e], offset + column + e,
+                                                                     channel0 + column + e, true));
+    }
+    uint4 packed;
+    memcpy(&packed, elements, sizeof(packed));
+    *reinterpret_cast<uint4*>(out + offset + column) = packed;
+  }
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_DEVICE_WGMMA_TILE_SM90_CUH_

@@ -1,0 +1,475 @@
+#include "cuda/kernels/igemm_wgmma.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "core/implicit_gemm.h"
+#include "cuda/kernels/igemm_simt.h"
+#include "cuda/select/wgmma_cost.h"
+
+namespace jaxconv {
+namespace {
+
+constexpr const char* kFamily = "igemm_wgmma";
+
+struct Instance {
+  WgmmaTileId id;
+  const char* suffix;
+  bool rows;               // the taps of a filter row share a load
+  int64_t resident_steps;  // of the filter in shared memory; 0: none
+  WgmmaTileCost cost;
+};
+
+constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile_m, int64_t tile_n,
+                                bool pingpong, bool rows, int64_t resident_steps) {
+  Instance instance{};
+  instance.id = id;
+  instance.suffix = suffix;
+  instance.rows = rows;
+  instance.resident_steps = resident_steps;
+  instance.cost.tile_m = tile_m;
+  instance.cost.tile_n = tile_n;
+  instance.cost.pingpong = pingpong;
+  instance.cost.resident = resident_steps > 0;
+  return instance;
+}
+
+// As WgmmaTileOf in igemm_wgmma_sm90.cuh.
+constexpr Instance kInstances[] = {
+    MakeInstance(WgmmaTileId::k128x256, "", 128, 256, false, false, 0),
+    MakeInstance(WgmmaTileId::k256x128, "", 256, 128, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x320, "", 128, 320, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x192, "", 128, 192, false, false, 0),
+    MakeInstance(WgmmaTileId::k192x128, "", 192, 128, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x128, "", 128, 128, false, false, 0),
+    MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, true, false, 0),
+    MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
+    MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, true, true,
+                 9),
+    MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, true, true,
+                 9),
+};
+
+// Of the reduction, 128 bytes of channels.
+constexpr int64_t kStepChannels = 64;
+// wgrad: output pixels of a step.
+constexpr int64_t kStepPixels = 64;
+// Partial results of split-K take at most this much workspace.
+constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
+// A slice shorter than this spends more time on filling the ring than on its sum.
+constexpr int64_t kMinStepsPerSlice = 4;
+constexpr int64_t kMaxSlices = 512;
+// Row and pixel numbers of a tile past the end still fit.
+constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t OutputElements(const ConvProblem& problem) {
+  return problem.op == Op::kFprop   ? problem.y_elements()
+         : problem.op == Op::kDgrad ? problem.x_elements()
+                                    : problem.w_elements();
+}
+
+int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
+  return slices > 1 ? slices * OutputElements(problem) * int64_t{sizeof(float)} : 0;
+}
+
+// The fields of a tensor map and of the copy instruction, by spatial rank.
+struct Im2colLimits {
+  int64_t lower, upper, offset;
+};
+constexpr Im2colLimits kIm2colLimits[] = {
+    {0, 0, 0}, {-32768, 32767, 65535}, {-128, 127, 255}, {-16, 15, 31}};
+constexpr int32_t kMaxElementStride = 8;
+
+struct Plan {
+  IgemmWgmmaParams params;
+  WgmmaOperands operands;
+  int64_t tiles = 0;        // of one slice
+  int64_t steps = 0;        // loads of the longest reduction
+  double average_taps = 0;  // 64-wide pieces of the reduction, over phases
+  double taps_of_load = 1;  // in rows
+};
+
+Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan) {
+  ImplicitGemm gemm;
+  JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &gemm));
+  const bool dgrad = problem.op == Op::kDgrad, wgrad = problem.op == Op::kWgrad;
+  const int64_t channels = wgrad ? gemm.row_channels : gemm.reduce_channels;
+  auto multiple = [](const char* what, int64_t value, int64_t of) {
+    if (value % of == 0) return Status();
+    return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
+                                 " is not a multiple of " + std::to_string(of));
+  };
+  // Pitches of tensor maps are multiples of 16 bytes, and so are the vectors of the output.
+  JAXCONV_RETURN_IF_ERROR(multiple("C/groups", problem.c_per_group(), 8));
+  JAXCONV_RETURN_IF_ERROR(multiple("K/groups", problem.k_per_group(), 8));
+  if (problem.groups > 1 && !wgrad) {
+    // A step must not reach into the next group's channels.
+    JAXCONV_RETURN_IF_ERROR(multiple(dgrad ? "K/groups" : "C/groups", channels, kStepChannels));
+  }
+  if (gemm.phases > kMaxWgmmaPhases) {
+    return Status::Unimplemented(std::to_string(gemm.phases) +
+                                 " phases (products of strides), expected at most " +
+                                 std::to_string(kMaxWgmmaPhases));
+  }
+  if (std::max(gemm.batches * gemm.images * int64_t{gemm.axis[0].src_extent} *
+                   gemm.axis[1].src_extent * gemm.axis[2].src_extent,
+               gemm.batches * int64_t{gemm.gemm_m}) > kMaxRows) {
+    return Status::Unimplemented("more than 2^31 - 2^12 pixels");
+  }
+  IgemmWgmmaParams& params = plan->params;
+  WgmmaOperands& operands = plan->operands;
+  params.images = gemm.images;
+  params.gemm_n = gemm.gemm_n;
+  params.rank = problem.rank;
+  params.phases = gemm.phases;
+  const int64_t slabs = CeilDiv(channels, kStepChannels);
+  params.slabs = FastDivmod(slabs);
+  params.filter_taps = static_cast<int32_t>(problem.taps());
+  params.a_group = gemm.a_group;
+  params.b_group = gemm.b_group;
+  params.out_channels = gemm.out_channels;
+  params.out_batch = gemm.out_batch;
+  params.out_group = gemm.out_group;
+  params.dense_rows = gemm.phases == 1;
+  operands.a_channels = gemm.src_channels;
+  operands.a_images = gemm.batches * gemm.images;
+  operands.b_columns = problem.k;
+  operands.b_rows = problem.c_per_group();
+  operands.b_taps = problem.taps() * problem.batch;
+
+  if (wgrad) {
+    if (!gemm.Dense()) return Status::Unimplemented("wgrad with lhs_dilation");
+    const int64_t pixels = problem.n * problem.out_pixels();
+    if (gemm.batches > 1 && pixels % kStepPixels != 0) {
+      // The last step would multiply another batch's pixels by zeros, which a NaN survives.
+      return Status::Unimplemented("batched filters over " + std::to_string(pixels) +
+                                   " pixels, not a multiple of " + std::to_string(kStepPixels));
+    }
+    params.row_channels = gemm.row_channels;
+    params.pixels = static_cast<int32_t>(pixels);
+    operands.b_rows = pixels;
+    operands.b_taps = problem.batch;
+  }
+
+  const Im2colLimits& limits = kIm2colLimits[problem.rank];
+  bool matrix = gemm.phases == 1 && problem.taps() == 1;
+  if (wgrad && instance.rows) return Status::Unimplemented("rows serve fprop and dgrad");
+  for (int i = 0; i < 3; ++i) {
+    const GatherAxis& axis = gemm.axis[2 - i];
+    params.src_step[i] = axis.src_per_j;
+    params.period[i] = axis.period;
+    params.out_extent[i] = axis.dst_extent;
+    operands.a_extent[i] = axis.src_extent;
+    matrix = matrix && axis.src_per_j == 1 && axis.off == 0 && axis.div == 1 &&
+             axis.dst_extent == axis.src_extent;
+    if (axis.src_per_j > kMaxElementStride) {
+      return Status::Unimplemented("a stride of " + std::to_string(axis.src_per_j) +
+                                   ", expected at most " + std::to_string(kMaxElementStride));
+    }
+  }
+  plan->steps = 0;
+  double all_taps = 0;
+  int64_t rows = 0;
+  for (int p = 0; p < gemm.phases; ++p) {
+    WgmmaPhase& phase = params.phase[p];
+    AxisPhase axis_phase[3];
+    bool empty = false;
+    for (int a = 0; a < 3; ++a) axis_phase[a] = gemm.PhaseOfAxis(p, a);
+    for (int a = 0; a < 3; ++a) empty = empty || axis_phase[a].tap_count == 0;
+    int64_t phase_rows = gemm.images;
+    int64_t filter_pitch = 1, taps = 1;
+    phase.filter0 = 0;
+    for (int i = 0; i < 3; ++i) {
+      const GatherAxis& axis = gemm.axis[2 - i];
+      const AxisPhase& on = axis_phase[2 - i];
+      phase.phase[i] = on.phase;
+      phase.taps[i] = empty ? 1 : on.tap_count;
+      const int64_t reach = int64_t{phase.taps[i] - 1} * axis.src_per_t;
+      const int64_t span = reach < 0 ? -reach : reach;
+      // In rows the walk covers the padded row, so that a tap is the pixel that much further on.
+      int64_t walked = on.dst_count;
+      if (i == 0) {
+        phase.width = on.dst_count;
+        if (instance.rows) {
+          if (axis.src_per_j != 1 || axis.taps == 1 || span > kMaxWgmmaSpan || matrix) {
+            return Status::Unimplemented(
+                "rows need a filter of several taps along the last axis, of stride 1, that reach "
+                "over at most " +
+                std::to_string(kMaxWgmmaSpan) + " pixels");
+          }
+          walked += span;
+        }
+      }
+      phase.count[i] = FastDivmod(walked);
+      phase_rows *= walked;
+      const int64_t src0 = empty ? 0 : on.src0;
+      const int64_t lower = src0 + std::min<int64_t>(0, reach);
+      phase.offset0[i] = static_cast<int32_t>(src0 - lower);
+      phase.offset_step[i] = axis.src_per_t;
+      phase.filter0 += static_cast<int32_t>(on.first_tap * filter_pitch * !empty);
+      phase.filter_step[i] = static_cast<int32_t>(axis.tap_period * filter_pitch);
+      filter_pitch *= axis.taps;
+      taps *= phase.taps[i];
+      phase.lower[i] = static_cast<int32_t>(lower);
+      const int64_t upper = lower + (walked - 1) * axis.src_per_j + 1 - axis.src_extent;
+      operands.a_upper[p][i] = static_cast<int32_t>(upper);
+      if (i < problem.rank && !matrix &&
+          (lower < limits.lower || lower > limits.upper || upper < limits.lower ||
+           upper > limits.upper || span > limits.offset)) {
+        return Status::Unimplemented(
+            "a window from " + std::to_string(lower) + " to " + std::to_string(upper + span) +
+            " beyond the tensor's end, wider than the copy engine's fields");
+      }
+    }
+    if (phase_rows > kMaxRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
+    phase.rows = static_cast<int32_t>(phase_rows);
+    rows = std::max(rows, phase_rows);
+    const int64_t row_taps = instance.rows ? phase.taps[0] : 1;
+    phase.steps = static_cast<int32_t>(empty ? 1 : taps / row_taps * slabs);
+    if (p == 0) plan->taps_of_load = static_cast<double>(row_taps);
+    phase.channel0 =
+        empty ? static_cast<int32_t>(CeilDiv(std::max(problem.c, problem.k), 64) * 64) : 0;
+    plan->steps = std::max<int64_t>(plan->steps, phase.steps);
+    all_taps += static_cast<double>(phase.steps * row_taps);
+  }
+  if (wgrad) {
+    rows = problem.taps() * slabs * kStepChannels;
+    params.phase[0].rows = static_cast<int32_t>(rows);
+    plan->steps = CeilDiv(params.pixels, kStepPixels);
+    params.phase[0].steps = static_cast<int32_t>(plan->steps);
+    all_taps = static_cast<double>(plan->steps);
+  }
+  plan->average_taps = all_taps / gemm.phases;
+  if (matrix) params.rank = 0;
+  if (instance.rows) params.dense_rows = 0;
+  if (instance.resident_steps > 0) {
+    const int64_t filter_steps = problem.taps() * slabs;
+    if (gemm.gemm_n > instance.cost.tile_n || gemm.batches * gemm.groups > 1 || gemm.phases > 1 ||
+        filter_steps > instance.resident_steps) {
+      return Status::Unimplemented("the filter does not fit in shared memory: expected at most " +
+                                   std::to_string(instance.cost.tile_n) + " columns and " +
+                                   std::to_string(instance.resident_steps) + " steps, got " +
+                                   std::to_string(gemm.gemm_n) + " and " +
+                                   std::to_string(filter_steps));
+    }
+  }
+  const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
+  const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m);
+  params.n_tiles = FastDivmod(n_tiles);
+  params.m_tiles = FastDivmod(m_tiles);
+  params.groups = FastDivmod(gemm.groups);
+  params.batches = FastDivmod(gemm.batches);
+  plan->tiles = n_tiles * m_tiles * gemm.groups * gemm.batches * gemm.phases;
+  if (plan->tiles >= (int64_t{1} << 30) / kMaxSlices) {
+    return Status::Unimplemented("the grid has " + std::to_string(plan->tiles) +
+                                 " tiles, expected less than 2^24");
+  }
+  return {};
+}
+
+// Whether the instance takes the problem, and how.
+Status Accept(const Instance& instance, Op op, DType dtype, const ConvProblem& problem,
+              Plan* plan) {
+  if (problem.op != op) {
+    return Status::Unimplemented(std::string("expected ") + Name(op) + ", got " + Name(problem.op));
+  }
+  if (problem.lhs_dtype() != dtype || problem.rhs_dtype() != dtype) {
+    return Status::Unimplemented(std::string("expected operands of type ") + Name(dtype) +
+                                 ", got " + Name(problem.lhs_dtype()) + " and " +
+                                 Name(problem.rhs_dtype()));
+  }
+  if (problem.output_dtype() != dtype && problem.output_dtype() != DType::kF32) {
+    return Status::Unimplemented(std::string("expected an output of type ") + Name(dtype) +
+                                 " or f32, got " + Name(problem.output_dtype()));
+  }
+  return MakePlan(instance, problem, plan);
+}
+
+double SlicedCost(const Instance& instance, const ConvProblem& problem, const Plan& plan,
+                  const DeviceInfo& device, int64_t slices) {
+  WgmmaWork work;
+  work.tiles = plan.tiles * slices;
+  work.taps = slices == 1 ? plan.average_taps
+                          : static_cast<double>(CeilDiv(plan.steps, slices)) * plan.taps_of_load;
+  work.taps_of_load = plan.taps_of_load;
+  work.gemm_n = plan.params.gemm_n;
+  work.n_tiles = plan.params.n_tiles.divisor;
+  work.m_tiles = plan.params.m_tiles.divisor;
+  if (problem.op == Op::kWgrad) {
+    work.extra_copies = static_cast<double>(instance.cost.tile_m / 64 - 1);
+  }
+  work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
+                                        problem.w_elements() * ByteWidth(problem.w_dtype) +
+                                        problem.y_elements() * ByteWidth(problem.y_dtype));
+  work.partial_bytes = static_cast<double>(WorkspaceBytes(problem, slices));
+  return PredictWgmmaMicroseconds(instance.cost, work, device);
+}
+
+double Cost(const Instance& instance, const ConvProblem& problem, const DeviceInfo& device,
+            int64_t slices) {
+  Plan plan;
+  if (!MakePlan(instance, problem, &plan).ok()) return HUGE_VAL;
+  return SlicedCost(instance, problem, plan, device, slices);
+}
+
+// Slices are all of the same length but the last; the kernel has no way through an empty one.
+bool NoneEmpty(const Plan& plan, int64_t slices) {
+  return CeilDiv(plan.steps, CeilDiv(plan.steps, slices)) == slices;
+}
+
+int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const Plan& plan) {
+  // Phases have reductions of different lengths, and a resident filter is whole.
+  if (plan.params.phases > 1 || instance.resident_steps > 0) return 1;
+  return std::max<int64_t>(
+      1, std::min({plan.steps / kMinStepsPerSlice,
+                   kMaxWorkspaceBytes / std::max<int64_t>(1, WorkspaceBytes(problem, 2) / 2),
+                   kMaxSlices}));
+}
+
+int64_t Slices(const Instance& instance, const ConvProblem& problem, const DeviceInfo& device) {
+  Plan plan;
+  if (!MakePlan(instance, problem, &plan).ok()) return 1;
+  const int64_t most = MostSlices(instance, problem, plan);
+  int64_t best = 1;
+  double best_cost = SlicedCost(instance, problem, plan, device, 1);
+  for (int64_t slices = 2; slices <= most; ++slices) {
+    if (!NoneEmpty(plan, slices)) continue;
+    const double cost = SlicedCost(instance, problem, plan, device, slices);
+    if (cost < best_cost) best_cost = cost, best = slices;
+  }
+  return best;
+}
+
+template <Op kOp, DType kType>
+Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
+  const IgemmWgmmaParams& params = plan.params;
+  const WgmmaOperands& operands = plan.operands;
+  switch (id) {
+    case WgmmaTileId::k128x256:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256>(params, operands, stream);
+    case WgmmaTileId::k256x128:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x128>(params, operands, stream);
+    case WgmmaTileId::k128x320:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x320>(params, operands, stream);
+    case WgmmaTileId::k128x192:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x192>(params, operands, stream);
+    case WgmmaTileId::k192x128:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128>(params, operands, stream);
+    case WgmmaTileId::k128x128:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128>(params, operands, stream);
+    case WgmmaTileId::k128x128Pingpong:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128Pingpong>(params, operands, stream);
+    case WgmmaTileId::k128x64Pingpong:
+      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64Pingpong>(params, operands, stream);
+    case WgmmaTileId::k128x128PingpongRows:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongRows>(params, operands,
+                                                                               stream);
+      }
+      break;
+    case WgmmaTileId::k128x64PingpongResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
+                                                                                  stream);
+      }
+      break;
+    case WgmmaTileId::k256x64PingpongResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64PingpongResident>(params, operands,
+                                                                                  stream);
+      }
+      break;
+  }
+  return Status::Internal("no such tile");
+}
+
+template <Op kOp>
+Status LaunchType(DType dtype, WgmmaTileId id, const Plan& plan, void* stream) {
+  return dtype == DType::kBF16 ? LaunchTile<kOp, DType::kBF16>(id, plan, stream)
+                               : LaunchTile<kOp, DType::kF16>(id, plan, stream);
+}
+
+Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& problem,
+              const KernelArgs& args) {
+  Plan plan;
+  JAXCONV_RETURN_IF_ERROR(Accept(instance, op, dtype, problem, &plan));
+  const int64_t most = MostSlices(instance, problem, plan);
+  if (args.slices < 1 || args.slices > most) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most) + ", got " +
+                                   std::to_string(args.slices));
+  }
+  if (!NoneEmpty(plan, args.slices)) {
+    return Status::InvalidArgument("slices: " + std::to_string(args.slices) + " slices of " +
+                                   std::to_string(plan.steps) + " steps leave one empty");
+  }
+  const int64_t workspace_bytes = WorkspaceBytes(problem, args.slices);
+  if (args.workspace_bytes < workspace_bytes ||
+      (workspace_bytes > 0 && args.workspace == nullptr)) {
+    return Status::InvalidArgument("workspace: expected " + std::to_string(workspace_bytes) +
+                                   " bytes, got " + std::to_string(args.workspace_bytes));
+  }
+  for (const void* pointer : {args.lhs, args.rhs, const_cast<const void*>(args.out),
+                              const_cast<const void*>(args.workspace)}) {
+    if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
+      return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
+    }
+  }
+  IgemmWgmmaParams& params = plan.params;
+  plan.operands.a = args.lhs;
+  plan.operands.b = args.rhs;
+  params.out = workspace_bytes > 0 ? args.workspace : args.out;
+  params.out_is_f32 = workspace_bytes > 0 || problem.output_dtype() == DType::kF32;
+  params.slices = FastDivmod(args.slices);
+  params.steps_per_slice = static_cast<int32_t>(CeilDiv(plan.steps, args.slices));
+  params.slice_elements = workspace_bytes > 0 ? OutputElements(problem) : 0;
+  params.tiles = static_cast<int32_t>(plan.tiles * args.slices);
+  const Status status =
+      op == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, plan, args.stream)
+      : op == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, plan, args.stream)
+                         : LaunchType<Op::kWgrad>(dtype, instance.id, plan, args.stream);
+  if (!status.ok() || workspace_bytes == 0) return status;
+  return LaunchSplitkReduce(static_cast<const float*>(args.workspace), OutputElements(problem),
+                            args.slices, args.out, problem.output_dtype(), args.stream);
+}
+
+}  // namespace
+
+std::vector<KernelRow> IgemmWgmmaRows() {
+  std::vector<KernelRow> rows;
+  for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      for (const Instance& instance : kInstances) {
+        if (op == Op::kWgrad && instance.rows) continue;
+        KernelRow row;
+        row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
+                   std::to_string(instance.cost.tile_m) + "x" +
+                   std::to_string(instance.cost.tile_n) + "x" + std::to_string(kStepChannels) +
+                   instance.suffix;
+        row.family = kFamily;
+        row.op = op;
+        row.min_cc = row.max_cc = 90;  // wgmma is of this architecture alone
+        row.can_implement = [&instance, op, dtype](const ConvProblem& problem) {
+          Plan plan;
+          return Accept(instance, op, dtype, problem, &plan);
+        };
+        row.slices = [&instance](const ConvProblem& problem, const DeviceInfo& device) {
+          return Slices(instance, problem, device);
+        };
+        row.workspace_bytes = WorkspaceBytes;
+        row.cost = [&instance](const ConvProblem& problem, const DeviceInfo& device,
+                               int64_t slices) { return Cost(instance, problem, device, slices); };
+        row.launch = [&instance, op, dtype](const ConvProblem& problem, const KernelArgs& args) {
+          return Launch(instance, op, dtype, problem, args);
+        };
+        rows.push_back(std::move(row));
+      }
+    }
+  }
+  return rows;
+}
+
+}  // namespace jaxconv

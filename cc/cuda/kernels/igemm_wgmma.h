@@ -1,0 +1,41 @@
+// igemm_wgmma: implicit GEMM by wgmma and the tensor copy engine, for sm_90 alone. See
+// igemm_wgmma_sm90.cuh for the kernel. Plain C++.
+#ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_H_
+#define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_H_
+
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/select/kernel_row.h"
+
+namespace jaxconv {
+
+// "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
+// share a load of activations. "Resident": rows, and the filter stays in shared memory.
+enum class WgmmaTileId {
+  k128x256,
+  k256x128,
+  k128x320,
+  k128x192,
+  k192x128,
+  k128x128,
+  k128x128Pingpong,
+  k128x64Pingpong,
+  k128x128PingpongRows,
+  k128x64PingpongResident,
+  k256x64PingpongResident,
+};
+
+// Its rows of the kernel table.
+std::vector<KernelRow> IgemmWgmmaRows();
+
+// One specialisation for each operation, operand type and tile, in the files under instances/.
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                        void* stream);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_H_

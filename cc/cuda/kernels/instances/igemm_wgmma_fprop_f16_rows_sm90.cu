@@ -1,0 +1,10 @@
+#include "cuda/kernels/igemm_wgmma_sm90.cuh"
+
+namespace jaxconv {
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x128PingpongRows>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x64PingpongResident>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x64PingpongResident>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+}  // namespace jaxconv

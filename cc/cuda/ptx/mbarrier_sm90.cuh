@@ -1,0 +1,58 @@
+// mbarrier, named-barrier and register-budget instructions (sm_90a).
+//
+// An mbarrier completes a phase when its arrivals and the bytes announced to it are all in. A
+// waiter names the parity of the phase it waits for; a fresh barrier counts phase -1 (parity 1) as
+// complete.
+#ifndef JAXCONV_CUDA_PTX_MBARRIER_SM90_CUH_
+#define JAXCONV_CUDA_PTX_MBARRIER_SM90_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace jaxconv {
+
+__device__ __forceinline__ void BarrierInit(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\nWAIT:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@done bra DONE;\n\tbra WAIT;\nDONE:\n\t}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Named barriers, 1 to 15: `threads` take part, some of them only by arriving.
+__device__ __forceinline__ void NamedBarrierSync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void NamedBarrierArrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Registers of each thread of the warpgroup from here on; multiples of 8.
+template <int kRegisters>
+__device__ __forceinline__ void RaiseRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void LowerRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_PTX_MBARRIER_SM90_CUH_

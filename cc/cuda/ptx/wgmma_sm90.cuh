@@ -1,0 +1,124 @@
+// wgmma: a warpgroup multiplies 64 x 16 by 16 x N out of shared memory (sm_90a).
+//
+// Both operands lie as the copy engine's 128-byte swizzle leaves them, 64 elements of 16 bits a
+// line. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride offset / 16 in
+// 32-45, layout 1 (128-byte swizzle) in 62-63; buffers start at multiples of 1024 bytes.
+//     K-major     a line is 64 of the reduction; 8 lines are 1024 bytes (the stride offset); the
+//                 next 16 of the reduction are 32 bytes on
+//     MN-major    a line is 64 columns; 8 lines (8 of the reduction) are 1024 bytes (the stride
+//                 offset), the next 64 columns lie a leading offset on, the next 16 of the
+//                 reduction 2048 bytes on
+// Accumulators: warp w of the warpgroup has rows 16 w..; with lane = 4 g + t, d[4 j] and d[4 j + 1]
+// are row g, columns 8 j + 2 t and the next; d[4 j + 2] and d[4 j + 3] the same of row g + 8.
+#ifndef JAXCONV_CUDA_PTX_WGMMA_SM90_CUH_
+#define JAXCONV_CUDA_PTX_WGMMA_SM90_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jaxconv {
+
+__device__ __forceinline__ uint64_t KMajorDescriptor(uint32_t shared) {
+  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+template <int kLeadingBytes>
+__device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared) {
+  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{kLeadingBytes >> 4} << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// Orders register and shared-memory accesses of the warpgroup before the wgmmas that follow.
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most kPending committed groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// d = (accumulate ? d : 0) + a b. kMnMajorA, kMnMajorB: A's lines are rows of d, B's its columns.
+template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
+__device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
+
+#define JAXCONV_R4(i) "%" #i "0, %" #i "1, %" #i "2, %" #i "3"
+#define JAXCONV_R10(i) JAXCONV_R4(i) ", %" #i "4, %" #i "5, %" #i "6, %" #i "7, %" #i "8, %" #i "9"
+#define JAXCONV_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define JAXCONV_D16(i) JAXCONV_D4(i), JAXCONV_D4(i + 4), JAXCONV_D4(i + 8), JAXCONV_D4(i + 12)
+#define JAXCONV_D32(i) JAXCONV_D16(i), JAXCONV_D16(i + 16)
+#define JAXCONV_R30 JAXCONV_R10() ", " JAXCONV_R10(1) ", " JAXCONV_R10(2)
+#define JAXCONV_R60 JAXCONV_R30 ", " JAXCONV_R10(3) ", " JAXCONV_R10(4) ", " JAXCONV_R10(5)
+#define JAXCONV_R90 JAXCONV_R60 ", " JAXCONV_R10(6) ", " JAXCONV_R10(7) ", " JAXCONV_R10(8)
+#define JAXCONV_R120 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", " JAXCONV_R10(11)
+#define JAXCONV_R32 JAXCONV_R30 ", %30, %31"
+#define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
+#define JAXCONV_R96 JAXCONV_R90 ", %90, %91, %92, %93, %94, %95"
+#define JAXCONV_R128 JAXCONV_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+
+// A, B, accumulate and the transposition follow the n / 2 accumulators.
+#define JAXCONV_WGMMA(n, type, ptx, registers, a_at, b_at, p_at, s_at, t_at, ...)             \
+  template <bool kMnMajorA, bool kMnMajorB>                                                   \
+  __device__ __forceinline__ void Wgmma##n(type, float (&d)[n / 2], uint64_t a, uint64_t b,   \
+                                           int accumulate) {                                  \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                               \
+                 ", 0;\n\t"                                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx " {" registers \
+                 "}, %" #a_at ", %" #b_at ", p, 1, 1, %" #s_at ", %" #t_at ";\n\t}"           \
+                 : __VA_ARGS__                                                                \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(kMnMajorA ? 1 : 0),                   \
+                   "n"(kMnMajorB ? 1 : 0));                                                   \
+  }
+#define JAXCONV_WGMMA_TYPES(n, registers, a_at, b_at, p_at, s_at, t_at, ...)                    \
+  JAXCONV_WGMMA(n, __nv_bfloat16, "bf16", registers, a_at, b_at, p_at, s_at, t_at, __VA_ARGS__) \
+  JAXCONV_WGMMA(n, __half, "f16", registers, a_at, b_at, p_at, s_at, t_at, __VA_ARGS__)
+JAXCONV_WGMMA_TYPES(64, JAXCONV_R32, 32, 33, 34, 35, 36, JAXCONV_D32(0))
+JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
+JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, 100, JAXCONV_D32(0), JAXCONV_D32(32),
+                    JAXCONV_D32(64))
+JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), JAXCONV_D32(32),
+                    JAXCONV_D32(64), JAXCONV_D32(96))
+#undef JAXCONV_WGMMA_TYPES
+#undef JAXCONV_WGMMA
+#undef JAXCONV_R128
+#undef JAXCONV_R96
+#undef JAXCONV_R64
+#undef JAXCONV_R32
+#undef JAXCONV_R120
+#undef JAXCONV_R90
+#undef JAXCONV_R60
+#undef JAXCONV_R30
+#undef JAXCONV_D32
+#undef JAXCONV_D16
+#undef JAXCONV_D4
+#undef JAXCONV_R10
+#undef JAXCONV_R4
+
+template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
+__device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 256) Wgmma256<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+}
+
+// Four 8x8 matrices of 16-bit elements from fragments; lane l gives the address of row l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t m0, uint32_t m1,
+                                              uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_PTX_WGMMA_SM90_CUH_

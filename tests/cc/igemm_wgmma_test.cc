@@ -1,0 +1,342 @@
+// What igemm_wgmma hands to its kernel, carried out on the CPU by the rules of the copy engine:
+// every box of pixels, tap and row of the output against the definition of the convolution. This
+// file supplies the launches.
+#include "cuda/kernels/igemm_wgmma.h"
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cc/naive_conv.h"
+#include "cuda/kernels/igemm_simt.h"
+
+namespace jaxconv {
+
+IgemmWgmmaParams launched;
+WgmmaOperands operands;
+
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& of, void*) {
+  launched = params;
+  operands = of;
+  return {};
+}
+#define JAXCONV_STUB(op, type, tile)                                        \
+  template Status LaunchIgemmWgmma<Op::op, DType::type, WgmmaTileId::tile>( \
+      const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+#define JAXCONV_STUB_TYPES(tile)    \
+  JAXCONV_STUB(kFprop, kBF16, tile) \
+  JAXCONV_STUB(kFprop, kF16, tile)  \
+  JAXCONV_STUB(kDgrad, kBF16, tile) JAXCONV_STUB(kDgrad, kF16, tile)
+#define JAXCONV_STUB_WGRAD(tile) JAXCONV_STUB(kWgrad, kBF16, tile) JAXCONV_STUB(kWgrad, kF16, tile)
+JAXCONV_STUB_TYPES(k128x256)
+JAXCONV_STUB_TYPES(k256x128)
+JAXCONV_STUB_TYPES(k128x320)
+JAXCONV_STUB_TYPES(k128x192)
+JAXCONV_STUB_TYPES(k192x128)
+JAXCONV_STUB_TYPES(k128x128)
+JAXCONV_STUB_TYPES(k128x128Pingpong)
+JAXCONV_STUB_TYPES(k128x64Pingpong)
+JAXCONV_STUB_TYPES(k128x128PingpongRows)
+JAXCONV_STUB_TYPES(k128x64PingpongResident)
+JAXCONV_STUB_TYPES(k256x64PingpongResident)
+JAXCONV_STUB_WGRAD(k128x256)
+JAXCONV_STUB_WGRAD(k256x128)
+JAXCONV_STUB_WGRAD(k128x320)
+JAXCONV_STUB_WGRAD(k128x192)
+JAXCONV_STUB_WGRAD(k192x128)
+JAXCONV_STUB_WGRAD(k128x128)
+JAXCONV_STUB_WGRAD(k128x128Pingpong)
+JAXCONV_STUB_WGRAD(k128x64Pingpong)
+#undef JAXCONV_STUB_TYPES
+#undef JAXCONV_STUB_WGRAD
+#undef JAXCONV_STUB
+
+template <Op kOp, DType kType>
+Status LaunchIgemmSimt(SimtTileId, const IgemmParams&, int64_t, void*) {
+  return {};
+}
+#define JAXCONV_STUB(op)                                                                    \
+  template Status LaunchIgemmSimt<op, DType::kF32>(SimtTileId, const IgemmParams&, int64_t, \
+                                                   void*);                                  \
+  template Status LaunchIgemmSimt<op, DType::kF16>(SimtTileId, const IgemmParams&, int64_t, \
+                                                   void*);                                  \
+  template Status LaunchIgemmSimt<op, DType::kBF16>(SimtTileId, const IgemmParams&, int64_t, void*)
+JAXCONV_STUB(Op::kFprop);
+JAXCONV_STUB(Op::kDgrad);
+JAXCONV_STUB(Op::kWgrad);
+#undef JAXCONV_STUB
+Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) { return {}; }
+
+namespace {
+
+int failures = 0;
+
+void Fail(const ConvProblem& problem, const std::string& what) {
+  if (++failures < 20) std::printf("FAIL %s: %s\n", problem.ToString().c_str(), what.c_str());
+}
+
+// The kernel's sums, one output element at a time; the filter's channels run as in the problem.
+std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::vector<double>& lhs,
+                             const std::vector<double>& rhs) {
+  const IgemmWgmmaParams& p = launched;
+  const bool dgrad = problem.op == Op::kDgrad;
+  const int64_t channels = dgrad ? problem.k_per_group() : problem.c_per_group();
+  const int64_t results = dgrad ? problem.x_elements() : problem.y_elements();
+  std::vector<double> out(results, NAN);
+  for (int64_t batch = 0; batch < problem.batch; ++batch) {
+    for (int q = 0; q < p.phases; ++q) {
+      const WgmmaPhase& phase = p.phase[q];
+      for (int32_t row = 0; row < phase.rows; ++row) {
+        int32_t rest = row, j[3], image;
+        for (int i = 0; i < 3; ++i) phase.count[i].Divmod(rest, &rest, &j[i]);
+        image = rest;
+        int64_t base[3];
+        for (int i = 0; i < 3; ++i) {
+          base[i] = phase.lower[i] + int64_t{j[i]} * p.src_step[i];
+          // The copy engine faults on a base outside the box, and drops what lies beyond it.
+          if (p.rank > i && (base[i] < phase.lower[i] ||
+                             base[i] >= operands.a_extent[i] + operands.a_upper[q][i])) {
+            Fail(problem, "a base pixel outside the box");
+          }
+          if (p.rank > i) {
+            const int64_t box = operands.a_extent[i] + operands.a_upper[q][i] - phase.lower[i];
+            if ((box + p.src_step[i] - 1) / p.src_step[i] !=
+                static_cast<int64_t>(phase.count[i].divisor)) {
+              Fail(problem, "the box holds another number of pixels than the phase");
+            }
+          }
+        }
+        int64_t dst = row;
+        if (!p.dense_rows && j[0] >= phase.width) continue;  // padding of a row, not an output
+        if (!p.dense_rows) {
+          dst = image;
+          for (int i = 2; i >= 0; --i) {
+            dst = dst * p.out_extent[i] + phase.phase[i] + int64_t{j[i]} * p.period[i];
+          }
+        }
+        for (int64_t group = 0; group < problem.groups; ++group) {
+          for (int64_t n = 0; n < p.gemm_n; ++n) {
+            double sum = 0;
+            int steps = 0;
+            for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
+              for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
+                for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
+                  if (!rows || t0 == 0) steps += p.slabs.divisor;
+                  const int32_t t[3] = {t0, t1, t2};
+                  int64_t src[3], tap = phase.filter0;
+                  bool inside = phase.channel0 == 0;
+                  for (int i = 0; i < 3; ++i) {
+                    const int64_t offset = phase.offset0[i] + int64_t{t[i]} * phase.offset_step[i];
+                    if (p.rank > 0 && offset < 0) Fail(problem, "a negative offset");
+                    if (rows && i == 0 &&
+                        j[0] + offset >= static_cast<int64_t>(phase.count[0].divisor)) {
+                      Fail(problem, "a tap reaches out of its padded row");
+                    }
+                    src[i] = base[i] + (p.rank > 0 ? offset : 0);
+                    tap += int64_t{t[i]} * phase.filter_step[i];
+                    inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
+                  }
+                  if (!inside) continue;
+                  const int64_t pixel =
+                      (((batch * p.images + image) * operands.a_extent[2] + src[2]) *
+                           operands.a_extent[1] +
+                       src[1]) *
+                          operands.a_extent[0] +
+                      src[0];
+                  for (int64_t c = 0; c < channels; ++c) {
+                    const int64_t row_c = dgrad ? n : c, column = dgrad ? c : n;
+                    sum += lhs[pixel * operands.a_channels + group * p.a_group + c] *
+                           rhs[((batch * p.filter_taps + tap) * operands.b_rows + row_c) *
+                                   operands.b_columns +
+                               group * p.b_group + column];
+                  }
+                }
+              }
+            }
+            if (steps != phase.steps && phase.channel0 == 0) Fail(problem, "wrong step count");
+            out[batch * p.out_batch + dst * p.out_channels + group * p.out_group + n] = sum;
+          }
+        }
+      }
+    }
+  }
+  return out;
+}
+
+// wgrad: rows are taps times slabs of 64 channels, steps are 64 pixels.
+std::vector<double> CarryOutWgrad(const ConvProblem& problem, const std::vector<double>& x,
+                                  const std::vector<double>& dy) {
+  const IgemmWgmmaParams& p = launched;
+  const WgmmaPhase& phase = p.phase[0];
+  std::vector<double> out(problem.w_elements(), NAN);
+  if (p.steps_per_slice * 64 < p.pixels) Fail(problem, "the steps do not cover the pixels");
+  for (int64_t batch = 0; batch < problem.batch; ++batch) {
+    for (int32_t row = 0; row < phase.rows; ++row) {
+      int32_t tap, slab, t[3];
+      p.slabs.Divmod(row / 64, &tap, &slab);
+      const int32_t channel = slab * 64 + row % 64;
+      if (channel >= p.row_channels) continue;
+      t[0] = tap % phase.taps[0];
+      t[1] = tap / phase.taps[0] % phase.taps[1];
+      t[2] = tap / phase.taps[0] / phase.taps[1];
+      for (int64_t group = 0; group < problem.groups; ++group) {
+        for (int64_t n = 0; n < p.gemm_n; ++n) {
+          double sum = 0;
+          for (int32_t pixel = 0; pixel < p.pixels; ++pixel) {
+            int32_t rest = pixel, j[3];
+            int64_t src[3];
+            bool inside = true;
+            for (int i = 0; i < 3; ++i) {
+              phase.count[i].Divmod(rest, &rest, &j[i]);
+              src[i] = phase.lower[i] + int64_t{j[i]} * p.src_step[i] + phase.offset0[i] +
+                       int64_t{t[i]} * phase.offset_step[i];
+              inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
+            }
+            if (!inside) continue;
+            const int64_t from = (((batch * p.images + rest) * operands.a_extent[2] + src[2]) *
+                                      operands.a_extent[1] +
+                                  src[1]) *
+                                     operands.a_extent[0] +
+                                 src[0];
+            sum +=
+                x[from * operands.a_channels + group * p.a_group + channel] *
+                dy[(batch * operands.b_rows + pixel) * operands.b_columns + group * p.b_group + n];
+          }
+          out[batch * p.out_batch + (int64_t{tap} * p.row_channels + channel) * p.out_channels +
+              group * p.out_group + n] = sum;
+        }
+      }
+    }
+  }
+  return out;
+}
+
+const KernelRow& RowOf(Op op, const std::string& part) {
+  static const std::vector<KernelRow> rows = IgemmWgmmaRows();
+  for (const KernelRow& row : rows) {
+    if (row.op == op && row.name.find(part) != std::string::npos) return row;
+  }
+  return rows[0];
+}
+
+void Check(const ConvProblem& problem, bool rows, int* accepted) {
+  if (rows && problem.op == Op::kWgrad) return;  // which has no such rows
+  const KernelRow& row =
+      RowOf(problem.op, rows ? "bf16_128x128x64_pingpong_rows" : "bf16_128x128x64");
+  if (Status status = row.can_implement(problem); !status.ok()) {
+    if (status.message().empty()) Fail(problem, "refused without a reason");
+    return;
+  }
+  ++*accepted;
+  std::mt19937 random(7);
+  auto draw = [&](int64_t count) {
+    std::vector<double> values(count);
+    for (double& v : values) v = static_cast<int>(random() % 7) - 3;
+    return values;
+  };
+  const bool dgrad = problem.op == Op::kDgrad;
+  const std::vector<double> lhs = draw(dgrad ? problem.y_elements() : problem.x_elements());
+  const bool wgrad = problem.op == Op::kWgrad;
+  const std::vector<double> rhs = draw(wgrad ? problem.y_elements() : problem.w_elements());
+  alignas(16) static char buffer[16];
+  KernelArgs args;
+  args.lhs = args.rhs = args.out = buffer;
+  if (Status status = row.launch(problem, args); !status.ok()) {
+    Fail(problem, status.message());
+    return;
+  }
+  // With steps of 64 channels, a group of fewer is one step of them and zeros.
+  if ((wgrad ? CarryOutWgrad(problem, lhs, rhs) : CarryOut(problem, rows, lhs, rhs)) !=
+      NaiveConv(problem, lhs, rhs)) {
+    Fail(problem, "differs from the definition");
+  }
+}
+
+void CheckRefusals() {
+  ConvProblem problem;
+  problem.x_dtype = problem.w_dtype = problem.y_dtype = DType::kBF16;
+  problem.c = 64;
+  problem.k = 64;
+  problem.in = problem.out = {1, 56, 56};
+  const KernelRow& row = RowOf(Op::kFprop, "bf16_128x128");
+  if (!row.can_implement(problem).ok()) Fail(problem, "refused");
+  if (row.min_cc != 90 || row.max_cc != 90) Fail(problem, "not of sm_90 alone");
+  auto refused = [&](ConvProblem changed, const char* why) {
+    const Status status = row.can_implement(changed);
+    if (status.ok() || status.message().find(why) == std::string::npos) {
+      Fail(changed,
+           std::string("expected a refusal with '") + why + "', got '" + status.message() + "'");
+    }
+  };
+  ConvProblem odd = problem;
+  odd.c = 60;
+  refused(odd, "C/groups 60 is not a multiple of 8");
+  ConvProblem thin = problem;
+  thin.groups = 2;
+  refused(thin, "C/groups 32 is not a multiple of 64");
+  ConvProblem strided = problem;
+  strided.stride[2] = 9;
+  strided.out[2] = 7;
+  refused(strided, "a stride of 9");
+  ConvProblem wide = problem;
+  wide.filter[2] = 3;
+  wide.dilation[2] = 200;
+  wide.pad_lo[2] = wide.pad_hi[2] = 200;
+  refused(wide, "wider than the copy engine's fields");
+  ConvProblem f32 = problem;
+  f32.x_dtype = DType::kF32;
+  refused(f32, "expected operands of type bf16");
+  const KernelRow& resident = RowOf(Op::kFprop, "_resident");
+  ConvProblem large = problem;
+  large.k = 128;
+  if (resident.can_implement(large).ok()) Fail(large, "a filter too large to reside was accepted");
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main() {
+  using jaxconv::ConvProblem;
+  std::mt19937 random(20261120);
+  auto draw = [&](int low, int high) {
+    return low + static_cast<int>(random() % (high - low + 1));
+  };
+  int accepted = 0, accepted_in_rows = 0, checked = 0;
+  while (checked < 600) {
+    ConvProblem problem;
+    problem.op = checked % 3 == 0   ? jaxconv::Op::kFprop
+                 : checked % 3 == 1 ? jaxconv::Op::kDgrad
+                                    : jaxconv::Op::kWgrad;
+    problem.x_dtype = problem.w_dtype = problem.y_dtype = jaxconv::DType::kBF16;
+    problem.rank = draw(1, 3);
+    problem.batch = draw(1, 2);
+    problem.n = draw(1, 2);
+    problem.c = 8 * draw(1, 2);
+    problem.k = 8 * draw(1, 2);
+    if (draw(0, 15) == 0) problem.c = problem.k = 128, problem.groups = 2;
+    const int largest = problem.rank == 3 || problem.groups > 1 ? 4 : 9;
+    for (int a = 3 - problem.rank; a < 3; ++a) {
+      problem.in[a] = draw(1, largest);
+      problem.filter[a] = draw(1, 3);
+      problem.stride[a] = draw(1, 3);
+      problem.lhs_dilation[a] = draw(0, 3) == 0 ? 2 : 1;
+      problem.dilation[a] = draw(1, 3);
+      problem.pad_lo[a] = draw(-2, 4);
+      problem.pad_hi[a] = draw(-2, 4);
+      problem.out[a] = jaxconv::OutputExtent(problem.in[a], problem.filter[a], problem.stride[a],
+                                             problem.lhs_dilation[a], problem.dilation[a],
+                                             problem.pad_lo[a], problem.pad_hi[a]);
+    }
+    if (!problem.Validate().ok()) continue;  // an empty output
+    jaxconv::Check(problem, false, &accepted);
+    jaxconv::Check(problem, true, &accepted_in_rows);
+    ++checked;
+  }
+  jaxconv::CheckRefusals();
+  std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d failures\n", checked,
+              accepted, accepted_in_rows, jaxconv::failures);
+  return jaxconv::failures != 0 || accepted < 300 || accepted_in_rows < 100;
+}
