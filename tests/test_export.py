@@ -72,7 +72,7 @@ def test_overridden_programs_too(platform, native_kernels):
 
 
 def test_the_checks_are_needed(native_cpu):
-    """JAX's own refusal stands where nothing was said: the helper names what it must."""
+    """JAX's own refusal stands where nothing was said."""
     with (
         jax.default_device(jax.devices("cpu")[0]),
         pytest.raises(ValueError, match="jaxconv_fprop"),
