@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import compat, partition, primitives
-from jaxconv._src.spec import ConvSpec, Op, Pairs, Sizes
+from jaxconv._src.spec import ConvSpec, Op, Pairs, Sizes, dilated_extents
 
 
 def precision_name(precision: Any) -> str:
@@ -140,10 +140,6 @@ class Reading:
         return lax.squeeze(out, (1,)) if self.pointwise else out
 
 
-def _reach(extents: Sequence[int], dilations: Sequence[int]) -> list[int]:
-    return [(e - 1) * d + 1 for e, d in zip(extents, dilations, strict=True)]
-
-
 def read(
     conv: LaxConvolution,
     op: Op,
@@ -203,7 +199,7 @@ def read(
             w_axes=(*rhs[2:], rhs[0], rhs[1]),
             y_axes=(lhs[0], *lhs[2:], lhs[1]),
         )
-        reach = _reach(rhs_spatial, conv.rhs_dilation)
+        reach = dilated_extents(rhs_spatial, conv.rhs_dilation)
         padding = _padding(
             window, lhs_spatial, [r - 1 - lo for r, lo in zip(reach, lows, strict=True)]
         )
@@ -218,7 +214,7 @@ def read(
             w_axes=(*out[2:], out[1], out[0]),
             y_axes=(lhs[1], *lhs[2:], lhs[0]),
         )
-        reach = _reach(out_spatial, conv.window_strides)
+        reach = dilated_extents(out_spatial, conv.window_strides)
         padding = _padding(
             window, lhs_spatial, [r - 1 - lo for r, lo in zip(reach, lows, strict=True)]
         )
@@ -267,8 +263,8 @@ def _padding(window: dict, y_spatial: Sequence[int], lows: Sequence[int]) -> Pai
     pairs = []
     for lo, i, r, p, s in zip(
         lows,
-        _reach(window["in_spatial"], window["lhs_dilation"]),
-        _reach(window["filter_spatial"], window["dilation"]),
+        dilated_extents(window["in_spatial"], window["lhs_dilation"]),
+        dilated_extents(window["filter_spatial"], window["dilation"]),
         y_spatial,
         window["stride"],
         strict=True,
@@ -299,7 +295,6 @@ def readings(
         filter_reversed: rhs is known to be a reversed array.
     """
     shapes = (lhs_shape, rhs_shape, out_shape)
-    exchanged = conv.lhs_spec[0] > conv.lhs_spec[1]
     passes = [read(conv, op, *shapes, batch=batch) for op in (Op.FPROP, Op.DGRAD)]
     if filter_reversed:
         passes.reverse()

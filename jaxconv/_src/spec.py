@@ -39,6 +39,11 @@ def dilated_extent(extent: int, dilation: int) -> int:
     return 0 if extent == 0 else (extent - 1) * dilation + 1
 
 
+def dilated_extents(extents: Sequence[int], dilations: Sequence[int]) -> list[int]:
+    """``dilated_extent`` of every axis."""
+    return [dilated_extent(e, d) for e, d in zip(extents, dilations, strict=True)]
+
+
 def output_extent(
     extent: int, window: int, stride: int, lhs_dilation: int, dilation: int, lo: int, hi: int
 ) -> int:

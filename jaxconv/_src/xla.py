@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import partition
-from jaxconv._src.spec import ConvSpec, Op, explicit_input
+from jaxconv._src.spec import ConvSpec, Op, dilated_extents, explicit_input
 
 PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
@@ -90,10 +90,6 @@ def _fprop(x, w, spec: ConvSpec, out_dtype):
     )
 
 
-def _dilated(extents, dilations):
-    return [(e - 1) * d + 1 for e, d in zip(extents, dilations, strict=True)]
-
-
 def _dgrad(dy, w, spec: ConvSpec, out_dtype):
     """A convolution of dy, dilated by the stride, with the reversed, transposed filter."""
     # k is now the contracted channel: its groups go outermost into c
@@ -101,8 +97,8 @@ def _dgrad(dy, w, spec: ConvSpec, out_dtype):
     spatial = spec.w_axes[: spec.rank]
     padding = []
     for i, r, p, s, (lo, _) in zip(
-        _dilated(spec.in_spatial, spec.lhs_dilation),
-        _dilated(spec.filter_spatial, spec.dilation),
+        dilated_extents(spec.in_spatial, spec.lhs_dilation),
+        dilated_extents(spec.filter_spatial, spec.dilation),
         spec.out_spatial,
         spec.stride,
         spec.padding,
@@ -133,8 +129,8 @@ def _wgrad(x, dy, spec: ConvSpec, out_dtype):
     """A convolution whose batch is the channels of x; its filter is dy, dilated by the stride."""
     padding = []
     for i, r, p, s, (lo, _) in zip(
-        _dilated(spec.in_spatial, spec.lhs_dilation),
-        _dilated(spec.filter_spatial, spec.dilation),
+        dilated_extents(spec.in_spatial, spec.lhs_dilation),
+        dilated_extents(spec.filter_spatial, spec.dilation),
         spec.out_spatial,
         spec.stride,
         spec.padding,
