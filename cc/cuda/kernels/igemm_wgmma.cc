@@ -407,17 +407,7 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
                                    std::to_string(plan.steps) + " steps leave one empty");
   }
   const int64_t workspace_bytes = WorkspaceBytes(problem, args.slices);
-  if (args.workspace_bytes < workspace_bytes ||
-      (workspace_bytes > 0 && args.workspace == nullptr)) {
-    return Status::InvalidArgument("workspace: expected " + std::to_string(workspace_bytes) +
-                                   " bytes, got " + std::to_string(args.workspace_bytes));
-  }
-  for (const void* pointer : {args.lhs, args.rhs, const_cast<const void*>(args.out),
-                              const_cast<const void*>(args.workspace)}) {
-    if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
-      return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
-    }
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckBuffers(args, workspace_bytes));
   IgemmWgmmaParams& params = plan.params;
   plan.operands.a = args.lhs;
   plan.operands.b = args.rhs;

@@ -23,6 +23,23 @@ struct KernelArgs {
   void* stream = nullptr;  // a cudaStream_t
 };
 
+// Whether the workspace is there and every buffer is aligned for 16-byte loads, as XLA's are (to 64
+// bytes or more).
+inline Status CheckBuffers(const KernelArgs& args, int64_t workspace_bytes) {
+  if (args.workspace_bytes < workspace_bytes ||
+      (workspace_bytes > 0 && args.workspace == nullptr)) {
+    return Status::InvalidArgument("workspace: expected " + std::to_string(workspace_bytes) +
+                                   " bytes, got " + std::to_string(args.workspace_bytes));
+  }
+  for (const void* pointer : {args.lhs, args.rhs, const_cast<const void*>(args.out),
+                              const_cast<const void*>(args.workspace)}) {
+    if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
+      return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
+    }
+  }
+  return {};
+}
+
 struct KernelRow {
   // <op>_<family>_<operand dtype>_<tile>_<variant>: registry key, test id and HLO attribute in one.
   std::string name;
