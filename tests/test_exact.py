@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import (
@@ -15,6 +17,7 @@ from numerics import (
     reference,
 )
 from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE, Problem
+from problems import problem as make_problem
 
 from jaxconv._src.spec import Op
 
@@ -180,6 +183,59 @@ def test_the_same_inputs_give_the_same_bits(platform, problem):
             assert np.array_equal(
                 np.ascontiguousarray(once).view(np.uint32), again.view(np.uint32)
             ), problem.line(op, "f32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["auto", "igemm_simt", "igemm_wmma", "igemm_wgmma"])
+@pytest.mark.parametrize("op", list(Op), ids=[op.value for op in Op])
+def test_tensors_of_more_than_2_to_the_31_elements(op, algorithm):
+    """Element offsets beyond 32 bits: first and last rows of a map of 2.2e9 elements."""
+    device = jax.devices()[0]
+    if (device.memory_stats() or {}).get("bytes_limit", 0) < 30e9:
+        pytest.skip("the device has less than 30 GB")
+    extent, rows = 3360, 4
+    large = make_problem("large", extent, 3, n=3, c=64, k=64, padding=1)
+    ends = {"first": (0, slice(rows)), "last": (large.n - 1, slice(extent - rows, None))}
+    shape = large.canonical_shape("x")
+    assert np.prod(shape) > 2**31 and shape == large.canonical_shape("y")
+    bits = jax.jit(lambda key: jax.random.bits(key, shape, jnp.uint8))
+    whole = jax.jit(lambda bits: (bits % 5).astype(jnp.bfloat16) - 2)(
+        bits(jax.random.key(0, impl="rbg"))
+    )
+    try:
+        call = large.operation(op, "bf16", algorithm=algorithm)
+        if op is Op.WGRAD:
+            # Few gradients, at both ends, so that sums stay small integers.
+            at = [(0, 0, 0, 5), (0, 1, extent - 1, 9), (2, extent - 1, extent - 1, 63)]
+            at += [(2, extent - 2, column, column % 64) for column in range(7, 900, 100)]
+            dy = jnp.zeros(shape, jnp.bfloat16).at[tuple(np.transpose(at))].set(1)
+            actual = np.asarray(call(whole, dy), np.float64)
+        else:
+            w = np.random.default_rng(1).integers(-2, 3, large.canonical_shape("w"))
+            w = w * (np.random.default_rng(2).random(w.shape) < 0.2)
+            actual = call(whole, jnp.asarray(w, jnp.bfloat16))
+    except ValueError as refused:
+        assert algorithm != "auto"
+        pytest.skip(f"refused: {refused}")
+    if op is Op.WGRAD:
+        expected = np.zeros(large.canonical_shape("w"))
+        for image, row, column, k in at:
+            for r, s in np.ndindex(3, 3):
+                i, j = row + r - 1, column + s - 1
+                if 0 <= i < extent and 0 <= j < extent:
+                    expected[r, s, :, k] += np.asarray(whole[image, i, j], np.float64)
+        np.testing.assert_array_equal(actual, expected)
+        return
+    # A strip of rows is a convolution of its own; its inner row is next to what was cut off.
+    strip = make_problem("strip", (rows, extent), 3, n=1, c=64, k=64, padding=1)
+    for name, (image, strip_rows) in ends.items():
+        expected = reference(op, strip, np.asarray(whole[image, strip_rows], np.float64)[None], w)[
+            0
+        ]
+        inner = slice(rows - 1) if name == "first" else slice(1, None)
+        found = np.asarray(actual[image, strip_rows], np.float64)[inner]
+        assert np.abs(expected).max() < 256  # exact in bfloat16
+        np.testing.assert_array_equal(found, expected[inner], err_msg=f"{name} rows")
 
 
 def test_fresh_allocations_are_poisoned():

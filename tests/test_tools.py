@@ -15,7 +15,7 @@ import pytest
 from jaxconv import doctor
 from jaxconv._src import native
 from jaxconv.bench import __main__ as bench
-from jaxconv.bench import layers
+from jaxconv.bench import environment, layers, regret
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
@@ -65,6 +65,31 @@ def test_bench_measures_a_layer_and_writes_what_it_found(tmp_path, capsys):
             assert row["kernel"] in kernels.kernels()
 
 
+def test_bench_reports_the_regret_of_selection(tmp_path, capsys, monkeypatch):
+    platform = environment.kernel_platform()
+    if isinstance(native.load(platform), native.Refusal):
+        pytest.skip(f"no kernels for {platform}")
+    out = tmp_path / "regret.json"
+    arguments = ["--regret", "--layer", "1,8,8,8,8,3,3,1,1", "--random", "1", "--reps", "2"]
+    assert bench.main([*arguments, "--op", "wgrad", "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 and "geometric mean" in said and "worst" in said
+    for row in rows:
+        times = row["seconds"]
+        assert row["chosen"] in times and len(times) > 1 and min(times.values()) > 0
+        assert times[row["best"]] == min(times.values())
+        assert row["regret"] == pytest.approx(times[row["chosen"]] / times[row["best"]] - 1)
+
+
+def test_random_layers_are_the_same_for_a_seed_and_dense():
+    drawn = regret.random_layers(10, seed=3)
+    assert drawn == regret.random_layers(10, seed=3) != regret.random_layers(10, seed=4)
+    for text, layer in drawn.items():
+        assert layers.parse(text) == layer
+        assert layer.groups == 1 and layer.c % 8 == layer.k % 8 == 0
+
+
 def test_bench_as_a_program(tmp_path):
     done = run("-m", "jaxconv.bench", "--list", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -80,6 +105,7 @@ def test_bench_as_a_program(tmp_path):
         ["--layer", "1,4,4,3,4,3,3,1,1,2"],
         ["--set", "nothing"],
         ["--reps", "0"],
+        ["--regret", "--plot", "out.png"],
         ["--json", "/no/such/folder/out.json"],
     ],
     ids=lambda a: " ".join(a),

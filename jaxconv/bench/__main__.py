@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxconv._src.spec import Op
-from jaxconv.bench import environment, layers, peer, report
+from jaxconv.bench import environment, layers, peer, regret, report
 from jaxconv.bench.measure import DTYPES, Problem, Row, measure
 
 _CPU_BATCH = 4
@@ -31,6 +31,9 @@ every tensor once. "compile s" is a program of one convolution: trace, lower and
 lax; "temp MB" is its memory beside operands and result, jaxconv / lax, and / im2col with --peer
 im2col: the textbook's matrix of windows and XLA's matrix product. Exit status: 1 where a result is
 wrong, a kernel fails, or nothing could be measured.
+
+--regret times every kernel that takes a problem instead, and shows how much longer the selected one
+takes than the best; --algorithm FAMILY compares within one family.
 """
 
 
@@ -82,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=_seconds, help="time to spend on each program (default: 0.4, GPU 0.1)")
     add("--seed", type=int, default=0, help="of the random inputs")
     add("--peer", nargs="+", choices=["torch", "im2col"], default=[], help="further columns")
+    add("--regret", action="store_true", help="the selected kernel beside all others, see below")
+    add("--random", type=_count, default=0, help="so many random dense layers too, from --seed")
     add("--json", metavar="FILE", help="write all results")
     add("--plot", metavar="FILE.png", help="draw the ratios (needs matplotlib)")
     add("--list", action="store_true", help="print the layers and sets, measure nothing")
@@ -100,10 +105,12 @@ def _list_layers() -> None:
 def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
     """Every row to measure, each once, layer by layer."""
     selections = [layers.SETS[name] for name in arguments.set or ()]
-    if not selections and not arguments.layer:
+    if not selections and not arguments.layer and not arguments.random:
         selections = [layers.SETS["all"]]
     named = [((name, layers.LAYERS[name]), s) for s in selections for name in s.names]
     named += [(entry, None) for entry in arguments.layer]
+    drawn = regret.random_layers(arguments.random, arguments.seed)
+    named += [(entry, None) for entry in drawn.items()]
     batch = arguments.batch or (_CPU_BATCH if platform == "cpu" else None)
     problems: dict[Problem, None] = {}
     for (name, layer), chosen in named:
@@ -161,6 +168,29 @@ def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) 
     return rows
 
 
+def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
+    """Measures every problem's kernels and prints its line; stops early on Ctrl-C."""
+    progress, found = report.Progress(len(problems)), []
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    try:
+        for problem in problems:
+            progress.start(f"{problem.name} {problem.op.value} {problem.dtype_label}")
+            result = regret.measure_regret(
+                problem, repetitions=arguments.reps, seed=arguments.seed, threads=threads
+            )
+            if result is None:
+                progress.write(f"{problem.name} {problem.op.value}: no kernel takes it")
+            else:
+                found.append(result)
+                progress.write(regret.line(result))
+            progress.advance()
+    except KeyboardInterrupt:
+        progress.write("interrupted; what was measured so far:")
+    finally:
+        progress.close()
+    return found
+
+
 def _write_json(path: str, facts: dict[str, str], rows: list[Row]) -> None:
     ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]
     content = {
@@ -184,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.regret and (arguments.peer or arguments.plot):
+        parser.error("--regret: compares kernels of this library; it takes no --peer and no --plot")
     if arguments.list:
         _list_layers()
         return 0
@@ -207,6 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "torch" in arguments.peer:
         facts["torch"] = peer.about()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
+    if arguments.regret:
+        regrets = _run_regret(problems, arguments)
+        if arguments.json:
+            content = {"environment": facts, "rows": [found.as_json() for found in regrets]}
+            pathlib.Path(arguments.json).write_text(json.dumps(content, indent=1) + "\n")
+        print("\n" + regret.summary(regrets))
+        return 0 if regrets else 1
     rows = _run(problems, arguments, platform)
     lines = report.summary(rows, arguments.peer)
     if arguments.json:

@@ -1,0 +1,180 @@
+"""How much time selection loses: the chosen kernel beside every other that takes the problem.
+
+Each kernel instance runs the same program, so many independent convolutions that the start of the
+program hardly counts, on the same random operands. A kernel's regret on a problem is its time over
+the least time of any instance, less one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxconv._src import lowering, native
+from jaxconv.bench import layers, measure, report
+from jaxconv.bench.environment import kernel_platform
+from jaxconv.bench.measure import Problem
+
+# Operands and results of one program, in bytes: many launches for small problems, so that the start
+# of the program does not blur the kernels' differences.
+_PROGRAM_BYTES = {"cpu": 2e8, "cuda": 2e9}
+_MOST_COPIES = 64
+
+# A kernel whose first run takes this many times the best one's is not run again.
+_HOPELESS = 3.0
+
+
+@dataclasses.dataclass
+class Regret:
+    """Every accepting instance's time for one problem, in seconds for one convolution."""
+
+    problem: Problem
+    chosen: str
+    seconds: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def value(self) -> float:
+        """Time of the chosen instance over the least time, less 1."""
+        return self.seconds[self.chosen] / self.seconds[self.best] - 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "layer": problem.name,
+            "problem": dataclasses.asdict(problem.layer),
+            "op": problem.op.value,
+            "dtype": problem.dtype,
+            "precision": problem.precision,
+            "chosen": self.chosen,
+            "best": self.best,
+            "regret": self.value,
+            "seconds": self.seconds,
+        }
+
+
+def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
+    """The instance that selection chooses, and all that take the problem.
+
+    ``problem.algorithm`` limits both to a family.
+    """
+    kernels = native.load(platform)
+    if isinstance(kernels, native.Refusal):
+        return None, []
+
+    def chosen(algorithm: str) -> str | None:
+        spec = problem.layer.spec(problem.precision, algorithm)
+        dtypes = problem.operand_dtype, problem.out_dtype
+        return lowering.select(platform, problem.op, spec, problem.layer.sizes, *dtypes)[0].instance
+
+    prefix = f"{problem.op.value}_"
+    if problem.algorithm != "auto":
+        prefix += problem.algorithm
+    names = [name for name in kernels.kernels() if name.startswith(prefix) and chosen(name) == name]
+    return chosen(problem.algorithm), names
+
+
+def _program(problem: Problem, instance: str, pairs: Sequence):
+    """All pairs through one instance, compiled."""
+    forced = dataclasses.replace(problem, algorithm=instance)
+    # A jitted function inside is lowered once and called for every pair.
+    one = jax.jit(measure.operation(forced, measure.libraries(forced)["jaxconv"]))
+    return jax.jit(lambda pairs: [one(*pair) for pair in pairs]).lower(pairs).compile()
+
+
+def _elapsed(program, pairs: Sequence) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(program(pairs))
+    return (time.perf_counter() - start) / len(pairs)
+
+
+def measure_regret(
+    problem: Problem, *, repetitions: int = 10, seed: int = 0, threads: int = 1
+) -> Regret | None:
+    """Times every instance that takes the problem, in turns, on JAX's default device.
+
+    Args:
+        problem: what to measure.
+        repetitions: runs of each program.
+        seed: of the random operands.
+        threads: how many programs are compiled at a time.
+
+    Returns:
+        None where no kernel takes the problem.
+    """
+    platform = kernel_platform()
+    chosen, names = accepting(problem, platform)
+    if chosen is None:
+        return None
+    result = problem.layer.size(problem.op.roles[2]) * problem.out_dtype.itemsize
+    copies = _PROGRAM_BYTES.get(platform, 2e8) / (problem.nbytes + result)
+    pairs = measure.operands(problem, int(np.clip(copies, 2, _MOST_COPIES)), seed)
+    with ThreadPoolExecutor(threads) as pool:
+        compiled = pool.map(lambda name: _program(problem, name, pairs), names)
+        programs = dict(zip(names, compiled, strict=True))
+    first = {}
+    for name, program in programs.items():
+        _elapsed(program, pairs)  # loads code
+        first[name] = _elapsed(program, pairs)
+    limit = _HOPELESS * min(first.values())
+    times = {name: [seconds] for name, seconds in first.items()}
+    for _ in range(repetitions - 1):
+        for name, program in programs.items():
+            if first[name] <= limit:
+                times[name].append(_elapsed(program, pairs))
+    return Regret(problem, chosen, {name: float(np.median(t)) for name, t in times.items()})
+
+
+def random_layers(count: int, seed: int = 0) -> dict[str, layers.Layer]:
+    """Dense layers with channels in multiples of 8, of 1 to 100 GFLOP: name -> layer."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, layers.Layer] = {}
+    while len(found) < count:
+        rank = int(rng.choice([1, 2, 2, 2, 2, 3]))
+        extent = int(np.exp(rng.uniform(np.log(7), np.log((0, 4096, 256, 48)[rank]))))
+        window = int(rng.choice([1, 1, 3, 3, 3, 5]))
+        stride, dilation = ((1, 1), (1, 1), (2, 1), (1, 2))[rng.integers(4)]
+        dilation = dilation if window > 1 else 1
+        n = int(2 ** rng.integers(0, 8))
+        c, k = (8 * int(np.exp(rng.uniform(np.log(2), np.log(128)))) for _ in range(2))
+        pad = dilation * (window - 1) // 2
+        prefix = "" if rank == 2 else f"{rank}d:"
+        numbers = [n, *[extent] * rank, c, k, *[window] * rank, stride, pad, 1, dilation]
+        text = prefix + ",".join(map(str, numbers))
+        layer = layers.parse(text)
+        operands = 2 * (layer.size("x") + layer.size("w") + layer.size("y"))
+        if 1e9 <= layer.flops <= 1e11 and operands <= 5e8:
+            found[text] = layer
+    return found
+
+
+def line(regret: Regret) -> str:
+    """One line of the report."""
+    problem, seconds = regret.problem, regret.seconds
+    return (
+        f"{problem.name:34} {problem.op.value} {problem.dtype_label:5} "
+        f"{seconds[regret.chosen] * 1e6:9.1f} us {regret.chosen}, regret {regret.value:6.1%}"
+        + ("" if regret.chosen == regret.best else f" to {regret.best}")
+    )
+
+
+def summary(regrets: Iterable[Regret]) -> str:
+    """The geometric mean of time over least time, less 1, and the worst."""
+    found = list(regrets)
+    if not found:
+        return "regret: no kernel took any problem"
+    mean = report.geometric_mean([1.0 + regret.value for regret in found]) - 1.0
+    worst = max(found, key=lambda regret: regret.value)
+    return (
+        f"regret over {len(found)} problems: geometric mean {mean:.1%}, worst {worst.value:.1%} "
+        f"({worst.problem.name} {worst.problem.op.value})"
+    )
