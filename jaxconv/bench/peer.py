@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 from jaxconv._src.spec import Op
-from jaxconv.bench.measure import Problem
+from jaxconv.bench.measure import Problem, Program
 
 
 def missing(platform: str) -> str | None:
@@ -28,7 +26,7 @@ def about() -> str:
     return f"{torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
 
-def program(problem: Problem, copies: int, platform: str) -> Callable[[], Any]:
+def program(problem: Problem, copies: int, platform: str) -> Program:
     """A program of ``copies`` convolutions, channels-last, each with random operands of its own.
 
     On a GPU it replays a CUDA graph, captured after cuDNN's benchmark mode chose its kernels; so it
@@ -84,7 +82,13 @@ def program(problem: Problem, copies: int, platform: str) -> Callable[[], Any]:
             return [one(*pair) for pair in pairs]
 
     if device == "cpu":
-        return all_pairs
+
+        def run(starts: int):
+            for _ in range(starts):
+                results = all_pairs()
+            return results
+
+        return run
     for _ in range(2):
         all_pairs()
     torch.cuda.synchronize()
@@ -92,8 +96,9 @@ def program(problem: Problem, copies: int, platform: str) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         results = all_pairs()
 
-    def replay():
-        graph.replay()
+    def replay(starts: int):
+        for _ in range(starts):
+            graph.replay()
         torch.cuda.synchronize()
         return results  # keeps the graph's buffers alive
 

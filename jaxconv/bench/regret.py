@@ -8,12 +8,10 @@ the least time of any instance, less one.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxconv._src import lowering, native
@@ -83,20 +81,6 @@ def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
     return chosen(problem.algorithm), names
 
 
-def _program(problem: Problem, instance: str, pairs: Sequence):
-    """All pairs through one instance, compiled."""
-    forced = dataclasses.replace(problem, algorithm=instance)
-    # A jitted function inside is lowered once and called for every pair.
-    one = jax.jit(measure.operation(forced, measure.libraries(forced)["jaxconv"]))
-    return jax.jit(lambda pairs: [one(*pair) for pair in pairs]).lower(pairs).compile()
-
-
-def _elapsed(program, pairs: Sequence) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(program(pairs))
-    return (time.perf_counter() - start) / len(pairs)
-
-
 def measure_regret(
     problem: Problem, *, repetitions: int = 10, seed: int = 0, threads: int = 1
 ) -> Regret | None:
@@ -118,20 +102,26 @@ def measure_regret(
     result = problem.layer.size(problem.op.roles[2]) * problem.out_dtype.itemsize
     copies = _PROGRAM_BYTES.get(platform, 2e8) / (problem.nbytes + result)
     pairs = measure.operands(problem, int(np.clip(copies, 2, _MOST_COPIES)), seed)
+
+    def program(instance: str) -> measure.Program:
+        forced = dataclasses.replace(problem, algorithm=instance)
+        return measure.program(forced, measure.libraries(forced)["jaxconv"], pairs)
+
     with ThreadPoolExecutor(threads) as pool:
-        compiled = pool.map(lambda name: _program(problem, name, pairs), names)
-        programs = dict(zip(names, compiled, strict=True))
+        programs = dict(zip(names, pool.map(program, names), strict=True))
     first = {}
-    for name, program in programs.items():
-        _elapsed(program, pairs)  # loads code
-        first[name] = _elapsed(program, pairs)
-    limit = _HOPELESS * min(first.values())
-    times = {name: [seconds] for name, seconds in first.items()}
-    for _ in range(repetitions - 1):
-        for name, program in programs.items():
-            if first[name] <= limit:
-                times[name].append(_elapsed(program, pairs))
-    return Regret(problem, chosen, {name: float(np.median(t)) for name, t in times.items()})
+    for name, run in programs.items():
+        measure.elapsed(run)  # loads code
+        first[name] = measure.elapsed(run, 2)
+    least = min(first.values())
+    starts = measure.starts_of(platform, least)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(repetitions):
+        for name, run in programs.items():
+            if first[name] <= _HOPELESS * least:
+                times[name].append(measure.elapsed(run, starts))
+    seconds = {name: float(np.median(t or first[name])) / len(pairs) for name, t in times.items()}
+    return Regret(problem, chosen, seconds)
 
 
 def random_layers(count: int, seed: int = 0) -> dict[str, layers.Layer]:
