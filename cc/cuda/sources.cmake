@@ -36,6 +36,7 @@ foreach(op fprop dgrad wgrad)
     endforeach()
     if(NOT op STREQUAL "wgrad")
       list(APPEND JAXCONV_CUDA_SM90_SOURCES
+           cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_one_tap_sm90.cu
            cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_rows_sm90.cu)
     endif()
   endforeach()

@@ -23,24 +23,26 @@ namespace jaxconv {
 // kSlotsB = 0: a stage holds the activations and the filter of one step. Otherwise, "rows": the
 // activations of a whole filter row, kTileM pixels and kSpan more of the padded image, are loaded
 // once and read by every tap of the row, one pixel further on (kStages slots); the filter has
-// kSlotsB slots of its own. kResident (rows too): so many steps of the filter stay in shared memory
-// for the kernel's life instead.
+// kSlotsB slots of its own. kResident (rows too, unless kOneTap): so many steps of the filter's
+// columns stay in shared memory for the kernel's life instead.
 template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
-          int kSlotsB_ = 0, int kResident_ = 0>
+          int kSlotsB_ = 0, int kResident_ = 0, bool kOneTap_ = false>
 struct WgmmaTile {
   static constexpr int kWarpgroups = kWarpgroups_, kBlocks = kBlocks_;
   static constexpr bool kPingpong = kPingpong_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
   static constexpr int kStages = kStages_;
   static constexpr int kSlotsB = kSlotsB_, kResident = kResident_;
-  static constexpr bool kRows = kSlotsB > 0 || kResident > 0;
+  static constexpr bool kOneTap = kOneTap_;
+  static constexpr bool kRows = !kOneTap && (kSlotsB > 0 || kResident > 0);
+  static constexpr bool kFilterApart = kRows || kResident > 0;  // not in the activations' stages
   static constexpr int kTileM = (kPingpong ? 1 : kWarpgroups) * kBlocks * 64;
   static constexpr int kTileN = kN0 + kN1;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kPixels = kTileM + (kRows ? kMaxWgmmaSpan : 0);  // of a load
   static constexpr int kBytesA = kPixels * 128;
   static constexpr int kBytesB = kTileN * 128;
-  static constexpr int kStageBytes = kBytesA + (kRows ? 0 : kBytesB);
+  static constexpr int kStageBytes = kBytesA + (kFilterApart ? 0 : kBytesB);
   static constexpr int kFilterAt = kStages * kStageBytes;
   static constexpr int kStagingAt = kFilterAt + (kResident > 0 ? kResident : kSlotsB) * kBytesB;
   static constexpr int kStagingBytes = 4096;  // of a warp

@@ -17,16 +17,19 @@ struct Instance {
   WgmmaTileId id;
   const char* suffix;
   bool rows;               // the taps of a filter row share a load
+  bool one_tap;            // takes filters of one tap only
   int64_t resident_steps;  // of the filter in shared memory; 0: none
   WgmmaTileCost cost;
 };
 
 constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile_m, int64_t tile_n,
-                                bool pingpong, bool rows, int64_t resident_steps) {
+                                bool pingpong, bool rows, int64_t resident_steps,
+                                bool one_tap = false) {
   Instance instance{};
   instance.id = id;
   instance.suffix = suffix;
   instance.rows = rows;
+  instance.one_tap = one_tap;
   instance.resident_steps = resident_steps;
   instance.cost.tile_m = tile_m;
   instance.cost.tile_n = tile_n;
@@ -50,6 +53,8 @@ constexpr Instance kInstances[] = {
                  9),
     MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, true, true,
                  9),
+    MakeInstance(WgmmaTileId::k64x256PingpongOneTap, "_pingpong_one_tap", 64, 256, true, false, 4,
+                 true),
 };
 
 // Of the reduction, 128 bytes of channels.
@@ -61,6 +66,8 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice shorter than this spends more time on filling the ring than on its sum.
 constexpr int64_t kMinStepsPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
+// Ranges of columns that CTAs with resident filters keep to: at least four CTAs each.
+constexpr int64_t kMostResidentColumns = 16;
 // Row and pixel numbers of a tile past the end still fit.
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
 
@@ -157,6 +164,10 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
 
   const Im2colLimits& limits = kIm2colLimits[problem.rank];
   bool matrix = gemm.phases == 1 && problem.taps() == 1;
+  if (instance.one_tap && (wgrad || problem.taps() > 1)) {
+    return Status::Unimplemented("one tap: a filter of " + std::to_string(problem.taps()) +
+                                 " taps, expected fprop or dgrad with one");
+  }
   if (wgrad && instance.rows) return Status::Unimplemented("rows serve fprop and dgrad");
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];
@@ -246,18 +257,19 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   plan->average_taps = all_taps / gemm.phases;
   if (matrix) params.rank = 0;
   if (instance.rows) params.dense_rows = 0;
+  const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
   if (instance.resident_steps > 0) {
     const int64_t filter_steps = problem.taps() * slabs;
-    if (gemm.gemm_n > instance.cost.tile_n || gemm.batches * gemm.groups > 1 || gemm.phases > 1 ||
+    const int64_t most_tiles = instance.one_tap ? kMostResidentColumns : 1;
+    if (n_tiles > most_tiles || gemm.batches * gemm.groups > 1 || gemm.phases > 1 ||
         filter_steps > instance.resident_steps) {
       return Status::Unimplemented("the filter does not fit in shared memory: expected at most " +
-                                   std::to_string(instance.cost.tile_n) + " columns and " +
-                                   std::to_string(instance.resident_steps) + " steps, got " +
-                                   std::to_string(gemm.gemm_n) + " and " +
+                                   std::to_string(most_tiles * instance.cost.tile_n) +
+                                   " columns and " + std::to_string(instance.resident_steps) +
+                                   " steps, got " + std::to_string(gemm.gemm_n) + " and " +
                                    std::to_string(filter_steps));
     }
   }
-  const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
   const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m);
   params.n_tiles = FastDivmod(n_tiles);
   params.m_tiles = FastDivmod(m_tiles);
@@ -349,6 +361,12 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
   const IgemmWgmmaParams& params = plan.params;
   const WgmmaOperands& operands = plan.operands;
   switch (id) {
+    case WgmmaTileId::k64x256PingpongOneTap:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k64x256PingpongOneTap>(params, operands,
+                                                                                stream);
+      }
+      break;
     case WgmmaTileId::k128x256:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x256>(params, operands, stream);
     case WgmmaTileId::k256x128:
@@ -433,7 +451,7 @@ std::vector<KernelRow> IgemmWgmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (const Instance& instance : kInstances) {
-        if (op == Op::kWgrad && instance.rows) continue;
+        if (op == Op::kWgrad && (instance.rows || instance.one_tap)) continue;
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +

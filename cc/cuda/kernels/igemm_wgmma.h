@@ -13,7 +13,8 @@
 namespace jaxconv {
 
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
-// share a load of activations. "Resident": rows, and the filter stays in shared memory.
+// share a load of activations. "Resident": rows, and the filter stays in shared memory. "One tap":
+// it stays there too, for filters of one tap.
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -26,6 +27,7 @@ enum class WgmmaTileId {
   k128x128PingpongRows,
   k128x64PingpongResident,
   k256x64PingpongResident,
+  k64x256PingpongOneTap,
 };
 
 // Its rows of the kernel table.

@@ -16,6 +16,9 @@
 //     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
 //     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
 //
+// "One tap": the filter's steps for a CTA's columns stay in shared memory, for 1x1 convolutions
+// that write much more than they read: what L2 gives is spent on activations alone.
+//
 // "Rows": the taps of a filter row share one load. The pixels are those of the padded image, so a
 // tap's operand begins that many lines further on; the padding's columns are computed and dropped.
 //
@@ -71,6 +74,9 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident> : WgmmaTile<2, true, 2, 64, 0, 6, 0, 9> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k256x64PingpongResident> : WgmmaTile<2, true, 4, 64, 0, 3, 0, 9> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k64x256PingpongOneTap>
+    : WgmmaTile<2, true, 1, 256, 0, 8, 0, 4, true> {};
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -144,14 +150,16 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
   };
   if constexpr (Tile::kResident > 0) {
     const WgmmaPhase& phase = params.phase[0];
-    const int boxes = boxes_of(0);
+    // The grid is a multiple of n_tiles: all tiles of a CTA have the same columns.
+    const int32_t n_first = WgmmaTilePlace(params, blockIdx.x).n_tile * Tile::kTileN;
+    const int boxes = boxes_of(n_first);
     BarrierArriveExpect(barriers.Resident(), phase.steps * phase.taps[0] * boxes * 8192);
     uint32_t shared = ring + Tile::kFilterAt;
     for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
       for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
         for (int32_t slab = 0; slab < slabs; ++slab) {
           for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-            copy_filter(shared, barriers.Resident(), boxes, 0, slab * 64, 0,
+            copy_filter(shared, barriers.Resident(), boxes, n_first, slab * 64, 0,
                         phase.filter0 + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
                             t2 * phase.filter_step[2]);
             shared += Tile::kBytesB;
@@ -200,7 +208,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, Tile::kBytesA + (Tile::kRows ? 0 : boxes * 8192));
+      BarrierArriveExpect(barrier, Tile::kBytesA + (Tile::kFilterApart ? 0 : boxes * 8192));
       const int32_t channel = phase.channel0 + slab * 64;
       const int32_t c = a_channel + channel;
       const uint16_t off0 = Tile::kRows ? 0 : phase.offset0[0] + t0 * phase.offset_step[0];
@@ -221,7 +229,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
       }
       stage.Next();
       const int32_t tap = tap_of_batch + t1 * phase.filter_step[1] + t2 * phase.filter_step[2];
-      if constexpr (!Tile::kRows) {
+      if constexpr (!Tile::kFilterApart) {
         copy_filter(shared + Tile::kBytesA, barrier, boxes, n_first, channel, b_channel,
                     tap + t0 * phase.filter_step[0]);
       } else if constexpr (Tile::kSlotsB > 0) {
@@ -448,8 +456,11 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
         const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(acc, shared + kOwnRows * 128,
-                                                         shared + Tile::kBytesA, step > 0);
+        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(
+            acc, shared + kOwnRows * 128,
+            Tile::kResident > 0 ? ring + Tile::kFilterAt + step * Tile::kBytesB
+                                : shared + Tile::kBytesA,
+            step > 0);
         WgmmaWait<1>();
         if (step > 0) release(barriers.Empty(last));
         last = stage.slot;
@@ -594,8 +605,10 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
                                  Tile::kSharedBytes);
   }
   if (error == cudaSuccess) {
-    kernel<<<std::min(params.tiles, sm_count), Tile::kThreads, Tile::kSharedBytes,
-             static_cast<cudaStream_t>(stream)>>>(params, maps);
+    // With a resident filter a CTA keeps its columns.
+    const int columns = Tile::kResident > 0 ? static_cast<int>(params.n_tiles.divisor) : 1;
+    kernel<<<std::min(params.tiles, sm_count / columns * columns), Tile::kThreads,
+             Tile::kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params, maps);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) {

@@ -19,6 +19,9 @@ constexpr double kStepCycles = 24;
 // it does not hide behind the tensor cores.
 constexpr double kL2BytesPerCycle = 37;
 constexpr double kL2Exposed = 0.17;
+// What enters an SM passes the port that its results leave by, at 64 B/clk; of that, little shows.
+constexpr double kIngestExposed = 0.02;
+constexpr double kIngestBytesPerCycle = 64;
 // The issuing thread: wait, announce, first copy; every further copy.
 constexpr double kLoadCycles = 337;
 constexpr double kCopyCycles = 120;
@@ -46,16 +49,21 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double copies = (tile.resident ? 0 : columns / 64) + work.extra_copies;
   const double issue = kLoadCycles / work.taps_of_load + kCopyCycles * copies +
                        (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0);
-  const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2;
+  const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2 +
+                     kIngestExposed * (bytes_a + bytes_b) / kIngestBytesPerCycle;
   const double epilogue = kEpilogueCycles + tile_m * columns * (work.partial_bytes > 0 ? 4 : 2) /
                                                 kEpilogueBytesPerCycle;
-  const double tiles = static_cast<double>((work.tiles + device.sm_count - 1) / device.sm_count);
+  // With a resident filter a CTA keeps its columns.
+  const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
+  const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
+  const double tiles = static_cast<double>((work.tiles + ctas - 1) / ctas);
   const double sm = tile.pingpong ? tiles * std::max(work.taps * tap, epilogue / 2) + epilogue
                                   : tiles * (work.taps * tap + epilogue);
   const double dram =
       (work.dram_bytes + work.partial_bytes) / (kDramBytesPerCycle * device.sm_count);
-  double cycles =
-      std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
+  const double filter = tile.resident ? work.taps * columns * 128 / kL2BytesPerCycle : 0;
+  double cycles = std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles +
+                  filter + kLaunchCycles;
   if (work.partial_bytes > 0) {
     cycles += kLaunchCycles + work.partial_bytes / (kDramBytesPerCycle * device.sm_count);
   }

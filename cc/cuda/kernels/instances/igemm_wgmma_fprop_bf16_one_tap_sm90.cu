@@ -1,0 +1,6 @@
+#include "cuda/kernels/igemm_wgmma_sm90.cuh"
+
+namespace jaxconv {
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k64x256PingpongOneTap>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+}  // namespace jaxconv
