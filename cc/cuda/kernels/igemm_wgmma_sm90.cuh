@@ -23,6 +23,9 @@
 // reads the stage arrives when its wgmma has retired, one step late, so that one step is always in
 // flight; the producer waits. While math stores a tile, the producer fills the ring for the next.
 //
+// All of that is set up while the kernel before this one in the stream ends
+// (overlapping_launch.cuh).
+//
 // Refused, with a reason: channels not multiples of 8 (16-byte pitches), groups of channels that
 // are not multiples of 64, more than eight phases, corners or offsets beyond the maps' fields,
 // strides above 8.
@@ -38,7 +41,9 @@
 #include "cuda/device/igemm_wgmma_params.h"
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/kernels/igemm_wgmma.h"
+#include "cuda/kernels/overlapping_launch.cuh"
 #include "cuda/kernels/tensor_map.h"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tensor_copy_sm90.cuh"
@@ -560,6 +565,8 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     PrefetchTensorMap(&maps.b);
   }
   __syncthreads();
+  WaitForPrecedingGrids();
+  LetNextGridStart();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
@@ -636,9 +643,8 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
                                  Tile::kSharedBytes);
   }
   if (error == cudaSuccess) {
-    kernel<<<std::min(params.tiles, sm_count), Tile::kThreads, Tile::kSharedBytes,
-             static_cast<cudaStream_t>(stream)>>>(params, maps);
-    error = cudaGetLastError();
+    error = LaunchOverlapping(kernel, std::min(params.tiles, sm_count), Tile::kThreads,
+                              Tile::kSharedBytes, 1, stream, params, maps);
   }
   if (error != cudaSuccess) {
     cudaGetLastError();
