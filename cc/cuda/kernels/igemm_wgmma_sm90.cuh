@@ -24,7 +24,7 @@
 // flight; the producer waits. While math stores a tile, the producer fills the ring for the next.
 //
 // All of that is set up while the kernel before this one in the stream ends
-// (overlapping_launch.cuh).
+// (overlapping_launch.cuh). Where tiles are few: igemm_wgmma_cluster_sm90.cuh.
 //
 // Refused, with a reason: channels not multiples of 8 (16-byte pitches), groups of channels that
 // are not multiples of 64, more than eight phases, corners or offsets beyond the maps' fields,
