@@ -264,32 +264,42 @@ def test_calls_from_several_threads(platform):
 
 
 @pytest.mark.gpu
-def test_command_buffers():
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "channels"),
+    [("igemm_simt", "float32", 8), ("igemm_wgmma", "bfloat16", 64)],
+)
+def test_command_buffers(algorithm, dtype, channels):
     """Every handler recorded into a CUDA graph and replayed on fresh inputs."""
+    if algorithm == "igemm_wgmma" and jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("igemm_wgmma is for compute capability 9.0")
     program = """
     import jax, jax.numpy as jnp, numpy as np, jaxconv
     rng = np.random.default_rng(0)
 
-    def draw(*shape):
-        return rng.integers(-2, 3, shape).astype(np.float32)
+    def draw():
+        shapes = (2, 9, 9, CHANNELS), (3, 3, 3, CHANNELS, CHANNELS)
+        return [jnp.asarray(rng.integers(-2, 3, shape), DTYPE) for shape in shapes]
 
     def step(convolve):
         def loss(x, w):
             for one in w:
                 x = jnp.clip(convolve(x, one), -3, 3)
-            return x.sum()
+            return x.astype(jnp.float32).sum()
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
-    ours = step(lambda x, w: jaxconv.conv(x, w, algorithm="igemm_simt", precision="highest"))
+    ours = step(lambda x, w: jaxconv.conv(x, w, algorithm=ALGORITHM, precision="highest"))
     reference = step(lambda x, w: jaxconv.conv(x, w, algorithm="xla", precision="highest"))
-    text = ours.lower(draw(2, 9, 9, 8), draw(3, 3, 3, 8, 8)).compile().as_text()
+    text = ours.lower(*draw()).compile().as_text()
     assert all(name in text for name in ("jaxconv_fprop", "jaxconv_dgrad", "jaxconv_wgrad"))
     for run in range(20):
-        x, w = draw(2, 9, 9, 8), draw(3, 3, 3, 8, 8)
+        x, w = draw()
         a, b = ours(x, w), reference(x, w)
         jax.tree.map(np.testing.assert_array_equal, a, b)
     print("replayed")
     """
+    given = {"ALGORITHM": algorithm, "DTYPE": dtype, "CHANNELS": channels}
+    for name, value in given.items():
+        program = program.replace(name, repr(value))
     flags = " ".join(
         (
             os.environ.get("XLA_FLAGS", ""),

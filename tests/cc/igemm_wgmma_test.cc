@@ -3,6 +3,7 @@
 // file supplies the launches.
 #include "cuda/kernels/igemm_wgmma.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -52,6 +53,21 @@ JAXCONV_STUB_WGRAD(k128x128Pingpong)
 JAXCONV_STUB_WGRAD(k128x64Pingpong)
 #undef JAXCONV_STUB_TYPES
 #undef JAXCONV_STUB_WGRAD
+#undef JAXCONV_STUB
+
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams& params, const WgmmaOperands& of, void*) {
+  launched = params;
+  operands = of;
+  return {};
+}
+#define JAXCONV_STUB(op, type)                                                              \
+  template Status LaunchIgemmWgmmaCluster<Op::op, DType::type, WgmmaTileId::k64x64Cluster>( \
+      const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+JAXCONV_STUB(kFprop, kBF16)
+JAXCONV_STUB(kFprop, kF16)
+JAXCONV_STUB(kDgrad, kBF16)
+JAXCONV_STUB(kDgrad, kF16)
 #undef JAXCONV_STUB
 
 template <Op kOp, DType kType>
@@ -295,6 +311,39 @@ void CheckRefusals() {
   if (resident.can_implement(large).ok()) Fail(large, "a filter too large to reside was accepted");
 }
 
+// A cluster's CTAs split every phase's steps without gaps, in no workspace.
+void CheckCluster(const ConvProblem& problem) {
+  const KernelRow& row = RowOf(problem.op, "bf16_64x64x64_cluster");
+  if (problem.op == Op::kWgrad || !row.can_implement(problem).ok()) return;
+  alignas(16) static char buffer[16];
+  for (int64_t ranks = 1; ranks <= kMaxWgmmaCluster; ++ranks) {
+    KernelArgs args;
+    args.lhs = args.rhs = args.out = buffer;
+    args.slices = ranks;
+    if (row.workspace_bytes(problem, ranks) != 0) Fail(problem, "a cluster with a workspace");
+    if (!row.launch(problem, args).ok()) {
+      if (ranks == 1) Fail(problem, "a cluster of one CTA is refused");
+      break;  // more CTAs than steps
+    }
+    const IgemmWgmmaParams& p = launched;
+    if (p.cluster.divisor != ranks || p.slices.divisor != 1 || p.slice_elements != 0) {
+      Fail(problem, "the cluster is not what was asked for");
+    }
+    for (int q = 0; q < p.phases; ++q) {
+      const int32_t steps = p.phase[q].steps;
+      int32_t end = 0, longest = 0;
+      for (int32_t rank = 0; rank < ranks; ++rank) {
+        const int32_t next = p.cluster.Div((rank + 1) * steps);
+        longest = std::max(longest, next - end);
+        end = next;
+      }
+      if (end != steps || longest != (steps + ranks - 1) / ranks) {
+        Fail(problem, "the parts of a reduction are uneven");
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jaxconv
 
@@ -333,6 +382,7 @@ int main() {
     if (!problem.Validate().ok()) continue;  // an empty output
     jaxconv::Check(problem, false, &accepted);
     jaxconv::Check(problem, true, &accepted_in_rows);
+    jaxconv::CheckCluster(problem);
     ++checked;
   }
   jaxconv::CheckRefusals();

@@ -103,6 +103,20 @@ JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x64Pingpong);
 #undef JAXCONV_STUBS
 #undef JAXCONV_STUB
 
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams&, const WgmmaOperands&, void*) {
+  ++launches;
+  return {};
+}
+#define JAXCONV_STUB(op, type)                                                              \
+  template Status LaunchIgemmWgmmaCluster<Op::op, DType::type, WgmmaTileId::k64x64Cluster>( \
+      const IgemmWgmmaParams&, const WgmmaOperands&, void*)
+JAXCONV_STUB(kFprop, kBF16);
+JAXCONV_STUB(kFprop, kF16);
+JAXCONV_STUB(kDgrad, kBF16);
+JAXCONV_STUB(kDgrad, kF16);
+#undef JAXCONV_STUB
+
 Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) {
   ++launches;
   return {};
@@ -347,6 +361,35 @@ void TestWgmmaChoices() {
       "another architecture is refused with its reason");
 }
 
+// Few tiles: a cluster shares one, and needs no workspace.
+void TestClusterChoices() {
+  struct Choice {
+    const char* line;
+    int64_t fprop_slices, dgrad_slices;
+  };
+  static const Choice kChoices[] = {
+      {"b1 n1 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0", 1, 1},
+      {"b1 n1 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1", 1, 1},
+      {"b1 n1 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0", 1, 1},
+      {"b1 n1 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1", 4, 1},
+      {"b1 n1 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1", 4, 4},
+      {"b1 n1 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1", 6, 6},
+      {"b1 n1 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1", 8, 8},
+  };
+  for (const Choice& choice : kChoices) {
+    for (Op op : {Op::kFprop, Op::kDgrad}) {
+      const ConvProblem problem =
+          Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
+      const int64_t slices = op == Op::kFprop ? choice.fprop_slices : choice.dgrad_slices;
+      const Selection selection = SelectOk(problem, PortableTarget(9, 0));
+      Expect(selection.instance == std::string(Name(op)) + "_igemm_wgmma_bf16_64x64x64_cluster" &&
+                 selection.slices == slices && selection.workspace_bytes == 0,
+             problem.ToString() + ": expected a cluster of " + std::to_string(slices) + ", got " +
+                 selection.instance + " and " + std::to_string(selection.slices));
+    }
+  }
+}
+
 void TestTensorCoreRefusals() {
   const DeviceInfo device = WithoutWgmma();
   ConvProblem layer = Layer(Op::kFprop, 8, 28, 64, 64, 3);
@@ -474,6 +517,7 @@ int main() {
   jaxconv::TestPinnedChoices();
   jaxconv::TestTensorCoreChoices();
   jaxconv::TestWgmmaChoices();
+  jaxconv::TestClusterChoices();
   jaxconv::TestTensorCoreRefusals();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();

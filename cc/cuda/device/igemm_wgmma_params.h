@@ -16,6 +16,9 @@ inline constexpr int kMaxWgmmaPhases = 8;
 // stay multiples of the swizzle's 1024 bytes.
 inline constexpr int kMaxWgmmaSpan = 8;
 
+// CTAs of a cluster that every device has room for.
+inline constexpr int kMaxWgmmaCluster = 8;
+
 // One phase (core/implicit_gemm.h) as the copy engine walks it. Axes innermost first: w, h, d.
 struct WgmmaPhase {
   int32_t rows = 0;   // of gemm_m: images times pixels
@@ -45,6 +48,7 @@ struct IgemmWgmmaParams {
   // activations in L2, then m tiles, slices, groups, batches,
   // phases.
   FastDivmod n_tiles, m_tiles, slices, groups, batches;
+  FastDivmod cluster;  // CTAs that share a tile; other kernels than igemm_wgmma_cluster: 1
   int32_t tiles = 0;
   int32_t phases = 1;
   int32_t steps_per_slice = 0;

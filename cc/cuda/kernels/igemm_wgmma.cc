@@ -19,6 +19,7 @@ struct Instance {
   bool rows;               // the taps of a filter row share a load
   bool one_tap;            // takes filters of one tap only
   int64_t resident_steps;  // of the filter in shared memory; 0: none
+  bool cluster;            // slices are the CTAs of a cluster
   WgmmaTileCost cost;
 };
 
@@ -38,7 +39,13 @@ constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile
   return instance;
 }
 
-// As WgmmaTileOf in igemm_wgmma_sm90.cuh.
+constexpr Instance MakeClusterInstance(WgmmaTileId id, int64_t tile_m, int64_t tile_n) {
+  Instance instance = MakeInstance(id, "_cluster", tile_m, tile_n, false, false, 0);
+  instance.cluster = true;
+  return instance;
+}
+
+// As WgmmaTileOf in igemm_wgmma_sm90.cuh and igemm_wgmma_cluster_sm90.cuh.
 constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x256, "", 128, 256, false, false, 0),
     MakeInstance(WgmmaTileId::k256x128, "", 256, 128, false, false, 0),
@@ -55,6 +62,7 @@ constexpr Instance kInstances[] = {
                  9),
     MakeInstance(WgmmaTileId::k64x256PingpongOneTap, "_pingpong_one_tap", 64, 256, true, false, 4,
                  true),
+    MakeClusterInstance(WgmmaTileId::k64x64Cluster, 64, 64),
 };
 
 // Of the reduction, 128 bytes of channels.
@@ -79,8 +87,9 @@ int64_t OutputElements(const ConvProblem& problem) {
                                     : problem.w_elements();
 }
 
-int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
-  return slices > 1 ? slices * OutputElements(problem) * int64_t{sizeof(float)} : 0;
+int64_t WorkspaceBytes(const Instance& instance, const ConvProblem& problem, int64_t slices) {
+  return slices > 1 && !instance.cluster ? slices * OutputElements(problem) * int64_t{sizeof(float)}
+                                         : 0;
 }
 
 // The fields of a tensor map and of the copy instruction, by spatial rank.
@@ -168,7 +177,9 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     return Status::Unimplemented("one tap: a filter of " + std::to_string(problem.taps()) +
                                  " taps, expected fprop or dgrad with one");
   }
-  if (wgrad && instance.rows) return Status::Unimplemented("rows serve fprop and dgrad");
+  if (wgrad && (instance.rows || instance.cluster)) {
+    return Status::Unimplemented("rows and clusters serve fprop and dgrad");
+  }
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];
     params.src_step[i] = axis.src_per_j;
@@ -317,7 +328,8 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
   work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                         problem.w_elements() * ByteWidth(problem.w_dtype) +
                                         problem.y_elements() * ByteWidth(problem.y_dtype));
-  work.partial_bytes = static_cast<double>(WorkspaceBytes(problem, slices));
+  work.partial_bytes = static_cast<double>(WorkspaceBytes(instance, problem, slices));
+  if (instance.cluster) return PredictWgmmaClusterMicroseconds(instance.cost, work, slices, device);
   return PredictWgmmaMicroseconds(instance.cost, work, device);
 }
 
@@ -328,18 +340,21 @@ double Cost(const Instance& instance, const ConvProblem& problem, const DeviceIn
   return SlicedCost(instance, problem, plan, device, slices);
 }
 
-// Slices are all of the same length but the last; the kernel has no way through an empty one.
-bool NoneEmpty(const Plan& plan, int64_t slices) {
-  return CeilDiv(plan.steps, CeilDiv(plan.steps, slices)) == slices;
+// Slices are all of the same length but the last; the kernel has no way through an empty one, but
+// in clusters.
+bool NoneEmpty(const Instance& instance, const Plan& plan, int64_t slices) {
+  return instance.cluster || CeilDiv(plan.steps, CeilDiv(plan.steps, slices)) == slices;
 }
 
 int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const Plan& plan) {
+  if (instance.cluster) return std::min<int64_t>(plan.steps, kMaxWgmmaCluster);
   // Phases have reductions of different lengths, and a resident filter is whole.
   if (plan.params.phases > 1 || instance.resident_steps > 0) return 1;
   return std::max<int64_t>(
-      1, std::min({plan.steps / kMinStepsPerSlice,
-                   kMaxWorkspaceBytes / std::max<int64_t>(1, WorkspaceBytes(problem, 2) / 2),
-                   kMaxSlices}));
+      1,
+      std::min({plan.steps / kMinStepsPerSlice,
+                kMaxWorkspaceBytes / std::max<int64_t>(1, WorkspaceBytes(instance, problem, 2) / 2),
+                kMaxSlices}));
 }
 
 int64_t Slices(const Instance& instance, const ConvProblem& problem, const DeviceInfo& device) {
@@ -349,7 +364,7 @@ int64_t Slices(const Instance& instance, const ConvProblem& problem, const Devic
   int64_t best = 1;
   double best_cost = SlicedCost(instance, problem, plan, device, 1);
   for (int64_t slices = 2; slices <= most; ++slices) {
-    if (!NoneEmpty(plan, slices)) continue;
+    if (!NoneEmpty(instance, plan, slices)) continue;
     const double cost = SlicedCost(instance, problem, plan, device, slices);
     if (cost < best_cost) best_cost = cost, best = slices;
   }
@@ -401,6 +416,12 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
                                                                                   stream);
       }
       break;
+    case WgmmaTileId::k64x64Cluster:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmmaCluster<kOp, kType, WgmmaTileId::k64x64Cluster>(params, operands,
+                                                                               stream);
+      }
+      break;
   }
   return Status::Internal("no such tile");
 }
@@ -420,21 +441,23 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most) + ", got " +
                                    std::to_string(args.slices));
   }
-  if (!NoneEmpty(plan, args.slices)) {
+  if (!NoneEmpty(instance, plan, args.slices)) {
     return Status::InvalidArgument("slices: " + std::to_string(args.slices) + " slices of " +
                                    std::to_string(plan.steps) + " steps leave one empty");
   }
-  const int64_t workspace_bytes = WorkspaceBytes(problem, args.slices);
+  const int64_t workspace_bytes = WorkspaceBytes(instance, problem, args.slices);
   JAXCONV_RETURN_IF_ERROR(CheckBuffers(args, workspace_bytes));
   IgemmWgmmaParams& params = plan.params;
   plan.operands.a = args.lhs;
   plan.operands.b = args.rhs;
   params.out = workspace_bytes > 0 ? args.workspace : args.out;
   params.out_is_f32 = workspace_bytes > 0 || problem.output_dtype() == DType::kF32;
-  params.slices = FastDivmod(args.slices);
-  params.steps_per_slice = static_cast<int32_t>(CeilDiv(plan.steps, args.slices));
+  const int64_t slices = instance.cluster ? 1 : args.slices;
+  params.cluster = FastDivmod(args.slices / slices);
+  params.slices = FastDivmod(slices);
+  params.steps_per_slice = static_cast<int32_t>(CeilDiv(plan.steps, slices));
   params.slice_elements = workspace_bytes > 0 ? OutputElements(problem) : 0;
-  params.tiles = static_cast<int32_t>(plan.tiles * args.slices);
+  params.tiles = static_cast<int32_t>(plan.tiles * slices);
   const Status status =
       op == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, plan, args.stream)
       : op == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, plan, args.stream)
@@ -451,7 +474,7 @@ std::vector<KernelRow> IgemmWgmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (const Instance& instance : kInstances) {
-        if (op == Op::kWgrad && (instance.rows || instance.one_tap)) continue;
+        if (op == Op::kWgrad && (instance.rows || instance.one_tap || instance.cluster)) continue;
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +
@@ -467,7 +490,9 @@ std::vector<KernelRow> IgemmWgmmaRows() {
         row.slices = [&instance](const ConvProblem& problem, const DeviceInfo& device) {
           return Slices(instance, problem, device);
         };
-        row.workspace_bytes = WorkspaceBytes;
+        row.workspace_bytes = [&instance](const ConvProblem& problem, int64_t slices) {
+          return WorkspaceBytes(instance, problem, slices);
+        };
         row.cost = [&instance](const ConvProblem& problem, const DeviceInfo& device,
                                int64_t slices) { return Cost(instance, problem, device, slices); };
         row.launch = [&instance, op, dtype](const ConvProblem& problem, const KernelArgs& args) {

@@ -14,7 +14,8 @@ namespace jaxconv {
 
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
 // share a load of activations. "Resident": rows, and the filter stays in shared memory. "One tap":
-// it stays there too, for filters of one tap.
+// it stays there too, for filters of one tap. "Cluster": the CTAs of a cluster split a tile's
+// reduction (igemm_wgmma_cluster_sm90.cuh).
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -28,6 +29,7 @@ enum class WgmmaTileId {
   k128x64PingpongResident,
   k256x64PingpongResident,
   k64x256PingpongOneTap,
+  k64x64Cluster,
 };
 
 // Its rows of the kernel table.
@@ -37,6 +39,11 @@ std::vector<KernelRow> IgemmWgmmaRows();
 template <Op kOp, DType kType, WgmmaTileId kTile>
 Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
                         void* stream);
+
+// The same of the tiles that a cluster shares; fprop and dgrad.
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                               void* stream);
 
 }  // namespace jaxconv
 

@@ -26,6 +26,9 @@
 // reads the stage arrives when its wgmma has retired, one step late, so that one step is always in
 // flight; the producer waits. While math stores a tile, the producer fills the ring for the next.
 //
+// All of that is set up while the kernel before this one in the stream ends
+// (overlapping_launch.cuh). Where tiles are few: igemm_wgmma_cluster_sm90.cuh.
+//
 // Refused, with a reason: channels not multiples of 8 (16-byte pitches), groups of channels that
 // are not multiples of 64, more than eight phases, corners or offsets beyond the maps' fields,
 // strides above 8.
@@ -41,7 +44,9 @@
 #include "cuda/device/igemm_wgmma_params.h"
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/kernels/igemm_wgmma.h"
+#include "cuda/kernels/overlapping_launch.cuh"
 #include "cuda/kernels/tensor_map.h"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tensor_copy_sm90.cuh"
@@ -129,43 +134,124 @@ struct RingPlace {
   }
 };
 
+// Where the first pixel of a tile lies in the source, for the copy engine.
+struct WgmmaPixel {
+  int32_t x = 0, y = 0, z = 0, image = 0;
+
+  __device__ __forceinline__ WgmmaPixel(const IgemmWgmmaParams& params, const WgmmaPhase& phase,
+                                        int32_t m, int32_t batch) {
+    if (params.rank == 0) {
+      x = batch * phase.rows + m;
+    } else {
+      phase.count[0].Divmod(m, &m, &x);
+      phase.count[1].Divmod(m, &m, &y);
+      phase.count[2].Divmod(m, &image, &z);
+      x = phase.lower[0] + x * params.src_step[0];
+      y = phase.lower[1] + y * params.src_step[1];
+      z = phase.lower[2] + z * params.src_step[2];
+      image += batch * params.images;
+    }
+  }
+};
+
+// Where in a tile's reduction a step lies: slab fastest, then taps. In rows the taps of a row share
+// a step, and t0 stays 0.
+template <bool kRows>
+struct WgmmaStep {
+  int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
+
+  __device__ __forceinline__ WgmmaStep(const IgemmWgmmaParams& params, const WgmmaPhase& phase,
+                                       int32_t first) {
+    if (first == 0) return;
+    int32_t tap;
+    params.slabs.Divmod(first, &tap, &slab);
+    if constexpr (!kRows) t0 = tap % phase.taps[0], tap /= phase.taps[0];
+    t2 = tap / phase.taps[1];
+    t1 = tap - t2 * phase.taps[1];
+  }
+  __device__ __forceinline__ void Next(const IgemmWgmmaParams& params, const WgmmaPhase& phase) {
+    if (++slab < static_cast<int32_t>(params.slabs.divisor)) return;
+    slab = 0;
+    if (!kRows && ++t0 < phase.taps[0]) return;
+    t0 = 0;
+    if (++t1 == phase.taps[1]) t1 = 0, ++t2;
+  }
+  // The filter's linear tap.
+  __device__ __forceinline__ int32_t Tap(const WgmmaPhase& phase) const {
+    return phase.filter0 + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
+           t2 * phase.filter_step[2];
+  }
+};
+
+// A step's box of pixels from `at` on, 64 channels of those from `channel` on.
+template <bool kRows>
+__device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
+                                                const WgmmaPhase& phase,
+                                                const WgmmaStep<kRows>& step, uint32_t shared,
+                                                const CUtensorMap* map, uint32_t barrier,
+                                                int32_t channel, const WgmmaPixel& at) {
+  const int32_t c = channel + step.slab * 64;
+  const uint16_t off0 = kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0];
+  const uint16_t off1 = phase.offset0[1] + step.t1 * phase.offset_step[1];
+  const uint16_t off2 = phase.offset0[2] + step.t2 * phase.offset_step[2];
+  switch (params.rank) {
+    case 0:
+      CopyTile2d(shared, map, barrier, c, at.x);
+      break;
+    case 1:
+      CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
+      break;
+    case 2:
+      CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
+      break;
+    default:
+      CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1, off2);
+  }
+}
+
+// Boxes wholly past the last column are not loaded; what lies in their place is not stored.
+template <class Tile>
+__device__ __forceinline__ int WgmmaFilterBoxes(const IgemmWgmmaParams& params, int32_t n_first) {
+  return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
+}
+
+// The filter under one tap: `boxes` of 64 columns from column n on, 64 of the reduction from
+// `channel` on. fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C,
+// tap).
+template <Op kOp, class Tile>
+__device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorMap* map,
+                                                uint32_t barrier, int boxes, int32_t n,
+                                                int32_t channel, int32_t channel_of_group,
+                                                int32_t tap) {
+#pragma unroll
+  for (int i = 0; i < Tile::kTileN / 64; ++i) {
+    if (i >= boxes) break;
+    const int32_t k = channel_of_group + (kOp == Op::kFprop ? n + i * 64 : channel);
+    const int32_t c = kOp == Op::kFprop ? channel : n + i * 64;
+    CopyTile3d(shared + i * 8192, map, barrier, k, c, tap);
+  }
+}
+
 // The thread that issues the copies.
 template <Op kOp, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
                                                    const WgmmaMaps& maps, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
-  const int32_t slabs = params.slabs.divisor;
-  auto copy_filter = [&](uint32_t shared, uint32_t barrier, int boxes, int32_t n, int32_t channel,
-                         int32_t channel_of_group, int32_t tap) {
-    // fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C, tap).
-    for (int i = 0; i < boxes; ++i) {
-      const int32_t k = channel_of_group + (kOp == Op::kFprop ? n + i * 64 : channel);
-      const int32_t c = kOp == Op::kFprop ? channel : n + i * 64;
-      CopyTile3d(shared + i * 8192, &maps.b, barrier, k, c, tap);
-    }
-  };
-  // Boxes wholly past the last column are not loaded; what lies in their place is not stored.
-  auto boxes_of = [&](int32_t n_first) {
-    return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
-  };
   if constexpr (Tile::kResident > 0) {
     const WgmmaPhase& phase = params.phase[0];
     // The grid is a multiple of n_tiles: all tiles of a CTA have the same columns.
     const int32_t n_first = WgmmaTilePlace(params, blockIdx.x).n_tile * Tile::kTileN;
-    const int boxes = boxes_of(n_first);
+    const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
     BarrierArriveExpect(barriers.Resident(), phase.steps * phase.taps[0] * boxes * 8192);
     uint32_t shared = ring + Tile::kFilterAt;
-    for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
-      for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
-        for (int32_t slab = 0; slab < slabs; ++slab) {
-          for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-            copy_filter(shared, barriers.Resident(), boxes, n_first, slab * 64, 0,
-                        phase.filter0 + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
-                            t2 * phase.filter_step[2]);
-            shared += Tile::kBytesB;
-          }
-        }
+    WgmmaStep<true> step(params, phase, 0);
+    for (int32_t i = 0; i < phase.steps; ++i) {
+      for (int32_t t = 0; t < phase.taps[0]; ++t) {
+        CopyWgmmaFilter<kOp, Tile>(shared, &maps.b, barriers.Resident(), boxes, n_first,
+                                   step.slab * 64, 0, step.Tap(phase) + t * phase.filter_step[0]);
+        shared += Tile::kBytesB;
       }
+      step.Next(params, phase);
     }
   }
   RingPlace<Tile::kStages> stage;
@@ -174,80 +260,38 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
     if (place.m_tile * Tile::kTileM >= phase.rows) continue;
-    int32_t m = place.m_tile * Tile::kTileM;
+    const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, place.batch);
     const int32_t n_first = place.n_tile * Tile::kTileN;
-    const int boxes = boxes_of(n_first);
+    const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
     const int32_t first = place.slice * params.steps_per_slice;
     const int32_t steps = min(params.steps_per_slice, phase.steps - first);
-    int32_t x = 0, y = 0, z = 0, image = 0;
-    if (params.rank == 0) {
-      x = place.batch * phase.rows + m;
-    } else {
-      phase.count[0].Divmod(m, &m, &x);
-      phase.count[1].Divmod(m, &m, &y);
-      phase.count[2].Divmod(m, &image, &z);
-      x = phase.lower[0] + x * params.src_step[0];
-      y = phase.lower[1] + y * params.src_step[1];
-      z = phase.lower[2] + z * params.src_step[2];
-      image += place.batch * params.images;
-    }
-    // Of the first step: slab fastest, then taps. In rows, t0 is the inner loop's.
-    int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
-    if (first > 0) {
-      int32_t tap = first / slabs;
-      slab = first - tap * slabs;
-      if constexpr (!Tile::kRows) t0 = tap % phase.taps[0], tap /= phase.taps[0];
-      t2 = tap / phase.taps[1];
-      t1 = tap - t2 * phase.taps[1];
-    }
-    const int32_t tap_of_batch = place.batch * params.filter_taps + phase.filter0;
-    const int32_t a_channel = place.group * params.a_group;
+    const int32_t tap_of_batch = place.batch * params.filter_taps;
+    const int32_t a_channel = place.group * params.a_group + phase.channel0;
     const int32_t b_channel = place.group * params.b_group;
-    const CUtensorMap* map_a = &maps.a[place.phase];
-    for (int32_t step = 0; step < steps; ++step) {
+    WgmmaStep<Tile::kRows> step(params, phase, first);
+    for (int32_t i = 0; i < steps; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
       BarrierArriveExpect(barrier, Tile::kBytesA + (Tile::kFilterApart ? 0 : boxes * 8192));
-      const int32_t channel = phase.channel0 + slab * 64;
-      const int32_t c = a_channel + channel;
-      const uint16_t off0 = Tile::kRows ? 0 : phase.offset0[0] + t0 * phase.offset_step[0];
-      const uint16_t off1 = phase.offset0[1] + t1 * phase.offset_step[1];
-      const uint16_t off2 = phase.offset0[2] + t2 * phase.offset_step[2];
-      switch (params.rank) {
-        case 0:
-          CopyTile2d(shared, map_a, barrier, c, x);
-          break;
-        case 1:
-          CopyIm2col1d(shared, map_a, barrier, c, x, image, off0);
-          break;
-        case 2:
-          CopyIm2col2d(shared, map_a, barrier, c, x, y, image, off0, off1);
-          break;
-        default:
-          CopyIm2col3d(shared, map_a, barrier, c, x, y, z, image, off0, off1, off2);
-      }
+      CopyWgmmaPixels(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel, pixel);
       stage.Next();
-      const int32_t tap = tap_of_batch + t1 * phase.filter_step[1] + t2 * phase.filter_step[2];
+      const int32_t channel = phase.channel0 + step.slab * 64;
+      const int32_t tap = tap_of_batch + step.Tap(phase);
       if constexpr (!Tile::kFilterApart) {
-        copy_filter(shared + Tile::kBytesA, barrier, boxes, n_first, channel, b_channel,
-                    tap + t0 * phase.filter_step[0]);
+        CopyWgmmaFilter<kOp, Tile>(shared + Tile::kBytesA, &maps.b, barrier, boxes, n_first,
+                                   channel, b_channel, tap);
       } else if constexpr (Tile::kSlotsB > 0) {
         for (int32_t t = 0; t < phase.taps[0]; ++t) {
           BarrierWait(barriers.EmptyB(slot.slot), slot.parity ^ 1);
           BarrierArriveExpect(barriers.FullB(slot.slot), boxes * 8192);
-          copy_filter(ring + Tile::kFilterAt + slot.slot * Tile::kBytesB, barriers.FullB(slot.slot),
-                      boxes, n_first, channel, b_channel, tap + t * phase.filter_step[0]);
+          CopyWgmmaFilter<kOp, Tile>(ring + Tile::kFilterAt + slot.slot * Tile::kBytesB, &maps.b,
+                                     barriers.FullB(slot.slot), boxes, n_first, channel, b_channel,
+                                     tap + t * phase.filter_step[0]);
           slot.Next();
         }
       }
-      if (++slab == slabs) {
-        slab = 0;
-        if (Tile::kRows || ++t0 == phase.taps[0]) {
-          t0 = 0;
-          if (++t1 == phase.taps[1]) t1 = 0, ++t2;
-        }
-      }
+      step.Next(params, phase);
     }
   }
 }
@@ -328,6 +372,32 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
   }
 }
 
+// Row m of the product as a row of the output, or -1.
+template <Op kOp>
+__device__ __forceinline__ int32_t WgmmaOutputRow(const IgemmWgmmaParams& params,
+                                                  const WgmmaPhase& phase, int32_t m) {
+  if (m >= phase.rows) return -1;
+  if constexpr (kOp == Op::kWgrad) {
+    int32_t tap, slab;
+    params.slabs.Divmod(m / 64, &tap, &slab);
+    const int32_t channel = slab * 64 + m % 64;
+    if (channel >= params.row_channels) return -1;
+    m = tap * params.row_channels + channel;
+  } else if (!params.dense_rows) {
+    int32_t j0, j1, j2, image;
+    phase.count[0].Divmod(m, &m, &j0);
+    phase.count[1].Divmod(m, &m, &j1);
+    phase.count[2].Divmod(m, &image, &j2);
+    if (j0 >= phase.width) return -1;
+    m = ((image * params.out_extent[2] + phase.phase[2] + j2 * params.period[2]) *
+             params.out_extent[1] +
+         phase.phase[1] + j1 * params.period[1]) *
+            params.out_extent[0] +
+        phase.phase[0] + j0 * params.period[0];
+  }
+  return m;
+}
+
 // A warpgroup's part of a finished tile -> the output.
 template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
@@ -338,34 +408,11 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
                        int64_t{place.group} * params.out_group + n_first;
-  // Row of the output, or -1.
-  auto row_of = [&](int32_t m) -> int32_t {
-    if (m >= phase.rows) return -1;
-    if constexpr (kOp == Op::kWgrad) {
-      int32_t tap, slab;
-      params.slabs.Divmod(m / 64, &tap, &slab);
-      const int32_t channel = slab * 64 + m % 64;
-      if (channel >= params.row_channels) return -1;
-      m = tap * params.row_channels + channel;
-    } else if (!params.dense_rows) {
-      int32_t j0, j1, j2, image;
-      phase.count[0].Divmod(m, &m, &j0);
-      phase.count[1].Divmod(m, &m, &j1);
-      phase.count[2].Divmod(m, &image, &j2);
-      if (j0 >= phase.width) return -1;
-      m = ((image * params.out_extent[2] + phase.phase[2] + j2 * params.period[2]) *
-               params.out_extent[1] +
-           phase.phase[1] + j1 * params.period[1]) *
-              params.out_extent[0] +
-          phase.phase[0] + j0 * params.period[0];
-    }
-    return m;
-  };
   // A warp's rows are decoded once, a row a lane, and handed round.
   int32_t decoded[(Tile::kBlocks + 1) / 2];
 #pragma unroll
   for (int i = 0; i < (Tile::kBlocks + 1) / 2; ++i) {
-    decoded[i] = row_of(m_first + (2 * i + lane / 16) * 64 + lane % 16);
+    decoded[i] = WgmmaOutputRow<kOp>(params, phase, m_first + (2 * i + lane / 16) * 64 + lane % 16);
   }
   auto row_offset = [&](int block, int row) -> int64_t {
     const int32_t m = __shfl_sync(0xffffffff, decoded[block / 2], block % 2 * 16 + row);
@@ -529,10 +576,12 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     PrefetchTensorMap(&maps.b);
   }
   __syncthreads();
+  WaitForPrecedingGrids();
+  LetNextGridStart();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
-    if (threadIdx.x == 0) {
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
       if constexpr (kOp == Op::kWgrad) {
         ProduceWgmmaWgradStages<Tile>(params, maps, ring, barriers);
       } else {
@@ -607,9 +656,8 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
   if (error == cudaSuccess) {
     // With a resident filter a CTA keeps its columns.
     const int columns = Tile::kResident > 0 ? static_cast<int>(params.n_tiles.divisor) : 1;
-    kernel<<<std::min(params.tiles, sm_count / columns * columns), Tile::kThreads,
-             Tile::kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params, maps);
-    error = cudaGetLastError();
+    error = LaunchOverlapping(kernel, std::min(params.tiles, sm_count / columns * columns),
+                              Tile::kThreads, Tile::kSharedBytes, 1, stream, params, maps);
   }
   if (error != cudaSuccess) {
     cudaGetLastError();

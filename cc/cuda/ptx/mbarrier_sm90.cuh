@@ -35,6 +35,16 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// True in one thread of a warp whose threads are all here. Where the compiler does not know that
+// only one issues a copy, it loops over the threads that might.
+__device__ __forceinline__ bool ElectOne() {
+  uint32_t elected;
+  asm volatile(
+      "{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\tselp.u32 %0, 1, 0, one;\n\t}"
+      : "=r"(elected));
+  return elected;
+}
+
 // Named barriers, 1 to 15: `threads` take part, some of them only by arriving.
 __device__ __forceinline__ void NamedBarrierSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

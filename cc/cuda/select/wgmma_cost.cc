@@ -1,6 +1,7 @@
 #include "cuda/select/wgmma_cost.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace jaxconv {
 namespace {
@@ -31,6 +32,23 @@ constexpr double kEpilogueCycles = 150;
 constexpr double kEpilogueBytesPerCycle = 230;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
+
+// Tiles of a cluster, fitted to 270 times (ResNet-50 at batch 1 to 16, one to eight CTAs). They are
+// so short that nothing hides anything: the terms are added.
+// A step of a lone CTA, which is the latency of a load over the stages of the ring (292 fits best;
+// 320 leaves 7x7 maps of 16 images to the persistent tiles, which are faster there); the way into
+// an SM, where its two CTAs share it.
+constexpr double kClusterStepCycles = 320;
+constexpr double kClusterBytesPerCycle = 63;
+constexpr double kClusterCtasPerSm = 2;
+// SMs come in groups of 14 to 18, and a cluster lies in one group: of 132, larger clusters find
+// room on about 112.
+constexpr double kClusterSmShare = 0.85;
+constexpr double kClusterStartCycles = 1137;
+constexpr double kClusterEpilogueCycles = 1518;  // of every CTA of an SM
+constexpr double kClusterBarrierCycles = 822;
+constexpr double kClusterExchangeCycles =
+    1562;  // of every CTA of an SM, through distributed memory
 
 }  // namespace
 
@@ -67,6 +85,21 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   if (work.partial_bytes > 0) {
     cycles += kLaunchCycles + work.partial_bytes / (kDramBytesPerCycle * device.sm_count);
   }
+  return cycles / kCyclesPerMicrosecond;
+}
+
+double PredictWgmmaClusterMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work,
+                                       int64_t ranks, const DeviceInfo& device) {
+  const double sms = device.sm_count * (ranks > 2 ? kClusterSmShare : 1);
+  const double ctas = static_cast<double>(work.tiles);
+  const double ctas_of_sm = std::ceil(ctas / sms);
+  const double waves = std::ceil(ctas / (kClusterCtasPerSm * sms));
+  const double bytes = static_cast<double>(tile.tile_m + tile.tile_n) * 128;
+  double cycles =
+      work.taps * std::max(waves * kClusterStepCycles, ctas_of_sm * bytes / kClusterBytesPerCycle) +
+      ctas_of_sm * kClusterEpilogueCycles;
+  if (ranks > 1) cycles += kClusterBarrierCycles + ctas_of_sm * kClusterExchangeCycles;
+  cycles += work.dram_bytes / (kDramBytesPerCycle * device.sm_count) + kClusterStartCycles;
   return cycles / kCyclesPerMicrosecond;
 }
 

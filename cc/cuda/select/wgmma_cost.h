@@ -34,6 +34,11 @@ struct WgmmaWork {
 double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work,
                                 const DeviceInfo& device);
 
+// The same where the CTAs of a cluster split a tile's reduction: `ranks` of them, each a tile of
+// `work` (whose taps are those of one).
+double PredictWgmmaClusterMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work,
+                                       int64_t ranks, const DeviceInfo& device);
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_SELECT_WGMMA_COST_H_
