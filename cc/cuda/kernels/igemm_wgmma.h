@@ -14,6 +14,7 @@ namespace jaxconv {
 
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
 // share a load of activations. "Resident": rows, and the filter stays in shared memory.
+// "WgradRows": rows in wgrad, a kernel of its own.
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -26,6 +27,7 @@ enum class WgmmaTileId {
   k128x128PingpongRows,
   k128x64PingpongResident,
   k256x64PingpongResident,
+  k192x64WgradRows,
 };
 
 // Its rows of the kernel table.
@@ -35,6 +37,11 @@ std::vector<KernelRow> IgemmWgmmaRows();
 template <Op kOp, DType kType, WgmmaTileId kTile>
 Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
                         void* stream);
+
+// The same for wgrad in rows (igemm_wgmma_wgrad_sm90.cuh).
+template <DType kType>
+Status LaunchWgmmaWgradRows(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                            void* stream);
 
 }  // namespace jaxconv
 

@@ -26,6 +26,11 @@ constexpr double kCopyCycles = 120;
 constexpr double kPrologueCycles = 4600;
 constexpr double kEpilogueCycles = 150;
 constexpr double kEpilogueBytesPerCycle = 230;
+// Results of wgrad in rows: 32 bytes here and there.
+constexpr double kSectorBytesPerCycle = 10;
+// Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
+constexpr double kPartialBytesPerCycle = 40;
+constexpr double kReduceBytesPerCycle = 17;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
 
@@ -36,19 +41,23 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double tile_m = static_cast<double>(tile.tile_m);
   const double columns = static_cast<double>(std::min(tile.tile_n, (work.gemm_n + 63) / 64 * 64));
   // Of one piece of the reduction; wgmma runs over all columns of the tile, be they there or not.
-  const double tensor =
-      static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle + kStepCycles;
-  const double bytes_a = tile_m * 128 / work.taps_of_load;
+  const double tensor = static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle +
+                        kStepCycles / work.pieces_of_step;
+  const double bytes_a = tile_m * 128 / (work.taps_of_load * work.rows_of_load);
   const double bytes_b = tile.resident ? 0 : columns * 128;
   const double l2 =
       (bytes_a / static_cast<double>(work.n_tiles) + bytes_b / static_cast<double>(work.m_tiles)) /
       kL2BytesPerCycle;
   const double copies = (tile.resident ? 0 : columns / 64) + work.extra_copies;
-  const double issue = kLoadCycles / work.taps_of_load + kCopyCycles * copies +
-                       (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0);
+  const double issue = (kLoadCycles / work.taps_of_load + kCopyCycles * copies +
+                        (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0)) /
+                       work.pieces_of_step;
   const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2;
-  const double epilogue = kEpilogueCycles + tile_m * columns * (work.partial_bytes > 0 ? 4 : 2) /
-                                                kEpilogueBytesPerCycle;
+  const double epilogue =
+      kEpilogueCycles + tile_m * columns *
+                            (work.partial_bytes > 0  ? 4 / kPartialBytesPerCycle
+                             : work.rows_of_load > 1 ? 2 / kSectorBytesPerCycle
+                                                     : 2 / kEpilogueBytesPerCycle);
   const double tiles = static_cast<double>((work.tiles + device.sm_count - 1) / device.sm_count);
   const double sm = tile.pingpong ? tiles * std::max(work.taps * tap, epilogue / 2) + epilogue
                                   : tiles * (work.taps * tap + epilogue);
@@ -57,7 +66,7 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   double cycles =
       std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
   if (work.partial_bytes > 0) {
-    cycles += kLaunchCycles + work.partial_bytes / (kDramBytesPerCycle * device.sm_count);
+    cycles += work.partial_bytes / (kReduceBytesPerCycle * device.sm_count);
   }
   return cycles / kCyclesPerMicrosecond;
 }
