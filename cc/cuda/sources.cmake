@@ -30,12 +30,12 @@ endforeach()
 # Files named _sm90 are compiled for sm_90a alone: wgmma and setmaxnreg exist nowhere else.
 foreach(op fprop dgrad wgrad)
   foreach(dtype f16 bf16)
-    foreach(tiles large medium pingpong)
+    foreach(tiles large medium pingpong rows)
       list(APPEND JAXCONV_CUDA_SM90_SOURCES
            cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
     endforeach()
     if(NOT op STREQUAL "wgrad")
-      foreach(tiles rows one_tap cluster)
+      foreach(tiles one_tap cluster)
         list(APPEND JAXCONV_CUDA_SM90_SOURCES
              cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
       endforeach()

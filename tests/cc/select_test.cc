@@ -84,6 +84,7 @@ JAXCONV_STUBS(k128x64Pingpong);
 JAXCONV_STUBS(k128x128PingpongRows);
 JAXCONV_STUBS(k128x64PingpongResident);
 JAXCONV_STUBS(k256x64PingpongResident);
+JAXCONV_STUBS(k64x256PingpongOneTap);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x256);
 JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x256);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k256x128);
@@ -116,6 +117,16 @@ JAXCONV_STUB(kFprop, kF16);
 JAXCONV_STUB(kDgrad, kBF16);
 JAXCONV_STUB(kDgrad, kF16);
 #undef JAXCONV_STUB
+
+template <DType kType>
+Status LaunchWgmmaWgradRows(const IgemmWgmmaParams&, const WgmmaOperands&, void*) {
+  ++launches;
+  return {};
+}
+template Status LaunchWgmmaWgradRows<DType::kBF16>(const IgemmWgmmaParams&, const WgmmaOperands&,
+                                                   void*);
+template Status LaunchWgmmaWgradRows<DType::kF16>(const IgemmWgmmaParams&, const WgmmaOperands&,
+                                                  void*);
 
 Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) {
   ++launches;
@@ -289,13 +300,14 @@ void TestWgmmaChoices() {
        "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x64x64_pingpong_resident", "wgmma_bf16_128x64x64_pingpong_resident",
-       "wgmma_bf16_128x64x64_pingpong"},
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
        "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_192x128x64"},
       {"b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_192x128x64",
        "wgmma_bf16_192x128x64", "wgmma_bf16_128x256x64"},
       {"b1 n64 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1",
@@ -306,29 +318,29 @@ void TestWgmmaChoices() {
        "wgmma_bf16_128x64x64_pingpong"},
       {"b1 n32 g1 c128 k128 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
-       "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_128x256x64",
-       "wgmma_bf16_128x256x64", "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_128x256x64", "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x64x64_pingpong_resident", "wgmma_bf16_128x64x64_pingpong_resident",
-       "wgmma_bf16_128x64x64_pingpong"},
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c64 k64 i480x480 f3x3 o480x480 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_256x64x64_pingpong_resident", "wgmma_bf16_256x64x64_pingpong_resident",
-       "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c64 k64 i960x960 f3x3 o960x960 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_256x64x64_pingpong_resident", "wgmma_bf16_256x64x64_pingpong_resident",
-       "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n4 g1 c320 k320 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_128x320x64",
-       "wgmma_bf16_128x320x64", "wgmma_bf16_128x320x64"},
+       "wgmma_bf16_128x320x64", "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c128 k128 i512x512 f3x3 o512x512 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
-       "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_192x64x128_rows"},
       {"b1 n16 g1 c256 k256 i64x64 f3x3 o64x64 s1x1 l1x1 d2x2 p2_2x2_2", "wgmma_bf16_128x256x64",
-       "wgmma_bf16_128x256x64", "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_128x256x64", "wgmma_bf16_192x64x128_rows"},
       {"b1 n16 g1 c512 k512 i3000 f3 o3000 s1 l1 d1 p1_1", "wgmma_bf16_128x128x64_pingpong_rows",
-       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_192x64x128_rows"},
       {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
-       "wgmma_bf16_256x128x64", "wgmma_bf16_256x128x64", "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_256x128x64", "wgmma_bf16_256x128x64", "wgmma_bf16_192x64x128_rows"},
   };
   for (const Choice& choice : kChoices) {
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {

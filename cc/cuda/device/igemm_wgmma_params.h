@@ -15,6 +15,10 @@ inline constexpr int kMaxWgmmaPhases = 8;
 // Pixels that the taps of a filter row may reach over, where they share one load: 8, so that slots
 // stay multiples of the swizzle's 1024 bytes.
 inline constexpr int kMaxWgmmaSpan = 8;
+// wgrad in rows: taps of a filter row that one instruction multiplies, 64 columns each; pixels of a
+// step.
+inline constexpr int kWgradRowTaps = 3;
+inline constexpr int kWgradRowsPixels = 128;
 
 // CTAs of a cluster that every device has room for.
 inline constexpr int kMaxWgmmaCluster = 8;
@@ -24,7 +28,7 @@ struct WgmmaPhase {
   int32_t rows = 0;   // of gemm_m: images times pixels
   int32_t steps = 1;  // loads of activations: taps (rows of taps) times slabs
   // 0; where no tap hits anything, past the last channel of both operands: one step of zeros, so
-  // that the kernel never meets an empty sum.
+  // that the kernel never meets an empty sum (or none, where it stores zeros).
   int32_t channel0 = 0;
   FastDivmod count[3];    // pixels of an axis, as walked
   int32_t width = 0;      // of count[0], those that are outputs
@@ -77,6 +81,9 @@ struct WgmmaOperands {
   int32_t a_upper[kMaxWgmmaPhases][3] = {};
   // The filter as a tensor (taps of all batches, C / groups, K); wgrad: dy as (batch, pixels, K).
   int64_t b_columns = 0, b_rows = 0, b_taps = 0;
+  // wgrad in rows: dy's pixels, innermost first, and how far its walk runs past a row's end.
+  int64_t b_extent[3] = {1, 1, 1};
+  int32_t b_upper = 0;
 };
 
 }  // namespace jaxconv

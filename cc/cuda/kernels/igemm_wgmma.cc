@@ -20,6 +20,7 @@ struct Instance {
   bool one_tap;            // takes filters of one tap only
   int64_t resident_steps;  // of the filter in shared memory; 0: none
   bool cluster;            // slices are the CTAs of a cluster
+  bool wgrad_rows;         // rows in wgrad, a kernel of its own
   WgmmaTileCost cost;
 };
 
@@ -45,7 +46,15 @@ constexpr Instance MakeClusterInstance(WgmmaTileId id, int64_t tile_m, int64_t t
   return instance;
 }
 
-// As WgmmaTileOf in igemm_wgmma_sm90.cuh and igemm_wgmma_cluster_sm90.cuh.
+constexpr Instance MakeWgradRowsInstance() {
+  Instance instance =
+      MakeInstance(WgmmaTileId::k192x64WgradRows, "_rows", kWgradRowTaps * 64, 64, false, false, 0);
+  instance.wgrad_rows = true;
+  return instance;
+}
+
+// As WgmmaTileOf in igemm_wgmma_sm90.cuh and igemm_wgmma_cluster_sm90.cuh, and WgradRowsTile in
+// igemm_wgmma_wgrad_sm90.cuh.
 constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x256, "", 128, 256, false, false, 0),
     MakeInstance(WgmmaTileId::k256x128, "", 256, 128, false, false, 0),
@@ -63,6 +72,7 @@ constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k64x256PingpongOneTap, "_pingpong_one_tap", 64, 256, true, false, 4,
                  true),
     MakeClusterInstance(WgmmaTileId::k64x64Cluster, 64, 64),
+    MakeWgradRowsInstance(),
 };
 
 // Of the reduction, 128 bytes of channels.
@@ -107,7 +117,57 @@ struct Plan {
   int64_t steps = 0;        // loads of the longest reduction
   double average_taps = 0;  // 64-wide pieces of the reduction, over phases
   double taps_of_load = 1;  // in rows
+  double pieces_of_step = 1;
 };
+
+// Turns a plan of wgrad into one of wgrad in rows: the walk runs past a row's end, over as many
+// columns of zeros as the wider side of the padding has, and a tile's rows are a chunk of the taps
+// of a filter row (igemm_wgmma_wgrad_sm90.cuh).
+Status PlanWgradRows(const ConvProblem& problem, const GatherAxis& axis, Plan* plan) {
+  IgemmWgmmaParams& params = plan->params;
+  WgmmaOperands& operands = plan->operands;
+  WgmmaPhase& phase = params.phase[0];
+  const int64_t taps = std::min<int64_t>(axis.taps, kWgradRowTaps);
+  const int64_t span = (taps - 1) * axis.src_per_t;
+  if (axis.taps == 1 || axis.src_per_j != 1 || span > kMaxWgmmaSpan) {
+    return Status::Unimplemented(
+        "rows need a filter of several taps along the last axis, of stride 1, that reach over at "
+        "most " +
+        std::to_string(kMaxWgmmaSpan) + " pixels");
+  }
+  if (problem.batch > 1) {
+    return Status::Unimplemented("rows would carry one batch's infinities into another's filter");
+  }
+  const int64_t pad = -int64_t{axis.off};
+  const int64_t reach = int64_t{axis.taps - 1} * axis.src_per_t;
+  const int64_t walked =
+      std::max({int64_t{axis.dst_extent}, axis.src_extent + std::max<int64_t>(pad, 0),
+                axis.dst_extent + reach - pad});
+  const Im2colLimits& limits = kIm2colLimits[problem.rank];
+  if (walked - std::min(axis.src_extent, axis.dst_extent) > limits.upper ||
+      walked - axis.src_extent < limits.lower) {
+    return Status::Unimplemented("padding of " + std::to_string(walked - axis.src_extent) +
+                                 " pixels, wider than the copy engine's fields");
+  }
+  const int64_t image = walked * phase.count[1].divisor * phase.count[2].divisor;
+  if ((problem.n + 1) * image > kMaxRows) {
+    return Status::Unimplemented("more than 2^31 - 2^12 pixels");
+  }
+  phase.count[0] = FastDivmod(walked);
+  phase.offset0[0] = axis.off;
+  phase.lower[0] = 0;
+  operands.a_upper[0][0] = static_cast<int32_t>(walked - axis.src_extent);
+  operands.b_upper = static_cast<int32_t>(walked - axis.dst_extent);
+  for (int i = 0; i < 3; ++i) operands.b_extent[i] = problem.out[2 - i];
+  plan->steps = CeilDiv(problem.n * image, kWgradRowsPixels);
+  phase.steps = static_cast<int32_t>(plan->steps);
+  plan->pieces_of_step = static_cast<double>(kWgradRowsPixels / kStepPixels);
+  plan->average_taps = static_cast<double>(plan->steps) * plan->pieces_of_step;
+  const int64_t units =
+      CeilDiv(phase.taps[0], kWgradRowTaps) * phase.taps[1] * phase.taps[2] * params.slabs.divisor;
+  phase.rows = static_cast<int32_t>(units * kWgradRowTaps * 64);
+  return {};
+}
 
 Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan) {
   ImplicitGemm gemm;
@@ -180,6 +240,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   if (wgrad && (instance.rows || instance.cluster)) {
     return Status::Unimplemented("rows and clusters serve fprop and dgrad");
   }
+  if (!wgrad && instance.wgrad_rows) return Status::Unimplemented("rows that serve wgrad");
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];
     params.src_step[i] = axis.src_per_j;
@@ -266,6 +327,10 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     all_taps = static_cast<double>(plan->steps);
   }
   plan->average_taps = all_taps / gemm.phases;
+  if (instance.wgrad_rows) {
+    JAXCONV_RETURN_IF_ERROR(PlanWgradRows(problem, gemm.axis[2], plan));
+    rows = params.phase[0].rows;
+  }
   if (matrix) params.rank = 0;
   if (instance.rows) params.dense_rows = 0;
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
@@ -317,12 +382,16 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
   WgmmaWork work;
   work.tiles = plan.tiles * slices;
   work.taps = slices == 1 ? plan.average_taps
-                          : static_cast<double>(CeilDiv(plan.steps, slices)) * plan.taps_of_load;
+                          : static_cast<double>(CeilDiv(plan.steps, slices)) * plan.taps_of_load *
+                                plan.pieces_of_step;
   work.taps_of_load = plan.taps_of_load;
   work.gemm_n = plan.params.gemm_n;
   work.n_tiles = plan.params.n_tiles.divisor;
   work.m_tiles = plan.params.m_tiles.divisor;
-  if (problem.op == Op::kWgrad) {
+  if (instance.wgrad_rows) {
+    work.rows_of_load = kWgradRowTaps;
+    work.pieces_of_step = plan.pieces_of_step;
+  } else if (problem.op == Op::kWgrad) {
     work.extra_copies = static_cast<double>(instance.cost.tile_m / 64 - 1);
   }
   work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
@@ -341,8 +410,9 @@ double Cost(const Instance& instance, const ConvProblem& problem, const DeviceIn
 }
 
 // Slices are all of the same length but the last; the kernel has no way through an empty one, but
-// in clusters.
+// in clusters. Wgrad in rows deals its steps out in turn.
 bool NoneEmpty(const Instance& instance, const Plan& plan, int64_t slices) {
+  if (instance.wgrad_rows) return slices <= plan.steps;
   return instance.cluster || CeilDiv(plan.steps, CeilDiv(plan.steps, slices)) == slices;
 }
 
@@ -352,7 +422,7 @@ int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const P
   if (plan.params.phases > 1 || instance.resident_steps > 0) return 1;
   return std::max<int64_t>(
       1,
-      std::min({plan.steps / kMinStepsPerSlice,
+      std::min({static_cast<int64_t>(plan.steps * plan.pieces_of_step) / kMinStepsPerSlice,
                 kMaxWorkspaceBytes / std::max<int64_t>(1, WorkspaceBytes(instance, problem, 2) / 2),
                 kMaxSlices}));
 }
@@ -422,6 +492,8 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
                                                                                stream);
       }
       break;
+    case WgmmaTileId::k192x64WgradRows:
+      return LaunchWgmmaWgradRows<kType>(params, operands, stream);
   }
   return Status::Internal("no such tile");
 }
@@ -474,11 +546,15 @@ std::vector<KernelRow> IgemmWgmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (const Instance& instance : kInstances) {
-        if (op == Op::kWgrad && (instance.rows || instance.one_tap || instance.cluster)) continue;
+        if (op == Op::kWgrad ? instance.rows || instance.one_tap || instance.cluster
+                             : instance.wgrad_rows) {
+          continue;
+        }
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +
-                   std::to_string(instance.cost.tile_n) + "x" + std::to_string(kStepChannels) +
+                   std::to_string(instance.cost.tile_n) + "x" +
+                   std::to_string(instance.wgrad_rows ? kWgradRowsPixels : kStepChannels) +
                    instance.suffix;
         row.family = kFamily;
         row.op = op;

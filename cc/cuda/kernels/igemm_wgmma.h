@@ -15,7 +15,7 @@ namespace jaxconv {
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
 // share a load of activations. "Resident": rows, and the filter stays in shared memory. "One tap":
 // it stays there too, for filters of one tap. "Cluster": the CTAs of a cluster split a tile's
-// reduction (igemm_wgmma_cluster_sm90.cuh).
+// reduction (igemm_wgmma_cluster_sm90.cuh). "WgradRows": rows in wgrad, a kernel of its own.
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -30,6 +30,7 @@ enum class WgmmaTileId {
   k256x64PingpongResident,
   k64x256PingpongOneTap,
   k64x64Cluster,
+  k192x64WgradRows,
 };
 
 // Its rows of the kernel table.
@@ -44,6 +45,11 @@ Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& ope
 template <Op kOp, DType kType, WgmmaTileId kTile>
 Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
                                void* stream);
+
+// The same for wgrad in rows (igemm_wgmma_wgrad_sm90.cuh).
+template <DType kType>
+Status LaunchWgmmaWgradRows(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
+                            void* stream);
 
 }  // namespace jaxconv
 

@@ -231,6 +231,11 @@ __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorM
     CopyTile3d(shared + i * 8192, map, barrier, k, c, tap);
   }
 }
+// A phase without taps (channel0 > 0) is stored as zeros, and nothing is loaded: strided dgrad of a
+// small filter has many such tiles. In fprop and in rows they are rare, and the second call of the
+// store cost fprop's short launches 3 %: there they are a step of zeros.
+template <Op kOp, class Tile>
+inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kRows;
 
 // The thread that issues the copies.
 template <Op kOp, class Tile>
@@ -260,6 +265,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
     if (place.m_tile * Tile::kTileM >= phase.rows) continue;
+    if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) continue;
     const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, place.batch);
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
@@ -491,11 +497,24 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
     if constexpr (Tile::kPingpong) {
       turn ^= 1;
       if (turn == kWarpgroup) {  // the other's tile
+        if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) continue;
         stage.Skip(steps);
         if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps);
         continue;
       }
       NamedBarrierSync(1 + kWarpgroup, 256);
+    }
+    auto first_row = [&] {
+      return place.m_tile * Tile::kTileM + kOwnRows + threadIdx.x / 32 % 4 * 16;
+    };
+    if constexpr (kStoresZeros<kOp, Tile>) {
+      if (phase.channel0 > 0) {
+        if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
+        // A call of its own: zeros joined with the accumulators below would spill them.
+        const typename Tile::Accumulators zeros{};
+        StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, zeros, first_row(), staging);
+        continue;
+      }
     }
     typename Tile::Accumulators acc;
     if constexpr (!Tile::kRows) {
@@ -546,8 +565,7 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
       release(barriers.Empty(last));
     }
-    const int32_t m_first = place.m_tile * Tile::kTileM + kOwnRows + threadIdx.x / 32 % 4 * 16;
-    StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
+    StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, acc, first_row(), staging);
   }
 }
 

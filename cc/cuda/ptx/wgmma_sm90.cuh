@@ -26,10 +26,13 @@ __device__ __forceinline__ uint64_t KMajorDescriptor(uint32_t shared) {
   return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
 }
+__device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared, uint32_t leading_bytes) {
+  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
 template <int kLeadingBytes>
 __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared) {
-  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{kLeadingBytes >> 4} << 16 |
-         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return MnMajorDescriptor(shared, kLeadingBytes);
 }
 
 // Orders register and shared-memory accesses of the warpgroup before the wgmmas that follow.
@@ -111,12 +114,20 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 }
 
 // Four 8x8 matrices of 16-bit elements from fragments; lane l gives the address of row l % 8 of
-// matrix l / 8.
+// matrix l / 8. Transposed: of column l % 8.
 __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t m0, uint32_t m1,
                                               uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                : "memory");
+}
+
+__device__ __forceinline__ void StoreMatricesTransposed(uint32_t address, uint32_t m0, uint32_t m1,
+                                                        uint32_t m2, uint32_t m3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+      : "memory");
 }
 
 }  // namespace jaxconv

@@ -20,9 +20,6 @@ constexpr double kStepCycles = 24;
 // it does not hide behind the tensor cores.
 constexpr double kL2BytesPerCycle = 37;
 constexpr double kL2Exposed = 0.17;
-// What enters an SM passes the port that its results leave by, at 64 B/clk; of that, little shows.
-constexpr double kIngestExposed = 0.02;
-constexpr double kIngestBytesPerCycle = 64;
 // The issuing thread: wait, announce, first copy; every further copy.
 constexpr double kLoadCycles = 337;
 constexpr double kCopyCycles = 120;
@@ -30,6 +27,11 @@ constexpr double kCopyCycles = 120;
 constexpr double kPrologueCycles = 4600;
 constexpr double kEpilogueCycles = 150;
 constexpr double kEpilogueBytesPerCycle = 230;
+// Results of wgrad in rows: 32 bytes here and there.
+constexpr double kSectorBytesPerCycle = 10;
+// Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
+constexpr double kPartialBytesPerCycle = 40;
+constexpr double kReduceBytesPerCycle = 17;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
 
@@ -57,20 +59,23 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double tile_m = static_cast<double>(tile.tile_m);
   const double columns = static_cast<double>(std::min(tile.tile_n, (work.gemm_n + 63) / 64 * 64));
   // Of one piece of the reduction; wgmma runs over all columns of the tile, be they there or not.
-  const double tensor =
-      static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle + kStepCycles;
-  const double bytes_a = tile_m * 128 / work.taps_of_load;
+  const double tensor = static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle +
+                        kStepCycles / work.pieces_of_step;
+  const double bytes_a = tile_m * 128 / (work.taps_of_load * work.rows_of_load);
   const double bytes_b = tile.resident ? 0 : columns * 128;
   const double l2 =
       (bytes_a / static_cast<double>(work.n_tiles) + bytes_b / static_cast<double>(work.m_tiles)) /
       kL2BytesPerCycle;
   const double copies = (tile.resident ? 0 : columns / 64) + work.extra_copies;
-  const double issue = kLoadCycles / work.taps_of_load + kCopyCycles * copies +
-                       (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0);
-  const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2 +
-                     kIngestExposed * (bytes_a + bytes_b) / kIngestBytesPerCycle;
-  const double epilogue = kEpilogueCycles + tile_m * columns * (work.partial_bytes > 0 ? 4 : 2) /
-                                                kEpilogueBytesPerCycle;
+  const double issue = (kLoadCycles / work.taps_of_load + kCopyCycles * copies +
+                        (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0)) /
+                       work.pieces_of_step;
+  const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2;
+  const double epilogue =
+      kEpilogueCycles + tile_m * columns *
+                            (work.partial_bytes > 0  ? 4 / kPartialBytesPerCycle
+                             : work.rows_of_load > 1 ? 2 / kSectorBytesPerCycle
+                                                     : 2 / kEpilogueBytesPerCycle);
   // With a resident filter a CTA keeps its columns.
   const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
   const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
@@ -79,11 +84,10 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
                                   : tiles * (work.taps * tap + epilogue);
   const double dram =
       (work.dram_bytes + work.partial_bytes) / (kDramBytesPerCycle * device.sm_count);
-  const double filter = tile.resident ? work.taps * columns * 128 / kL2BytesPerCycle : 0;
-  double cycles = std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles +
-                  filter + kLaunchCycles;
+  double cycles =
+      std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
   if (work.partial_bytes > 0) {
-    cycles += kLaunchCycles + work.partial_bytes / (kDramBytesPerCycle * device.sm_count);
+    cycles += work.partial_bytes / (kReduceBytesPerCycle * device.sm_count);
   }
   return cycles / kCyclesPerMicrosecond;
 }

@@ -26,6 +26,8 @@ struct WgmmaWork {
   int64_t gemm_n = 0;
   // SMs that want the same activations, and the same of the other operand.
   int64_t n_tiles = 1, m_tiles = 1;
+  // Wgrad in rows: rows of the tile that a line of a load serves, pieces of a step.
+  double rows_of_load = 1, pieces_of_step = 1;
   double extra_copies = 0;   // of a piece, beside one of activations and those of the columns
   double dram_bytes = 0;     // every tensor once
   double partial_bytes = 0;  // split-K: what the slices write and the reduction reads again
