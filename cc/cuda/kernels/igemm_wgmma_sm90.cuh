@@ -425,22 +425,32 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
   if constexpr (Tile::kResident > 0) BarrierWait(barriers.Resident(), 0);
   // Pingpong: warpgroup 0 has the first turn.
   if (Tile::kPingpong && kWarpgroup == 1) NamedBarrierArrive(1, 256);
-  int turn = 0;
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  auto steps_of = [&](const WgmmaTilePlace& place) -> int32_t {
+    const WgmmaPhase& phase = params.phase[place.phase];
+    if (place.m_tile * Tile::kTileM >= phase.rows) return 0;
+    return min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
+  };
+  auto taps_of = [&](const WgmmaTilePlace& place) {
+    return Tile::kRows ? params.phase[place.phase].taps[0] : 1;
+  };
+  // In pingpong a warpgroup strides over its own tiles: where it walked over all and counted turns,
+  // the compiler took what one of the two made into descriptors for different in its threads.
+  const int32_t stride = gridDim.x;
+  for (int32_t index = blockIdx.x + (Tile::kPingpong ? kWarpgroup * stride : 0);
+       index < params.tiles; index += Tile::kPingpong ? 2 * stride : stride) {
+    if (Tile::kPingpong && index >= stride) {  // the other's tile before
+      const WgmmaTilePlace other(params, index - stride);
+      const int32_t steps = steps_of(other);
+      stage.Skip(steps);
+      if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps_of(other));
+    }
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
-    if (place.m_tile * Tile::kTileM >= phase.rows) continue;
-    const int32_t steps =
-        min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
-    const int32_t taps = Tile::kRows ? phase.taps[0] : 1;
-    if constexpr (Tile::kPingpong) {
-      turn ^= 1;
-      if (turn == kWarpgroup) {  // the other's tile
-        stage.Skip(steps);
-        if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps);
-        continue;
-      }
-      NamedBarrierSync(1 + kWarpgroup, 256);
+    const int32_t steps = steps_of(place), taps = taps_of(place);
+    if constexpr (Tile::kPingpong) NamedBarrierSync(1 + kWarpgroup, 256);
+    if (steps == 0) {
+      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
+      continue;
     }
     typename Tile::Accumulators acc;
     if constexpr (!Tile::kRows) {
