@@ -35,8 +35,10 @@ foreach(op fprop dgrad wgrad)
            cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
     endforeach()
     if(NOT op STREQUAL "wgrad")
-      list(APPEND JAXCONV_CUDA_SM90_SOURCES
-           cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_rows_sm90.cu)
+      foreach(tiles columns rows)
+        list(APPEND JAXCONV_CUDA_SM90_SOURCES
+             cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
+      endforeach()
     endif()
   endforeach()
 endforeach()

@@ -22,11 +22,13 @@ struct Instance {
 };
 
 constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile_m, int64_t tile_n,
-                                bool pingpong, bool rows, int64_t resident_steps) {
+                                bool pingpong, bool rows, int64_t resident_steps,
+                                bool columns = false) {
   Instance instance{};
   instance.id = id;
   instance.suffix = suffix;
   instance.rows = rows;
+  instance.cost.columns = columns;
   instance.resident_steps = resident_steps;
   instance.cost.tile_m = tile_m;
   instance.cost.tile_n = tile_n;
@@ -46,10 +48,12 @@ constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, true, false, 0),
     MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, true, false, 0),
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
-    MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, true, true,
-                 9),
-    MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, true, true,
-                 9),
+    MakeInstance(WgmmaTileId::k256x64Columns, "_columns", 256, 64, true, false, 0, true),
+    MakeInstance(WgmmaTileId::k256x64ColumnsRows, "_columns_rows", 256, 64, true, true, 0, true),
+    MakeInstance(WgmmaTileId::k192x64ColumnsResident, "_columns_resident", 192, 64, true, true, 9,
+                 true),
+    MakeInstance(WgmmaTileId::k128x64ColumnsResident, "_columns_resident", 128, 64, true, true, 9,
+                 true),
 };
 
 // Of the reduction, 128 bytes of channels.
@@ -157,7 +161,9 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
 
   const Im2colLimits& limits = kIm2colLimits[problem.rank];
   bool matrix = gemm.phases == 1 && problem.taps() == 1;
-  if (wgrad && instance.rows) return Status::Unimplemented("rows serve fprop and dgrad");
+  if (wgrad && (instance.rows || instance.cost.columns)) {
+    return Status::Unimplemented("rows and columns of pixels serve fprop and dgrad");
+  }
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];
     params.src_step[i] = axis.src_per_j;
@@ -371,16 +377,27 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
                                                                                stream);
       }
       break;
-    case WgmmaTileId::k128x64PingpongResident:
+    case WgmmaTileId::k256x64Columns:
       if constexpr (kOp != Op::kWgrad) {
-        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
-                                                                                  stream);
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64Columns>(params, operands, stream);
       }
       break;
-    case WgmmaTileId::k256x64PingpongResident:
+    case WgmmaTileId::k256x64ColumnsRows:
       if constexpr (kOp != Op::kWgrad) {
-        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64PingpongResident>(params, operands,
-                                                                                  stream);
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64ColumnsRows>(params, operands,
+                                                                             stream);
+      }
+      break;
+    case WgmmaTileId::k192x64ColumnsResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x64ColumnsResident>(params, operands,
+                                                                                 stream);
+      }
+      break;
+    case WgmmaTileId::k128x64ColumnsResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64ColumnsResident>(params, operands,
+                                                                                 stream);
       }
       break;
   }
@@ -433,7 +450,7 @@ std::vector<KernelRow> IgemmWgmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (const Instance& instance : kInstances) {
-        if (op == Op::kWgrad && instance.rows) continue;
+        if (op == Op::kWgrad && (instance.rows || instance.cost.columns)) continue;
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +

@@ -13,7 +13,8 @@
 namespace jaxconv {
 
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
-// share a load of activations. "Resident": rows, and the filter stays in shared memory.
+// share a load of activations. "Columns": pixels are the columns of the product, in pingpong.
+// "Resident": rows, and the filter stays in shared memory.
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -24,8 +25,10 @@ enum class WgmmaTileId {
   k128x128Pingpong,
   k128x64Pingpong,
   k128x128PingpongRows,
-  k128x64PingpongResident,
-  k256x64PingpongResident,
+  k256x64Columns,
+  k256x64ColumnsRows,
+  k192x64ColumnsResident,
+  k128x64ColumnsResident,
 };
 
 // Its rows of the kernel table.

@@ -16,6 +16,9 @@
 //     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
 //     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
 //
+// "Columns": for few output channels the tile is the other way round, 64 channels by up to 256
+// pixels in pingpong (wgmma_columns_sm90.cuh).
+//
 // "Rows": the taps of a filter row share one load. The pixels are those of the padded image, so a
 // tap's operand begins that many lines further on; the padding's columns are computed and dropped.
 //
@@ -36,6 +39,7 @@
 #include "cuda/device/element.cuh"
 #include "cuda/device/fused_epilogue.cuh"
 #include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/device/wgmma_columns_sm90.cuh"
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/tensor_map.h"
@@ -67,10 +71,16 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 8> {};
+
+//  pixels, stages, filter slots, resident
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident> : WgmmaTile<2, true, 2, 64, 0, 6, 0, 9> {};
+struct WgmmaTileOf<WgmmaTileId::k256x64Columns> : WgmmaColumnsTile<256, 5> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k256x64PingpongResident> : WgmmaTile<2, true, 4, 64, 0, 3, 0, 9> {};
+struct WgmmaTileOf<WgmmaTileId::k256x64ColumnsRows> : WgmmaColumnsTile<256, 4, 8> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k192x64ColumnsResident> : WgmmaColumnsTile<192, 5, 0, 9> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64ColumnsResident> : WgmmaColumnsTile<128, 7, 0, 9> {};
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -93,8 +103,7 @@ struct WgmmaTilePlace {
 // Addresses of the mbarriers.
 template <class Tile>
 struct WgmmaBarriers {
-  static constexpr int kCount =
-      2 * Tile::kStages + 2 * Tile::kSlotsB + (Tile::kResident > 0 ? 1 : 0);
+  static constexpr int kCount = 2 * Tile::kStages + 2 * Tile::kSlotsB + Tile::kResident;
   uint32_t first;
   __device__ __forceinline__ uint32_t Full(uint32_t stage) const { return first + stage * 8; }
   __device__ __forceinline__ uint32_t Empty(uint32_t stage) const {
@@ -106,7 +115,9 @@ struct WgmmaBarriers {
   __device__ __forceinline__ uint32_t EmptyB(uint32_t slot) const {
     return first + (2 * Tile::kStages + Tile::kSlotsB + slot) * 8;
   }
-  __device__ __forceinline__ uint32_t Resident() const { return first + (kCount - 1) * 8; }
+  __device__ __forceinline__ uint32_t Resident(uint32_t step) const {
+    return first + (2 * Tile::kStages + 2 * Tile::kSlotsB + step) * 8;
+  }
 };
 
 // A place in a ring of kSize slots and the parity of its round.
@@ -142,24 +153,6 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
   auto boxes_of = [&](int32_t n_first) {
     return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
   };
-  if constexpr (Tile::kResident > 0) {
-    const WgmmaPhase& phase = params.phase[0];
-    const int boxes = boxes_of(0);
-    BarrierArriveExpect(barriers.Resident(), phase.steps * phase.taps[0] * boxes * 8192);
-    uint32_t shared = ring + Tile::kFilterAt;
-    for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
-      for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
-        for (int32_t slab = 0; slab < slabs; ++slab) {
-          for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-            copy_filter(shared, barriers.Resident(), boxes, 0, slab * 64, 0,
-                        phase.filter0 + t0 * phase.filter_step[0] + t1 * phase.filter_step[1] +
-                            t2 * phase.filter_step[2]);
-            shared += Tile::kBytesB;
-          }
-        }
-      }
-    }
-  }
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
@@ -231,6 +224,15 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
           copy_filter(ring + Tile::kFilterAt + slot.slot * Tile::kBytesB, barriers.FullB(slot.slot),
                       boxes, n_first, channel, b_channel, tap + t * phase.filter_step[0]);
           slot.Next();
+        }
+      } else if (index == blockIdx.x) {
+        // A resident filter comes with the first tile's activations, tap by tap, so that the first
+        // product waits for one tap and not for all.
+        for (int32_t t = 0; t < phase.taps[0]; ++t) {
+          const uint32_t at = step * phase.taps[0] + t;
+          BarrierArriveExpect(barriers.Resident(at), boxes * 8192);
+          copy_filter(ring + Tile::kFilterAt + at * Tile::kBytesB, barriers.Resident(at), boxes,
+                      n_first, channel, b_channel, tap + t * phase.filter_step[0]);
         }
       }
       if (++slab == slabs) {
@@ -320,6 +322,32 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
   }
 }
 
+// The output row of row m of a phase, or -1.
+template <Op kOp>
+__device__ __forceinline__ int32_t WgmmaOutputRow(const IgemmWgmmaParams& params,
+                                                  const WgmmaPhase& phase, int32_t m) {
+  if (m >= phase.rows) return -1;
+  if constexpr (kOp == Op::kWgrad) {
+    int32_t tap, slab;
+    params.slabs.Divmod(m / 64, &tap, &slab);
+    const int32_t channel = slab * 64 + m % 64;
+    if (channel >= params.row_channels) return -1;
+    m = tap * params.row_channels + channel;
+  } else if (!params.dense_rows) {
+    int32_t j0, j1, j2, image;
+    phase.count[0].Divmod(m, &m, &j0);
+    phase.count[1].Divmod(m, &m, &j1);
+    phase.count[2].Divmod(m, &image, &j2);
+    if (j0 >= phase.width) return -1;
+    m = ((image * params.out_extent[2] + phase.phase[2] + j2 * params.period[2]) *
+             params.out_extent[1] +
+         phase.phase[1] + j1 * params.period[1]) *
+            params.out_extent[0] +
+        phase.phase[0] + j0 * params.period[0];
+  }
+  return m;
+}
+
 // A warpgroup's part of a finished tile -> the output.
 template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
@@ -330,34 +358,11 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
                        int64_t{place.group} * params.out_group + n_first;
-  // Row of the output, or -1.
-  auto row_of = [&](int32_t m) -> int32_t {
-    if (m >= phase.rows) return -1;
-    if constexpr (kOp == Op::kWgrad) {
-      int32_t tap, slab;
-      params.slabs.Divmod(m / 64, &tap, &slab);
-      const int32_t channel = slab * 64 + m % 64;
-      if (channel >= params.row_channels) return -1;
-      m = tap * params.row_channels + channel;
-    } else if (!params.dense_rows) {
-      int32_t j0, j1, j2, image;
-      phase.count[0].Divmod(m, &m, &j0);
-      phase.count[1].Divmod(m, &m, &j1);
-      phase.count[2].Divmod(m, &image, &j2);
-      if (j0 >= phase.width) return -1;
-      m = ((image * params.out_extent[2] + phase.phase[2] + j2 * params.period[2]) *
-               params.out_extent[1] +
-           phase.phase[1] + j1 * params.period[1]) *
-              params.out_extent[0] +
-          phase.phase[0] + j0 * params.period[0];
-    }
-    return m;
-  };
   // A warp's rows are decoded once, a row a lane, and handed round.
   int32_t decoded[(Tile::kBlocks + 1) / 2];
 #pragma unroll
   for (int i = 0; i < (Tile::kBlocks + 1) / 2; ++i) {
-    decoded[i] = row_of(m_first + (2 * i + lane / 16) * 64 + lane % 16);
+    decoded[i] = WgmmaOutputRow<kOp>(params, phase, m_first + (2 * i + lane / 16) * 64 + lane % 16);
   }
   auto row_offset = [&](int block, int row) -> int64_t {
     const int32_t m = __shfl_sync(0xffffffff, decoded[block / 2], block % 2 * 16 + row);
@@ -406,6 +411,51 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   }
 }
 
+// The same of a tile whose columns are pixels.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+__device__ __forceinline__ void StoreWgmmaColumns(const IgemmWgmmaParams& params,
+                                                  const WgmmaTilePlace& place,
+                                                  const WgmmaPhase& phase,
+                                                  const typename Tile::Accumulators& acc,
+                                                  uint32_t staging) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int channels = params.gemm_n - n_first;
+  const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
+                       int64_t{place.group} * params.out_group + n_first;
+  // Of every 16 pixels a warp stores four, decoded once, a pixel a lane, and handed round.
+  constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
+  int32_t decoded[kDecoded];
+#pragma unroll
+  for (int i = 0; i < kDecoded; ++i) {
+    decoded[i] = WgmmaOutputRow<kOp>(
+        params, phase, place.m_tile * Tile::kTileM + (i * 8 + lane / 4) * 16 + warp * 4 + lane % 4);
+  }
+  auto row = [&](int sixteen, int pixel) {
+    return __shfl_sync(0xffffffff, decoded[sixteen / 8], sixteen % 8 * 4 + pixel);
+  };
+  // Nobody is reading the staging of the tile before: the warpgroup met since, when its turn came.
+  constexpr int kBarrier = 3 + kWarpgroup;
+  if (std::is_same_v<Epilogue, PlainEpilogue> && !params.out_is_f32) {
+    StoreRoundedColumns<kBarrier>(acc.of, staging, static_cast<T*>(params.out) + base,
+                                  params.out_channels * sizeof(T), row, channels);
+    return;
+  }
+  const Epilogue epilogue(params.epilogue);
+  const int channel0 = place.group * params.gemm_n + n_first;
+  auto pixel_offset = [&](int sixteen, int pixel) -> int64_t {
+    const int32_t m = row(sixteen, pixel);
+    return m < 0 ? -1 : base + int64_t{m} * params.out_channels;
+  };
+  if (params.out_is_f32) {
+    StoreFinishedColumns<kBarrier>(acc.of, staging, static_cast<float*>(params.out), epilogue,
+                                   pixel_offset, channels, channel0);
+  } else if constexpr (!std::is_same_v<Epilogue, PlainEpilogue>) {
+    StoreFinishedColumns<kBarrier>(acc.of, staging, static_cast<T*>(params.out), epilogue,
+                                   pixel_offset, channels, channel0);
+  }
+}
+
 // A math warpgroup's way through the tiles. Its number is a template parameter, so that everything
 // that becomes a descriptor is the same in all threads as the compiler sees it, and stays in
 // uniform registers: moved there from others before every wgmma, it cost the narrow tiles half
@@ -414,17 +464,16 @@ template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
 __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& params, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
   constexpr bool kMnMajorA = kOp == Op::kWgrad, kMnMajorB = kOp != Op::kDgrad;
-  const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-  constexpr uint32_t kOwnRows = Tile::kPingpong ? 0 : kWarpgroup * Tile::kBlocks * 64;
+  constexpr uint32_t kOwnPixels = kWarpgroup * Tile::kOwnPixels;
   const bool signals = threadIdx.x % 128 == 0;
   auto release = [&](uint32_t barrier) {
     if (signals) BarrierArrive(barrier);
   };
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
-  if constexpr (Tile::kResident > 0) BarrierWait(barriers.Resident(), 0);
   // Pingpong: warpgroup 0 has the first turn.
   if (Tile::kPingpong && kWarpgroup == 1) NamedBarrierArrive(1, 256);
+  bool first_tile = true;
   auto steps_of = [&](const WgmmaTilePlace& place) -> int32_t {
     const WgmmaPhase& phase = params.phase[place.phase];
     if (place.m_tile * Tile::kTileM >= phase.rows) return 0;
@@ -458,7 +507,7 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
         const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(acc, shared + kOwnRows * 128,
+        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(acc, shared + kOwnPixels * 128,
                                                          shared + Tile::kBytesA, step > 0);
         WgmmaWait<1>();
         if (step > 0) release(barriers.Empty(last));
@@ -469,24 +518,33 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       WgmmaWait<0>();
       release(barriers.Empty(last));
     } else {
-      uint32_t last = 0, last_b = 0, resident = ring + Tile::kFilterAt;
+      const uint32_t tap0 = phase.offset0[0], tap_step = phase.offset_step[0];
+      uint32_t last = 0, last_b = 0, resident = 0;
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
-        uint32_t a = ring + stage.slot * Tile::kStageBytes + (kOwnRows + phase.offset0[0]) * 128;
+        uint32_t a = ring + stage.slot * Tile::kStageBytes + (kOwnPixels + tap0) * 128;
         for (int32_t t = 0; t < taps; ++t) {
-          if constexpr (Tile::kSlotsB > 0) BarrierWait(barriers.FullB(slot.slot), slot.parity);
+          const uint32_t b = Tile::kSlotsB > 0 ? slot.slot : resident;
+          if constexpr (Tile::kSlotsB > 0) {
+            BarrierWait(barriers.FullB(b), slot.parity);
+          } else if (first_tile) {
+            BarrierWait(barriers.Resident(b), 0);
+          }
           Tile::template Multiply<T, kMnMajorA, kMnMajorB>(
-              acc, a,
-              Tile::kSlotsB > 0 ? ring + Tile::kFilterAt + slot.slot * Tile::kBytesB : resident,
-              step > 0 || t > 0);
-          WgmmaWait<1>();
+              acc, a, ring + Tile::kFilterAt + b * Tile::kBytesB, step > 0 || t > 0);
+          // A resident filter has nothing to give back: between rows three taps may be under way.
+          if (Tile::kSlotsB > 0 || t == 0) {
+            WgmmaWait<1>();
+          } else {
+            WgmmaWait<2>();
+          }
           if (step > 0 || t > 0) {
             if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
             // The row before has been read by its last tap.
             if (t == 0) release(barriers.Empty(last));
           }
-          a += phase.offset_step[0] * 128;
-          resident += Tile::kBytesB;
+          a += tap_step * 128;
+          ++resident;
           last_b = slot.slot;
           if constexpr (Tile::kSlotsB > 0) slot.Next();
         }
@@ -497,9 +555,18 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       WgmmaWait<0>();
       if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
       release(barriers.Empty(last));
+      first_tile = false;
     }
-    const int32_t m_first = place.m_tile * Tile::kTileM + kOwnRows + threadIdx.x / 32 % 4 * 16;
-    StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, acc, m_first, staging);
+    if constexpr (Tile::kColumns) {
+      StoreWgmmaColumns<kOp, T, Tile, Epilogue, kWarpgroup>(
+          params, place, phase, acc,
+          ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes);
+    } else {
+      const int32_t m_first = place.m_tile * Tile::kTileM + kOwnPixels + threadIdx.x / 32 % 4 * 16;
+      StoreWgmmaTile<kOp, T, Tile, Epilogue>(
+          params, place, phase, acc, m_first,
+          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes);
+    }
   }
 }
 
@@ -522,7 +589,7 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
       BarrierInit(barriers.FullB(s), 1);
       BarrierInit(barriers.EmptyB(s), kReaders);
     }
-    if constexpr (Tile::kResident > 0) BarrierInit(barriers.Resident(), 1);
+    for (int s = 0; s < Tile::kResident; ++s) BarrierInit(barriers.Resident(s), 1);
     BarrierInitFence();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);

@@ -118,6 +118,14 @@ __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t m0, uin
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                : "memory");
 }
+// The same, each matrix transposed: its columns become the rows in memory.
+__device__ __forceinline__ void StoreMatricesTransposed(uint32_t address, uint32_t m0, uint32_t m1,
+                                                        uint32_t m2, uint32_t m3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+      : "memory");
+}
 
 }  // namespace jaxconv
 

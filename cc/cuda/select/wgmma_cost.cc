@@ -26,6 +26,10 @@ constexpr double kCopyCycles = 120;
 constexpr double kPrologueCycles = 4600;
 constexpr double kEpilogueCycles = 150;
 constexpr double kEpilogueBytesPerCycle = 230;
+// Of pixels as columns, whose result is turned on its way out beside busy tensor cores; and what a
+// change of turns costs them.
+constexpr double kColumnsEpilogueBytesPerCycle = 15;
+constexpr double kColumnsTurnCycles = 200;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
 
@@ -36,8 +40,9 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double tile_m = static_cast<double>(tile.tile_m);
   const double columns = static_cast<double>(std::min(tile.tile_n, (work.gemm_n + 63) / 64 * 64));
   // Of one piece of the reduction; wgmma runs over all columns of the tile, be they there or not.
-  const double tensor =
-      static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle + kStepCycles;
+  // With a resident filter, only the first tap of a load has something to wait for.
+  const double tensor = static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle +
+                        kStepCycles / (tile.resident ? work.taps_of_load : 1);
   const double bytes_a = tile_m * 128 / work.taps_of_load;
   const double bytes_b = tile.resident ? 0 : columns * 128;
   const double l2 =
@@ -46,12 +51,15 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double copies = (tile.resident ? 0 : columns / 64) + work.extra_copies;
   const double issue = kLoadCycles / work.taps_of_load + kCopyCycles * copies +
                        (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0);
-  const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2;
-  const double epilogue = kEpilogueCycles + tile_m * columns * (work.partial_bytes > 0 ? 4 : 2) /
-                                                kEpilogueBytesPerCycle;
+  const double tap = std::max({tensor, l2, issue}) + (tile.resident ? 0 : kL2Exposed * l2);
+  const bool turned = tile.columns && tensor >= std::max(l2, issue);
+  const double epilogue =
+      kEpilogueCycles + tile_m * columns * (work.partial_bytes > 0 ? 4 : 2) /
+                            (turned ? kColumnsEpilogueBytesPerCycle : kEpilogueBytesPerCycle);
   const double tiles = static_cast<double>((work.tiles + device.sm_count - 1) / device.sm_count);
-  const double sm = tile.pingpong ? tiles * std::max(work.taps * tap, epilogue / 2) + epilogue
-                                  : tiles * (work.taps * tap + epilogue);
+  const double mainloop = work.taps * tap + (turned ? kColumnsTurnCycles : 0);
+  const double sm = tile.pingpong ? tiles * std::max(mainloop, epilogue / 2) + epilogue
+                                  : tiles * (mainloop + epilogue);
   const double dram =
       (work.dram_bytes + work.partial_bytes) / (kDramBytesPerCycle * device.sm_count);
   double cycles =
