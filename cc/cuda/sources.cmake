@@ -35,7 +35,7 @@ foreach(op fprop dgrad wgrad)
            cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
     endforeach()
     if(NOT op STREQUAL "wgrad")
-      foreach(tiles one_tap cluster)
+      foreach(tiles columns one_tap cluster)
         list(APPEND JAXCONV_CUDA_SM90_SOURCES
              cc/cuda/kernels/instances/igemm_wgmma_${op}_${dtype}_${tiles}_sm90.cu)
       endforeach()

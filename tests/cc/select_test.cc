@@ -82,8 +82,10 @@ JAXCONV_STUBS(k128x128);
 JAXCONV_STUBS(k128x128Pingpong);
 JAXCONV_STUBS(k128x64Pingpong);
 JAXCONV_STUBS(k128x128PingpongRows);
-JAXCONV_STUBS(k128x64PingpongResident);
-JAXCONV_STUBS(k256x64PingpongResident);
+JAXCONV_STUBS(k256x64Columns);
+JAXCONV_STUBS(k256x64ColumnsRows);
+JAXCONV_STUBS(k192x64ColumnsResident);
+JAXCONV_STUBS(k128x64ColumnsResident);
 JAXCONV_STUBS(k64x256PingpongOneTap);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x256);
 JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x256);
@@ -297,14 +299,15 @@ void TestWgmmaChoices() {
   };
   static const Choice kChoices[] = {
       {"b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
-       "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x128x64"},
+       "wgmma_bf16_256x64x64_columns", "wgmma_bf16_256x64x64_columns", "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x64x64_pingpong_resident", "wgmma_bf16_128x64x64_pingpong_resident",
+       "wgmma_bf16_128x64x64_columns_resident", "wgmma_bf16_128x64x64_columns_resident",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
-       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x64x64_pingpong", "wgmma_bf16_128x128x64"},
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_256x64x64_columns", "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_192x128x64"},
+       "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_192x128x64"},
       {"b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong",
        "wgmma_bf16_192x64x128_rows"},
@@ -314,7 +317,7 @@ void TestWgmmaChoices() {
        "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
        "wgmma_bf16_128x192x64"},
       {"b1 n64 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0",
-       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_128x128x64_pingpong",
        "wgmma_bf16_128x64x64_pingpong"},
       {"b1 n32 g1 c128 k128 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
@@ -322,13 +325,13 @@ void TestWgmmaChoices() {
       {"b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_128x256x64",
        "wgmma_bf16_128x256x64", "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x64x64_pingpong_resident", "wgmma_bf16_128x64x64_pingpong_resident",
+       "wgmma_bf16_128x64x64_columns_resident", "wgmma_bf16_128x64x64_columns_resident",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c64 k64 i480x480 f3x3 o480x480 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_256x64x64_pingpong_resident", "wgmma_bf16_256x64x64_pingpong_resident",
+       "wgmma_bf16_128x64x64_columns_resident", "wgmma_bf16_128x64x64_columns_resident",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n1 g1 c64 k64 i960x960 f3x3 o960x960 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_256x64x64_pingpong_resident", "wgmma_bf16_256x64x64_pingpong_resident",
+       "wgmma_bf16_192x64x64_columns_resident", "wgmma_bf16_192x64x64_columns_resident",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n4 g1 c320 k320 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_128x320x64",
        "wgmma_bf16_128x320x64", "wgmma_bf16_192x64x128_rows"},
@@ -341,6 +344,17 @@ void TestWgmmaChoices() {
        "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_192x64x128_rows"},
       {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
        "wgmma_bf16_256x128x64", "wgmma_bf16_256x128x64", "wgmma_bf16_192x64x128_rows"},
+      // Few output channels without a filter that resides: more than 64 channels in, groups,
+      // phases.
+      {"b1 n8 g1 c128 k64 i128x128 f3x3 o128x128 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_128x128x64_pingpong_rows",
+       "wgmma_bf16_192x64x128_rows"},
+      {"b1 n64 g2 c128 k128 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_256x64x64_columns_rows",
+       "wgmma_bf16_192x64x128_rows"},
+      {"b1 n32 g1 c64 k64 i112x112 f7x7 o56x56 s2x2 l1x1 d1x1 p3_3x3_3",
+       "wgmma_bf16_256x64x64_columns", "wgmma_bf16_256x64x64_columns_rows",
+       "wgmma_bf16_128x64x64_pingpong"},
   };
   for (const Choice& choice : kChoices) {
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {

@@ -15,29 +15,24 @@
 
 namespace jaxconv {
 
-// kWarpgroups math warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where one
-// cannot be so wide). Cooperative: the warpgroups stand one above the other in one tile. Pingpong:
-// each has a tile of its own, and they take turns at the tensor cores, so that one stores while the
-// other multiplies.
+// Shared memory and registers of a CTA that multiplies kTileM pixels by kTileN channels.
 //
 // kSlotsB = 0: a stage holds the activations and the filter of one step. Otherwise, "rows": the
 // activations of a whole filter row, kTileM pixels and kSpan more of the padded image, are loaded
 // once and read by every tap of the row, one pixel further on (kStages slots); the filter has
 // kSlotsB slots of its own. kResident (rows too, unless kOneTap): so many steps of the filter's
-// columns stay in shared memory for the kernel's life instead.
-template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
-          int kSlotsB_ = 0, int kResident_ = 0, bool kOneTap_ = false>
-struct WgmmaTile {
-  static constexpr int kWarpgroups = kWarpgroups_, kBlocks = kBlocks_;
+// columns stay in shared memory for the kernel's life instead. kStagingBytes: of each math warp, on
+// the way to the output.
+template <int kWarpgroups_, bool kPingpong_, int kTileM_, int kTileN_, int kStages_, int kSlotsB_,
+          int kResident_, int kStagingBytes_, bool kOneTap_ = false>
+struct WgmmaLayout {
+  static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr bool kPingpong = kPingpong_;
-  static constexpr int kN0 = kN0_, kN1 = kN1_;
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_;
   static constexpr int kStages = kStages_;
   static constexpr int kSlotsB = kSlotsB_, kResident = kResident_;
-  static constexpr bool kOneTap = kOneTap_;
-  static constexpr bool kRows = !kOneTap && (kSlotsB > 0 || kResident > 0);
+  static constexpr bool kRows = !kOneTap_ && (kSlotsB > 0 || kResident > 0);
   static constexpr bool kFilterApart = kRows || kResident > 0;  // not in the activations' stages
-  static constexpr int kTileM = (kPingpong ? 1 : kWarpgroups) * kBlocks * 64;
-  static constexpr int kTileN = kN0 + kN1;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
   static constexpr int kPixels = kTileM + (kRows ? kMaxWgmmaSpan : 0);  // of a load
   static constexpr int kBytesA = kPixels * 128;
@@ -45,7 +40,7 @@ struct WgmmaTile {
   static constexpr int kStageBytes = kBytesA + (kFilterApart ? 0 : kBytesB);
   static constexpr int kFilterAt = kStages * kStageBytes;
   static constexpr int kStagingAt = kFilterAt + (kResident > 0 ? kResident : kSlotsB) * kBytesB;
-  static constexpr int kStagingBytes = 4096;  // of a warp
+  static constexpr int kStagingBytes = kStagingBytes_;
   // And the way from the dynamic segment's start to a multiple of 1024.
   static constexpr int kSharedBytes = kStagingAt + kWarpgroups * 4 * kStagingBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
@@ -53,6 +48,22 @@ struct WgmmaTile {
   // 65536 registers among the warpgroups; the producer needs few.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
   static constexpr int kMathRegisters = kWarpgroups == 3 ? 160 : 232;
+};
+
+// kWarpgroups math warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where one
+// cannot be so wide). Cooperative: the warpgroups stand one above the other in one tile. Pingpong:
+// each has a tile of its own, and they take turns at the tensor cores, so that one stores while the
+// other multiplies.
+template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
+          int kSlotsB_ = 0, int kResident_ = 0, bool kOneTap_ = false>
+struct WgmmaTile
+    : WgmmaLayout<kWarpgroups_, kPingpong_, (kPingpong_ ? 1 : kWarpgroups_) * kBlocks_ * 64,
+                  kN0_ + kN1_, kStages_, kSlotsB_, kResident_, 4096, kOneTap_> {
+  static constexpr bool kColumns = false;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kN0 = kN0_, kN1 = kN1_;
+  // From one warpgroup's part of a cooperative tile to the next.
+  static constexpr int kOwnPixels = kPingpong_ ? 0 : kBlocks * 64;
 
   struct Accumulators {
     float first[kBlocks][kN0 / 2];

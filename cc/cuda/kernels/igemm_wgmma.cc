@@ -26,17 +26,25 @@ struct Instance {
 
 constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile_m, int64_t tile_n,
                                 bool pingpong, bool rows, int64_t resident_steps,
-                                bool one_tap = false) {
+                                bool columns = false) {
   Instance instance{};
   instance.id = id;
   instance.suffix = suffix;
   instance.rows = rows;
-  instance.one_tap = one_tap;
+  instance.cost.columns = columns;
   instance.resident_steps = resident_steps;
   instance.cost.tile_m = tile_m;
   instance.cost.tile_n = tile_n;
   instance.cost.pingpong = pingpong;
   instance.cost.resident = resident_steps > 0;
+  return instance;
+}
+
+constexpr Instance MakeOneTapInstance(WgmmaTileId id, int64_t tile_m, int64_t tile_n,
+                                      int64_t resident_steps) {
+  Instance instance =
+      MakeInstance(id, "_pingpong_one_tap", tile_m, tile_n, true, false, resident_steps);
+  instance.one_tap = true;
   return instance;
 }
 
@@ -65,12 +73,13 @@ constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, true, false, 0),
     MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, true, false, 0),
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
-    MakeInstance(WgmmaTileId::k128x64PingpongResident, "_pingpong_resident", 128, 64, true, true,
-                 9),
-    MakeInstance(WgmmaTileId::k256x64PingpongResident, "_pingpong_resident", 256, 64, true, true,
-                 9),
-    MakeInstance(WgmmaTileId::k64x256PingpongOneTap, "_pingpong_one_tap", 64, 256, true, false, 4,
+    MakeInstance(WgmmaTileId::k256x64Columns, "_columns", 256, 64, true, false, 0, true),
+    MakeInstance(WgmmaTileId::k256x64ColumnsRows, "_columns_rows", 256, 64, true, true, 0, true),
+    MakeInstance(WgmmaTileId::k192x64ColumnsResident, "_columns_resident", 192, 64, true, true, 9,
                  true),
+    MakeInstance(WgmmaTileId::k128x64ColumnsResident, "_columns_resident", 128, 64, true, true, 9,
+                 true),
+    MakeOneTapInstance(WgmmaTileId::k64x256PingpongOneTap, 64, 256, 4),
     MakeClusterInstance(WgmmaTileId::k64x64Cluster, 64, 64),
     MakeWgradRowsInstance(),
 };
@@ -237,8 +246,8 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     return Status::Unimplemented("one tap: a filter of " + std::to_string(problem.taps()) +
                                  " taps, expected fprop or dgrad with one");
   }
-  if (wgrad && (instance.rows || instance.cluster)) {
-    return Status::Unimplemented("rows and clusters serve fprop and dgrad");
+  if (wgrad && (instance.rows || instance.cluster || instance.cost.columns)) {
+    return Status::Unimplemented("rows, clusters and columns of pixels serve fprop and dgrad");
   }
   if (!wgrad && instance.wgrad_rows) return Status::Unimplemented("rows that serve wgrad");
   for (int i = 0; i < 3; ++i) {
@@ -474,16 +483,27 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
                                                                                stream);
       }
       break;
-    case WgmmaTileId::k128x64PingpongResident:
+    case WgmmaTileId::k256x64Columns:
       if constexpr (kOp != Op::kWgrad) {
-        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64PingpongResident>(params, operands,
-                                                                                  stream);
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64Columns>(params, operands, stream);
       }
       break;
-    case WgmmaTileId::k256x64PingpongResident:
+    case WgmmaTileId::k256x64ColumnsRows:
       if constexpr (kOp != Op::kWgrad) {
-        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64PingpongResident>(params, operands,
-                                                                                  stream);
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64ColumnsRows>(params, operands,
+                                                                             stream);
+      }
+      break;
+    case WgmmaTileId::k192x64ColumnsResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x64ColumnsResident>(params, operands,
+                                                                                 stream);
+      }
+      break;
+    case WgmmaTileId::k128x64ColumnsResident:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64ColumnsResident>(params, operands,
+                                                                                 stream);
       }
       break;
     case WgmmaTileId::k64x64Cluster:
@@ -546,10 +566,9 @@ std::vector<KernelRow> IgemmWgmmaRows() {
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (const Instance& instance : kInstances) {
-        if (op == Op::kWgrad ? instance.rows || instance.one_tap || instance.cluster
-                             : instance.wgrad_rows) {
-          continue;
-        }
+        const bool serves_wgrad =
+            !(instance.rows || instance.one_tap || instance.cluster || instance.cost.columns);
+        if (op == Op::kWgrad ? !serves_wgrad : instance.wgrad_rows) continue;
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +

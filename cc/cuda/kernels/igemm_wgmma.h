@@ -13,9 +13,10 @@
 namespace jaxconv {
 
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
-// share a load of activations. "Resident": rows, and the filter stays in shared memory. "One tap":
-// it stays there too, for filters of one tap. "Cluster": the CTAs of a cluster split a tile's
-// reduction (igemm_wgmma_cluster_sm90.cuh). "WgradRows": rows in wgrad, a kernel of its own.
+// share a load of activations. "Columns": pixels are the columns of the product, in pingpong.
+// "Resident": rows, and the filter stays in shared memory. "One tap": it stays there too, for
+// filters of one tap. "Cluster": the CTAs of a cluster split a tile's reduction
+// (igemm_wgmma_cluster_sm90.cuh). "WgradRows": rows in wgrad, a kernel of its own.
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -26,8 +27,10 @@ enum class WgmmaTileId {
   k128x128Pingpong,
   k128x64Pingpong,
   k128x128PingpongRows,
-  k128x64PingpongResident,
-  k256x64PingpongResident,
+  k256x64Columns,
+  k256x64ColumnsRows,
+  k192x64ColumnsResident,
+  k128x64ColumnsResident,
   k64x256PingpongOneTap,
   k64x64Cluster,
   k192x64WgradRows,

@@ -16,6 +16,9 @@
 //     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
 //     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
 //
+// "Columns": for few output channels the tile is the other way round, 64 channels by up to 256
+// pixels in pingpong (wgmma_columns_sm90.cuh).
+//
 // "One tap": the filter's steps for a CTA's columns stay in shared memory, for 1x1 convolutions
 // that write much more than they read: what L2 gives is spent on activations alone.
 //
@@ -42,6 +45,7 @@
 #include "cuda/device/element.cuh"
 #include "cuda/device/fused_epilogue.cuh"
 #include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/device/wgmma_columns_sm90.cuh"
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/overlapping_launch.cuh"
@@ -76,12 +80,18 @@ struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 8> {};
 template <>
-struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResident> : WgmmaTile<2, true, 2, 64, 0, 6, 0, 9> {};
-template <>
-struct WgmmaTileOf<WgmmaTileId::k256x64PingpongResident> : WgmmaTile<2, true, 4, 64, 0, 3, 0, 9> {};
-template <>
 struct WgmmaTileOf<WgmmaTileId::k64x256PingpongOneTap>
     : WgmmaTile<2, true, 1, 256, 0, 8, 0, 4, true> {};
+
+//  pixels, stages, filter slots, resident
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x64Columns> : WgmmaColumnsTile<256, 5> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x64ColumnsRows> : WgmmaColumnsTile<256, 4, 8> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k192x64ColumnsResident> : WgmmaColumnsTile<192, 5, 0, 9> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64ColumnsResident> : WgmmaColumnsTile<128, 7, 0, 9> {};
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -104,8 +114,7 @@ struct WgmmaTilePlace {
 // Addresses of the mbarriers.
 template <class Tile>
 struct WgmmaBarriers {
-  static constexpr int kCount =
-      2 * Tile::kStages + 2 * Tile::kSlotsB + (Tile::kResident > 0 ? 1 : 0);
+  static constexpr int kCount = 2 * Tile::kStages + 2 * Tile::kSlotsB + Tile::kResident;
   uint32_t first;
   __device__ __forceinline__ uint32_t Full(uint32_t stage) const { return first + stage * 8; }
   __device__ __forceinline__ uint32_t Empty(uint32_t stage) const {
@@ -117,7 +126,9 @@ struct WgmmaBarriers {
   __device__ __forceinline__ uint32_t EmptyB(uint32_t slot) const {
     return first + (2 * Tile::kStages + Tile::kSlotsB + slot) * 8;
   }
-  __device__ __forceinline__ uint32_t Resident() const { return first + (kCount - 1) * 8; }
+  __device__ __forceinline__ uint32_t Resident(uint32_t step) const {
+    return first + (2 * Tile::kStages + 2 * Tile::kSlotsB + step) * 8;
+  }
 };
 
 // A place in a ring of kSize slots and the parity of its round.
@@ -231,34 +242,19 @@ __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorM
     CopyTile3d(shared + i * 8192, map, barrier, k, c, tap);
   }
 }
+
 // A phase without taps (channel0 > 0) is stored as zeros, and nothing is loaded: strided dgrad of a
 // small filter has many such tiles. In fprop and in rows they are rare, and the second call of the
-// store cost fprop's short launches 3 %: there they are a step of zeros.
+// store cost fprop's short launches 3 %: there, and with pixels as columns, they are a step of
+// zeros.
 template <Op kOp, class Tile>
-inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kRows;
+inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kRows && !Tile::kColumns;
 
 // The thread that issues the copies.
 template <Op kOp, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
                                                    const WgmmaMaps& maps, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
-  if constexpr (Tile::kResident > 0) {
-    const WgmmaPhase& phase = params.phase[0];
-    // The grid is a multiple of n_tiles: all tiles of a CTA have the same columns.
-    const int32_t n_first = WgmmaTilePlace(params, blockIdx.x).n_tile * Tile::kTileN;
-    const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
-    BarrierArriveExpect(barriers.Resident(), phase.steps * phase.taps[0] * boxes * 8192);
-    uint32_t shared = ring + Tile::kFilterAt;
-    WgmmaStep<true> step(params, phase, 0);
-    for (int32_t i = 0; i < phase.steps; ++i) {
-      for (int32_t t = 0; t < phase.taps[0]; ++t) {
-        CopyWgmmaFilter<kOp, Tile>(shared, &maps.b, barriers.Resident(), boxes, n_first,
-                                   step.slab * 64, 0, step.Tap(phase) + t * phase.filter_step[0]);
-        shared += Tile::kBytesB;
-      }
-      step.Next(params, phase);
-    }
-  }
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
@@ -295,6 +291,17 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
                                      barriers.FullB(slot.slot), boxes, n_first, channel, b_channel,
                                      tap + t * phase.filter_step[0]);
           slot.Next();
+        }
+      } else if (index == blockIdx.x) {
+        // A resident filter comes with the first tile's activations, tap by tap, so that the first
+        // product waits for one tap and not for all. The grid is a multiple of n_tiles: all tiles
+        // of a CTA have the same columns.
+        for (int32_t t = 0; t < phase.taps[0]; ++t) {
+          const uint32_t at = i * phase.taps[0] + t;
+          BarrierArriveExpect(barriers.Resident(at), boxes * 8192);
+          CopyWgmmaFilter<kOp, Tile>(ring + Tile::kFilterAt + at * Tile::kBytesB, &maps.b,
+                                     barriers.Resident(at), boxes, n_first, channel, b_channel,
+                                     tap + t * phase.filter_step[0]);
         }
       }
       step.Next(params, phase);
@@ -378,7 +385,7 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
   }
 }
 
-// Row m of the product as a row of the output, or -1.
+// Row m of a phase as a row of the output, or -1.
 template <Op kOp>
 __device__ __forceinline__ int32_t WgmmaOutputRow(const IgemmWgmmaParams& params,
                                                   const WgmmaPhase& phase, int32_t m) {
@@ -467,6 +474,51 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   }
 }
 
+// The same of a tile whose columns are pixels.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+__device__ __forceinline__ void StoreWgmmaColumns(const IgemmWgmmaParams& params,
+                                                  const WgmmaTilePlace& place,
+                                                  const WgmmaPhase& phase,
+                                                  const typename Tile::Accumulators& acc,
+                                                  uint32_t staging) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int channels = params.gemm_n - n_first;
+  const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
+                       int64_t{place.group} * params.out_group + n_first;
+  // Of every 16 pixels a warp stores four, decoded once, a pixel a lane, and handed round.
+  constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
+  int32_t decoded[kDecoded];
+#pragma unroll
+  for (int i = 0; i < kDecoded; ++i) {
+    decoded[i] = WgmmaOutputRow<kOp>(
+        params, phase, place.m_tile * Tile::kTileM + (i * 8 + lane / 4) * 16 + warp * 4 + lane % 4);
+  }
+  auto row = [&](int sixteen, int pixel) {
+    return __shfl_sync(0xffffffff, decoded[sixteen / 8], sixteen % 8 * 4 + pixel);
+  };
+  // Nobody is reading the staging of the tile before: the warpgroup met since, when its turn came.
+  constexpr int kBarrier = 3 + kWarpgroup;
+  if (std::is_same_v<Epilogue, PlainEpilogue> && !params.out_is_f32) {
+    StoreRoundedColumns<kBarrier>(acc.of, staging, static_cast<T*>(params.out) + base,
+                                  params.out_channels * sizeof(T), row, channels);
+    return;
+  }
+  const Epilogue epilogue(params.epilogue);
+  const int channel0 = place.group * params.gemm_n + n_first;
+  auto pixel_offset = [&](int sixteen, int pixel) -> int64_t {
+    const int32_t m = row(sixteen, pixel);
+    return m < 0 ? -1 : base + int64_t{m} * params.out_channels;
+  };
+  if (params.out_is_f32) {
+    StoreFinishedColumns<kBarrier>(acc.of, staging, static_cast<float*>(params.out), epilogue,
+                                   pixel_offset, channels, channel0);
+  } else if constexpr (!std::is_same_v<Epilogue, PlainEpilogue>) {
+    StoreFinishedColumns<kBarrier>(acc.of, staging, static_cast<T*>(params.out), epilogue,
+                                   pixel_offset, channels, channel0);
+  }
+}
+
 // A math warpgroup's way through the tiles. Its number is a template parameter, so that everything
 // that becomes a descriptor is the same in all threads as the compiler sees it, and stays in
 // uniform registers: moved there from others before every wgmma, it cost the narrow tiles half
@@ -475,46 +527,59 @@ template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
 __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& params, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
   constexpr bool kMnMajorA = kOp == Op::kWgrad, kMnMajorB = kOp != Op::kDgrad;
-  const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-  constexpr uint32_t kOwnRows = Tile::kPingpong ? 0 : kWarpgroup * Tile::kBlocks * 64;
+  constexpr uint32_t kOwnPixels = kWarpgroup * Tile::kOwnPixels;
   const bool signals = threadIdx.x % 128 == 0;
   auto release = [&](uint32_t barrier) {
     if (signals) BarrierArrive(barrier);
   };
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
-  if constexpr (Tile::kResident > 0) BarrierWait(barriers.Resident(), 0);
   // Pingpong: warpgroup 0 has the first turn.
   if (Tile::kPingpong && kWarpgroup == 1) NamedBarrierArrive(1, 256);
-  int turn = 0;
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  bool first_tile = true;
+  auto steps_of = [&](const WgmmaTilePlace& place) -> int32_t {
+    const WgmmaPhase& phase = params.phase[place.phase];
+    if (place.m_tile * Tile::kTileM >= phase.rows) return 0;
+    if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) return 0;
+    return min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
+  };
+  auto taps_of = [&](const WgmmaTilePlace& place) {
+    return Tile::kRows ? params.phase[place.phase].taps[0] : 1;
+  };
+  // In pingpong a warpgroup strides over its own tiles: where it walked over all and counted turns,
+  // the compiler took what one of the two made into descriptors for different in its threads.
+  const int32_t stride = gridDim.x;
+  for (int32_t index = blockIdx.x + (Tile::kPingpong ? kWarpgroup * stride : 0);
+       index < params.tiles; index += Tile::kPingpong ? 2 * stride : stride) {
+    if (Tile::kPingpong && index >= stride) {  // the other's tile before
+      const WgmmaTilePlace other(params, index - stride);
+      const int32_t steps = steps_of(other);
+      stage.Skip(steps);
+      if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps_of(other));
+    }
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
-    if (place.m_tile * Tile::kTileM >= phase.rows) continue;
-    const int32_t steps =
-        min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
-    const int32_t taps = Tile::kRows ? phase.taps[0] : 1;
-    if constexpr (Tile::kPingpong) {
-      turn ^= 1;
-      if (turn == kWarpgroup) {  // the other's tile
-        if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) continue;
-        stage.Skip(steps);
-        if constexpr (Tile::kSlotsB > 0) slot.Skip(steps * taps);
-        continue;
+    const int32_t steps = steps_of(place), taps = taps_of(place);
+    if constexpr (Tile::kPingpong) NamedBarrierSync(1 + kWarpgroup, 256);
+    auto store = [&](const typename Tile::Accumulators& results) {
+      if constexpr (Tile::kColumns) {
+        StoreWgmmaColumns<kOp, T, Tile, Epilogue, kWarpgroup>(
+            params, place, phase, results,
+            ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes);
+      } else {
+        StoreWgmmaTile<kOp, T, Tile, Epilogue>(
+            params, place, phase, results,
+            place.m_tile * Tile::kTileM + kOwnPixels + threadIdx.x / 32 % 4 * 16,
+            ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes);
       }
-      NamedBarrierSync(1 + kWarpgroup, 256);
-    }
-    auto first_row = [&] {
-      return place.m_tile * Tile::kTileM + kOwnRows + threadIdx.x / 32 % 4 * 16;
     };
-    if constexpr (kStoresZeros<kOp, Tile>) {
-      if (phase.channel0 > 0) {
-        if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
+    if (steps == 0) {
+      if constexpr (Tile::kPingpong) NamedBarrierArrive(2 - kWarpgroup, 256);
+      if constexpr (kStoresZeros<kOp, Tile>) {
         // A call of its own: zeros joined with the accumulators below would spill them.
-        const typename Tile::Accumulators zeros{};
-        StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, zeros, first_row(), staging);
-        continue;
+        if (place.m_tile * Tile::kTileM < phase.rows) store({});
       }
+      continue;
     }
     typename Tile::Accumulators acc;
     if constexpr (!Tile::kRows) {
@@ -522,11 +587,13 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
         const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(
-            acc, shared + kOwnRows * 128,
-            Tile::kResident > 0 ? ring + Tile::kFilterAt + step * Tile::kBytesB
-                                : shared + Tile::kBytesA,
-            step > 0);
+        uint32_t b = shared + Tile::kBytesA;
+        if constexpr (Tile::kResident > 0) {
+          if (first_tile) BarrierWait(barriers.Resident(step), 0);
+          b = ring + Tile::kFilterAt + step * Tile::kBytesB;
+        }
+        Tile::template Multiply<T, kMnMajorA, kMnMajorB>(acc, shared + kOwnPixels * 128, b,
+                                                         step > 0);
         WgmmaWait<1>();
         if (step > 0) release(barriers.Empty(last));
         last = stage.slot;
@@ -536,24 +603,33 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       WgmmaWait<0>();
       release(barriers.Empty(last));
     } else {
-      uint32_t last = 0, last_b = 0, resident = ring + Tile::kFilterAt;
+      const uint32_t tap0 = phase.offset0[0], tap_step = phase.offset_step[0];
+      uint32_t last = 0, last_b = 0, resident = 0;
       for (int32_t step = 0; step < steps; ++step) {
         BarrierWait(barriers.Full(stage.slot), stage.parity);
-        uint32_t a = ring + stage.slot * Tile::kStageBytes + (kOwnRows + phase.offset0[0]) * 128;
+        uint32_t a = ring + stage.slot * Tile::kStageBytes + (kOwnPixels + tap0) * 128;
         for (int32_t t = 0; t < taps; ++t) {
-          if constexpr (Tile::kSlotsB > 0) BarrierWait(barriers.FullB(slot.slot), slot.parity);
+          const uint32_t b = Tile::kSlotsB > 0 ? slot.slot : resident;
+          if constexpr (Tile::kSlotsB > 0) {
+            BarrierWait(barriers.FullB(b), slot.parity);
+          } else if (first_tile) {
+            BarrierWait(barriers.Resident(b), 0);
+          }
           Tile::template Multiply<T, kMnMajorA, kMnMajorB>(
-              acc, a,
-              Tile::kSlotsB > 0 ? ring + Tile::kFilterAt + slot.slot * Tile::kBytesB : resident,
-              step > 0 || t > 0);
-          WgmmaWait<1>();
+              acc, a, ring + Tile::kFilterAt + b * Tile::kBytesB, step > 0 || t > 0);
+          // A resident filter has nothing to give back: between rows three taps may be under way.
+          if (Tile::kSlotsB > 0 || t == 0) {
+            WgmmaWait<1>();
+          } else {
+            WgmmaWait<2>();
+          }
           if (step > 0 || t > 0) {
             if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
             // The row before has been read by its last tap.
             if (t == 0) release(barriers.Empty(last));
           }
-          a += phase.offset_step[0] * 128;
-          resident += Tile::kBytesB;
+          a += tap_step * 128;
+          ++resident;
           last_b = slot.slot;
           if constexpr (Tile::kSlotsB > 0) slot.Next();
         }
@@ -565,7 +641,8 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
       if constexpr (Tile::kSlotsB > 0) release(barriers.EmptyB(last_b));
       release(barriers.Empty(last));
     }
-    StoreWgmmaTile<kOp, T, Tile, Epilogue>(params, place, phase, acc, first_row(), staging);
+    first_tile = false;
+    store(acc);
   }
 }
 
@@ -588,7 +665,7 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
       BarrierInit(barriers.FullB(s), 1);
       BarrierInit(barriers.EmptyB(s), kReaders);
     }
-    if constexpr (Tile::kResident > 0) BarrierInit(barriers.Resident(), 1);
+    for (int s = 0; s < Tile::kResident; ++s) BarrierInit(barriers.Resident(s), 1);
     BarrierInitFence();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);

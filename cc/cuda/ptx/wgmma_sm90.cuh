@@ -114,7 +114,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 }
 
 // Four 8x8 matrices of 16-bit elements from fragments; lane l gives the address of row l % 8 of
-// matrix l / 8. Transposed: of column l % 8.
+// matrix l / 8.
 __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t m0, uint32_t m1,
                                               uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -122,6 +122,7 @@ __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t m0, uin
                : "memory");
 }
 
+// The same, each matrix transposed: its columns become the rows in memory.
 __device__ __forceinline__ void StoreMatricesTransposed(uint32_t address, uint32_t m0, uint32_t m1,
                                                         uint32_t m2, uint32_t m3) {
   asm volatile(

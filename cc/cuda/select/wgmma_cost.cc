@@ -32,6 +32,10 @@ constexpr double kSectorBytesPerCycle = 10;
 // Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
 constexpr double kPartialBytesPerCycle = 40;
 constexpr double kReduceBytesPerCycle = 17;
+// Of pixels as columns, whose result is turned on its way out beside busy tensor cores; and what a
+// change of turns costs them.
+constexpr double kColumnsEpilogueBytesPerCycle = 15;
+constexpr double kColumnsTurnCycles = 200;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
 
@@ -59,8 +63,10 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double tile_m = static_cast<double>(tile.tile_m);
   const double columns = static_cast<double>(std::min(tile.tile_n, (work.gemm_n + 63) / 64 * 64));
   // Of one piece of the reduction; wgmma runs over all columns of the tile, be they there or not.
-  const double tensor = static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle +
-                        kStepCycles / work.pieces_of_step;
+  // With a resident filter, only the first tap of a load has something to wait for.
+  const double tensor =
+      static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle +
+      kStepCycles / ((tile.resident ? work.taps_of_load : 1) * work.pieces_of_step);
   const double bytes_a = tile_m * 128 / (work.taps_of_load * work.rows_of_load);
   const double bytes_b = tile.resident ? 0 : columns * 128;
   const double l2 =
@@ -70,18 +76,23 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double issue = (kLoadCycles / work.taps_of_load + kCopyCycles * copies +
                         (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0)) /
                        work.pieces_of_step;
-  const double tap = std::max({tensor, l2, issue}) + kL2Exposed * l2;
+  const double tap = std::max({tensor, l2, issue}) + (tile.resident ? 0 : kL2Exposed * l2);
+  const bool turned = tile.columns && tensor >= std::max(l2, issue);
+  const double rounded_bytes_per_cycle = work.rows_of_load > 1 ? kSectorBytesPerCycle
+                                         : turned              ? kColumnsEpilogueBytesPerCycle
+                                                               : kEpilogueBytesPerCycle;
   const double epilogue =
       kEpilogueCycles + tile_m * columns *
-                            (work.partial_bytes > 0  ? 4 / kPartialBytesPerCycle
-                             : work.rows_of_load > 1 ? 2 / kSectorBytesPerCycle
-                                                     : 2 / kEpilogueBytesPerCycle);
+                            (work.partial_bytes > 0 ? 4 / (turned ? kColumnsEpilogueBytesPerCycle
+                                                                  : kPartialBytesPerCycle)
+                                                    : 2 / rounded_bytes_per_cycle);
   // With a resident filter a CTA keeps its columns.
   const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
   const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
   const double tiles = static_cast<double>((work.tiles + ctas - 1) / ctas);
-  const double sm = tile.pingpong ? tiles * std::max(work.taps * tap, epilogue / 2) + epilogue
-                                  : tiles * (work.taps * tap + epilogue);
+  const double mainloop = work.taps * tap + (turned ? kColumnsTurnCycles : 0);
+  const double sm = tile.pingpong ? tiles * std::max(mainloop, epilogue / 2) + epilogue
+                                  : tiles * (mainloop + epilogue);
   const double dram =
       (work.dram_bytes + work.partial_bytes) / (kDramBytesPerCycle * device.sm_count);
   double cycles =

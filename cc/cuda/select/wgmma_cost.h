@@ -17,6 +17,7 @@ struct WgmmaTileCost {
   int64_t tile_m = 0, tile_n = 0;
   bool pingpong = false;  // one warpgroup stores while the other multiplies
   bool resident = false;  // the filter is loaded once a CTA
+  bool columns = false;   // pixels are the columns of the product
 };
 
 struct WgmmaWork {

@@ -3,8 +3,4 @@
 namespace jaxconv {
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k128x128PingpongRows>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k128x64PingpongResident>(
-    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k256x64PingpongResident>(
-    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv

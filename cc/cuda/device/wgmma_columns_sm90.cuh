@@ -1,0 +1,146 @@
+// A warpgroup-cooperative tile with pixels as columns: few output channels.
+//
+// With 64 channels as columns, m64n64k16 reads 2 KB of pixels and 2 KB of the filter in 32 clocks,
+// and a descriptor has to be ready every 32. With the filter as the 64 rows and up to 256 pixels as
+// columns, an instruction lasts 128 clocks and reads 2 + 8 KB. The result is transposed: rows are
+// channels, and stmatrix turns it back on its way to lines of channels.
+#ifndef JAXCONV_CUDA_DEVICE_WGMMA_COLUMNS_SM90_CUH_
+#define JAXCONV_CUDA_DEVICE_WGMMA_COLUMNS_SM90_CUH_
+
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/wgmma_tile_sm90.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv {
+
+// Two warpgroups in pingpong, each with 64 channels by kTileM pixels of its own. The rest as in
+// WgmmaLayout.
+template <int kTileM_, int kStages_, int kSlotsB_ = 0, int kResident_ = 0>
+struct WgmmaColumnsTile : WgmmaLayout<2, true, kTileM_, 64, kStages_, kSlotsB_, kResident_, 2048> {
+  static constexpr bool kColumns = true;
+  static constexpr int kOwnPixels = 0;
+
+  struct Accumulators {
+    float of[kTileM_ / 2];
+  };
+
+  // One tap and 64 of the reduction. `a`: the pixels; `b`: the filter.
+  template <typename T, bool kMnMajorA, bool kMnMajorB>
+  static __device__ __forceinline__ void Multiply(Accumulators& acc, uint32_t a, uint32_t b,
+                                                  bool accumulate) {
+    static_assert(!kMnMajorA, "pixels are lines of the reduction");
+    const uint64_t pixels = KMajorDescriptor(a);
+    const uint64_t filter = kMnMajorB ? MnMajorDescriptor<8192>(b) : KMajorDescriptor(b);
+    constexpr int kStepFilter = (kMnMajorB ? 2048 : 32) >> 4;
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      Wgmma<kTileM_, T, kMnMajorB, false>(acc.of, filter + k * kStepFilter, pixels + k * (32 >> 4),
+                                          accumulate || k > 0);
+    }
+    WgmmaCommit();
+  }
+};
+
+// A warpgroup's accumulators -> 16-bit output, nothing added: rounded at once, laid down by
+// stmatrix as 32 pixels of 128 bytes (chunk c of pixel p at c ^ p % 8, so neither way conflicts),
+// stored as 16 bytes a lane, eight lanes a pixel. Two buffers of 4 KB take turns, so that one
+// barrier a buffer is enough. `row(i, p)`: output row of pixel p of this warp's four among pixels
+// 16 i.., or negative; `out`: of row 0, this tile's first channel; `pitch`: bytes of a row.
+template <int kBarrier, typename T, int kCount, typename PixelRow>
+__device__ __forceinline__ void StoreRoundedColumns(const float (&acc)[kCount], uint32_t staging,
+                                                    T* out, uint32_t pitch, PixelRow row,
+                                                    int channels) {
+  constexpr int kPixels = kCount * 2;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint32_t store =
+      staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
+  const int line = warp * 4 + lane / 8;
+  const uint32_t load = staging + line * 128 + ((lane % 8) ^ (line % 8)) * 16;
+  const bool inside = lane % 8 * 8 < channels;
+  char* const first = reinterpret_cast<char*>(out + lane % 8 * 8);
+#pragma unroll
+  for (int p = 0; p < kPixels; p += 32) {
+    const uint32_t buffer = p / 32 % 2 * 4096;
+    constexpr int kHalves = 2;
+    int32_t to[kHalves];
+#pragma unroll
+    for (int h = 0; h < kHalves && p + h * 16 < kPixels; ++h) {
+      const float* d = acc + (p + h * 16) / 2;
+      StoreMatricesTransposed(store + buffer + h * 2048, PackPair<T>(d[0], d[1]),
+                              PackPair<T>(d[2], d[3]), PackPair<T>(d[4], d[5]),
+                              PackPair<T>(d[6], d[7]));
+      to[h] = row(p / 16 + h, lane / 8);
+    }
+    NamedBarrierSync(kBarrier, 128);
+    uint4 chunk[kHalves];
+#pragma unroll
+    for (int h = 0; h < kHalves && p + h * 16 < kPixels; ++h) {
+      LoadShared<0>(load + buffer + h * 2048, reinterpret_cast<float*>(&chunk[h]));
+    }
+#pragma unroll
+    for (int h = 0; h < kHalves && p + h * 16 < kPixels; ++h) {
+      if (inside && to[h] >= 0) {
+        *reinterpret_cast<uint4*>(first + uint64_t{static_cast<uint32_t>(to[h])} * pitch) =
+            chunk[h];
+      }
+    }
+  }
+}
+
+// The same in float32 through two buffers of 16 pixels, with an epilogue, for outputs of either
+// width. Chunk c of pixel p lies at c ^ 2 (p / 2 % 4): no bank conflicts in the stores.
+template <int kBarrier, typename Out, int kCount, class Epilogue, typename PixelOffset>
+__device__ __forceinline__ void StoreFinishedColumns(const float (&acc)[kCount], uint32_t staging,
+                                                     Out* out, const Epilogue& epilogue,
+                                                     PixelOffset offset, int channels,
+                                                     int channel0) {
+  constexpr int kWidth = 16 / sizeof(Out);
+  constexpr int kLanesOfPixel = 64 / kWidth, kPixelsOfPass = 32 / kLanesOfPixel;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int g = lane / 4, t = lane % 4;
+  auto chunk_address = [&](int pixel, int chunk) {
+    return staging + pixel * 256 + (chunk ^ (pixel / 2 % 4 * 2)) * 16;
+  };
+  const int column = lane % kLanesOfPixel * kWidth;
+#pragma unroll
+  for (int i = 0; i < kCount / 8; ++i) {
+    const uint32_t buffer = i % 2 * 4096;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int channel = warp * 16 + e / 2 % 2 * 8 + g, pixel = e / 4 * 8 + t * 2 + e % 2;
+      const float value[1] = {acc[i * 8 + e]};
+      StoreShared(chunk_address(pixel, channel / 4) + channel % 4 * 4 + buffer, value);
+    }
+    NamedBarrierSync(kBarrier, 128);
+#pragma unroll
+    for (int p = 0; p < 4; p += kPixelsOfPass) {
+      const int pixel = p + lane / kLanesOfPixel;
+      const int64_t at = offset(i, pixel);
+      float values[kWidth];
+#pragma unroll
+      for (int q = 0; q < kWidth / 4; ++q) {
+        LoadShared<0>(chunk_address(warp * 4 + pixel, column / 4 + q) + buffer, &values[q * 4]);
+      }
+      if (at < 0 || column >= channels) continue;
+      Out elements[kWidth];
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
+            values[e], at + column + e, channel0 + column + e, true));
+      }
+      uint4 packed;
+      memcpy(&packed, elements, sizeof(packed));
+      *reinterpret_cast<uint4*>(out + at + column) = packed;
+    }
+  }
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_DEVICE_WGMMA_COLUMNS_SM90_CUH_
