@@ -26,6 +26,12 @@ enum class WgmmaTileId {
   k128x128PingpongRows,
   k128x64PingpongResident,
   k256x64PingpongResident,
+  // Of float32 operands: twice the steps.
+  k128x64PingpongResidentF32,
+  // wgrad of float32 operands, by mma.sync.
+  k128x256Mma,
+  k256x128Mma,
+  k128x64Mma,
 };
 
 // Its rows of the kernel table.
