@@ -10,6 +10,7 @@ set(JAXCONV_CUDA_HOST_SOURCES
     cc/cuda/select/select.cc
     cc/cuda/select/wgmma_cost.cc)
 set(JAXCONV_CUDA_DEVICE_SOURCES
+    cc/cuda/kernels/filter_transpose.cu
     cc/cuda/kernels/query_device.cu
     cc/cuda/kernels/splitk_reduce.cu
     cc/cuda/kernels/tensor_map.cu)
@@ -28,6 +29,13 @@ foreach(op fprop dgrad wgrad)
   endforeach()
 endforeach()
 # Files named _sm90 are compiled for sm_90a alone: wgmma and setmaxnreg exist nowhere else.
+set(JAXCONV_CUDA_SM90_SOURCES cc/cuda/kernels/instances/igemm_wgmma_wgrad_f32_mma_sm90.cu)
+foreach(op fprop dgrad)
+  foreach(tiles large pingpong rows)
+    list(APPEND JAXCONV_CUDA_SM90_SOURCES
+         cc/cuda/kernels/instances/igemm_wgmma_${op}_f32_${tiles}_sm90.cu)
+  endforeach()
+endforeach()
 foreach(op fprop dgrad wgrad)
   foreach(dtype f16 bf16)
     foreach(tiles large medium pingpong rows)

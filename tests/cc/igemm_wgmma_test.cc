@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cc/naive_conv.h"
+#include "cuda/kernels/filter_transpose.h"
 #include "cuda/kernels/igemm_simt.h"
 
 namespace jaxconv {
@@ -30,7 +31,10 @@ Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& of,
 #define JAXCONV_STUB_TYPES(tile)    \
   JAXCONV_STUB(kFprop, kBF16, tile) \
   JAXCONV_STUB(kFprop, kF16, tile)  \
-  JAXCONV_STUB(kDgrad, kBF16, tile) JAXCONV_STUB(kDgrad, kF16, tile)
+  JAXCONV_STUB(kFprop, kF32, tile)  \
+  JAXCONV_STUB(kDgrad, kBF16, tile) \
+  JAXCONV_STUB(kDgrad, kF16, tile)  \
+  JAXCONV_STUB(kDgrad, kF32, tile)
 #define JAXCONV_STUB_WGRAD(tile) JAXCONV_STUB(kWgrad, kBF16, tile) JAXCONV_STUB(kWgrad, kF16, tile)
 JAXCONV_STUB_TYPES(k128x256)
 JAXCONV_STUB_TYPES(k256x128)
@@ -46,6 +50,7 @@ JAXCONV_STUB_TYPES(k256x64ColumnsRows)
 JAXCONV_STUB_TYPES(k192x64ColumnsResident)
 JAXCONV_STUB_TYPES(k128x64ColumnsResident)
 JAXCONV_STUB_TYPES(k64x256PingpongOneTap)
+JAXCONV_STUB_TYPES(k128x64PingpongResidentF32)
 JAXCONV_STUB_WGRAD(k128x256)
 JAXCONV_STUB_WGRAD(k256x128)
 JAXCONV_STUB_WGRAD(k128x320)
@@ -54,6 +59,9 @@ JAXCONV_STUB_WGRAD(k192x128)
 JAXCONV_STUB_WGRAD(k128x128)
 JAXCONV_STUB_WGRAD(k128x128Pingpong)
 JAXCONV_STUB_WGRAD(k128x64Pingpong)
+JAXCONV_STUB(kWgrad, kF32, k128x256Mma)
+JAXCONV_STUB(kWgrad, kF32, k256x128Mma)
+JAXCONV_STUB(kWgrad, kF32, k128x64Mma)
 #undef JAXCONV_STUB_TYPES
 #undef JAXCONV_STUB_WGRAD
 #undef JAXCONV_STUB
@@ -98,6 +106,16 @@ JAXCONV_STUB(Op::kDgrad);
 JAXCONV_STUB(Op::kWgrad);
 #undef JAXCONV_STUB
 Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) { return {}; }
+
+// The matrices that the last launch had transposed; none: 0.
+int64_t transposed, transposed_rows, transposed_columns;
+Status LaunchFilterTranspose(const void*, int64_t matrices, int64_t rows, int64_t columns, void*,
+                             void*) {
+  transposed = matrices;
+  transposed_rows = rows;
+  transposed_columns = columns;
+  return {};
+}
 
 namespace {
 
@@ -176,11 +194,14 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
                           operands.a_extent[0] +
                       src[0];
                   for (int64_t c = 0; c < channels; ++c) {
-                    const int64_t row_c = dgrad ? n : c, column = dgrad ? c : n;
+                    // K, of all groups, runs along the columns, of a transposed filter down.
+                    const int64_t of_k = group * p.b_group + (dgrad ? c : n), of_c = dgrad ? n : c;
+                    const int64_t row_b = transposed > 0 ? of_k : of_c;
+                    const int64_t column = transposed > 0 ? of_c : of_k;
                     sum += lhs[pixel * operands.a_channels + group * p.a_group + c] *
-                           rhs[((batch * p.filter_taps + tap) * operands.b_rows + row_c) *
+                           rhs[((batch * p.filter_taps + tap) * operands.b_rows + row_b) *
                                    operands.b_columns +
-                               group * p.b_group + column];
+                               column];
                   }
                 }
               }
@@ -195,18 +216,19 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
   return out;
 }
 
-// wgrad: rows are taps times slabs of 64 channels, steps are 64 pixels.
+// wgrad: rows are taps times slabs of 64 channels (32 in float32), steps are as many pixels.
 std::vector<double> CarryOutWgrad(const ConvProblem& problem, const std::vector<double>& x,
                                   const std::vector<double>& dy) {
   const IgemmWgmmaParams& p = launched;
   const WgmmaPhase& phase = p.phase[0];
   std::vector<double> out(problem.w_elements(), NAN);
-  if (p.steps_per_slice * 64 < p.pixels) Fail(problem, "the steps do not cover the pixels");
+  const int32_t line = problem.x_dtype == DType::kF32 ? 32 : 64;
+  if (p.steps_per_slice * line < p.pixels) Fail(problem, "the steps do not cover the pixels");
   for (int64_t batch = 0; batch < problem.batch; ++batch) {
     for (int32_t row = 0; row < phase.rows; ++row) {
       int32_t tap, slab, t[3];
-      p.slabs.Divmod(row / 64, &tap, &slab);
-      const int32_t channel = slab * 64 + row % 64;
+      p.slabs.Divmod(row / line, &tap, &slab);
+      const int32_t channel = slab * line + row % line;
       if (channel >= p.row_channels) continue;
       t[0] = tap % phase.taps[0];
       t[1] = tap / phase.taps[0] % phase.taps[1];
@@ -325,9 +347,14 @@ const KernelRow& RowOf(Op op, const std::string& part) {
 
 void Check(const ConvProblem& problem, bool rows, int* accepted) {
   const bool wgrad = problem.op == Op::kWgrad;
-  const KernelRow& row = RowOf(problem.op, !rows   ? "bf16_128x128x64"
-                                           : wgrad ? "bf16_192x64x128_rows"
-                                                   : "bf16_128x128x64_pingpong_rows");
+  const bool f32 = problem.x_dtype == DType::kF32;
+  if (rows && wgrad && f32) return;  // which has no such rows
+  const KernelRow& row = RowOf(problem.op, !f32    ? !rows   ? "bf16_128x128x64"
+                                                     : wgrad ? "bf16_192x64x128_rows"
+                                                             : "bf16_128x128x64_pingpong_rows"
+                                           : wgrad ? "f32_128x256x32"
+                                           : rows  ? "f32_128x128x32_pingpong_rows"
+                                                   : "f32_128x128x32");
   if (Status status = row.can_implement(problem); !status.ok()) {
     if (status.message().empty()) Fail(problem, "refused without a reason");
     return;
@@ -344,16 +371,31 @@ void Check(const ConvProblem& problem, bool rows, int* accepted) {
   const std::vector<double> rhs = draw(wgrad ? problem.y_elements() : problem.w_elements());
   alignas(16) static char buffer[16];
   KernelArgs args;
-  args.lhs = args.rhs = args.out = buffer;
+  args.lhs = args.rhs = args.out = args.workspace = buffer;
+  args.workspace_bytes = row.workspace_bytes(problem, 1);
+  transposed = 0;
   if (Status status = row.launch(problem, args); !status.ok()) {
     Fail(problem, status.message());
     return;
   }
+  if ((transposed > 0) != (problem.op == Op::kFprop && f32)) {
+    Fail(problem, "TF32 takes the filter of fprop, and no other, transposed");
+  }
+  const std::vector<double> expected = NaiveConv(problem, lhs, rhs);
+  std::vector<double> b = rhs;
+  for (int64_t i = 0; i < transposed; ++i) {
+    for (int64_t r = 0; r < transposed_rows; ++r) {
+      for (int64_t c = 0; c < transposed_columns; ++c) {
+        const int64_t first = i * transposed_rows * transposed_columns;
+        b[first + c * transposed_rows + r] = rhs[first + r * transposed_columns + c];
+      }
+    }
+  }
   // With steps of 64 channels, a group of fewer is one step of them and zeros.
-  const std::vector<double> out = !wgrad ? CarryOut(problem, rows, lhs, rhs)
-                                  : rows ? CarryOutWgradRows(problem, lhs, rhs)
-                                         : CarryOutWgrad(problem, lhs, rhs);
-  if (out != NaiveConv(problem, lhs, rhs)) {
+  const std::vector<double> out = !wgrad ? CarryOut(problem, rows, lhs, b)
+                                  : rows ? CarryOutWgradRows(problem, lhs, b)
+                                         : CarryOutWgrad(problem, lhs, b);
+  if (out != expected) {
     Fail(problem, "differs from the definition");
   }
 }
@@ -401,6 +443,13 @@ void CheckRefusals() {
   if (!wgrad_rows.can_implement(batched).ok()) Fail(batched, "refused in rows");
   batched.batch = 2;
   if (wgrad_rows.can_implement(batched).ok()) Fail(batched, "batched filters accepted in rows");
+  const KernelRow& tf32 = RowOf(Op::kFprop, "f32_128x128");
+  f32.w_dtype = f32.y_dtype = DType::kF32;
+  if (!tf32.can_implement(f32).ok()) Fail(f32, "refused");
+  for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
+    f32.precision = precision;
+    if (tf32.can_implement(f32).ok()) Fail(f32, "accepted, though TF32 is too coarse");
+  }
   const KernelRow& resident = RowOf(Op::kFprop, "_resident");
   ConvProblem large = problem;
   large.k = 128;
@@ -450,17 +499,21 @@ int main() {
     return low + static_cast<int>(random() % (high - low + 1));
   };
   int accepted = 0, accepted_in_rows = 0, checked = 0;
-  while (checked < 600) {
+  while (checked < 1200) {
     ConvProblem problem;
     problem.op = checked % 3 == 0   ? jaxconv::Op::kFprop
                  : checked % 3 == 1 ? jaxconv::Op::kDgrad
                                     : jaxconv::Op::kWgrad;
-    problem.x_dtype = problem.w_dtype = problem.y_dtype = jaxconv::DType::kBF16;
+    const bool f32 = checked / 3 % 2 == 1;
+    problem.x_dtype = problem.w_dtype = problem.y_dtype =
+        f32 ? jaxconv::DType::kF32 : jaxconv::DType::kBF16;
     problem.rank = draw(1, 3);
     problem.batch = draw(1, 2);
     problem.n = draw(1, 2);
-    problem.c = 8 * draw(1, 2);
-    problem.k = 8 * draw(1, 2);
+    problem.c = f32 ? 4 * draw(1, 10) : 8 * draw(1, 2);
+    problem.k = f32 && problem.op == jaxconv::Op::kWgrad ? 32
+                : f32                                    ? 4 * draw(1, 4)
+                                                         : 8 * draw(1, 2);
     if (draw(0, 15) == 0) problem.c = problem.k = 128, problem.groups = 2;
     const int largest = problem.rank == 3 || problem.groups > 1 ? 4 : 9;
     for (int a = 3 - problem.rank; a < 3; ++a) {
@@ -484,5 +537,5 @@ int main() {
   jaxconv::CheckRefusals();
   std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d failures\n", checked,
               accepted, accepted_in_rows, jaxconv::failures);
-  return jaxconv::failures != 0 || accepted < 300 || accepted_in_rows < 150;
+  return jaxconv::failures != 0 || accepted < 600 || accepted_in_rows < 200;
 }

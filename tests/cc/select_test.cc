@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <string>
 
+#include "cuda/kernels/filter_transpose.h"
 #include "cuda/kernels/igemm_simt.h"
 #include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/igemm_wmma.h"
@@ -71,8 +72,10 @@ Status LaunchIgemmWgmma(const IgemmWgmmaParams&, const WgmmaOperands&, void*) {
 #define JAXCONV_STUBS(tile)                     \
   JAXCONV_STUB(Op::kFprop, DType::kBF16, tile); \
   JAXCONV_STUB(Op::kFprop, DType::kF16, tile);  \
+  JAXCONV_STUB(Op::kFprop, DType::kF32, tile);  \
   JAXCONV_STUB(Op::kDgrad, DType::kBF16, tile); \
-  JAXCONV_STUB(Op::kDgrad, DType::kF16, tile)
+  JAXCONV_STUB(Op::kDgrad, DType::kF16, tile);  \
+  JAXCONV_STUB(Op::kDgrad, DType::kF32, tile)
 JAXCONV_STUBS(k128x256);
 JAXCONV_STUBS(k256x128);
 JAXCONV_STUBS(k128x320);
@@ -87,6 +90,7 @@ JAXCONV_STUBS(k256x64ColumnsRows);
 JAXCONV_STUBS(k192x64ColumnsResident);
 JAXCONV_STUBS(k128x64ColumnsResident);
 JAXCONV_STUBS(k64x256PingpongOneTap);
+JAXCONV_STUBS(k128x64PingpongResidentF32);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x256);
 JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x256);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k256x128);
@@ -103,6 +107,9 @@ JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x128Pingpong);
 JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x128Pingpong);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x64Pingpong);
 JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x64Pingpong);
+JAXCONV_STUB(Op::kWgrad, DType::kF32, k128x256Mma);
+JAXCONV_STUB(Op::kWgrad, DType::kF32, k256x128Mma);
+JAXCONV_STUB(Op::kWgrad, DType::kF32, k128x64Mma);
 #undef JAXCONV_STUBS
 #undef JAXCONV_STUB
 
@@ -129,6 +136,11 @@ template Status LaunchWgmmaWgradRows<DType::kBF16>(const IgemmWgmmaParams&, cons
                                                    void*);
 template Status LaunchWgmmaWgradRows<DType::kF16>(const IgemmWgmmaParams&, const WgmmaOperands&,
                                                   void*);
+
+Status LaunchFilterTranspose(const void*, int64_t, int64_t, int64_t, void*, void*) {
+  ++launches;
+  return {};
+}
 
 Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) {
   ++launches;
@@ -416,6 +428,80 @@ void TestClusterChoices() {
   }
 }
 
+void TestTf32Choices() {
+  struct Choice {
+    const char* line;
+    const char* fprop;
+    const char* dgrad;
+    const char* wgrad;
+  };
+  static const Choice kChoices[] = {
+      {"b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0", "wgmma_f32_256x128x32",
+       "wgmma_f32_256x128x32", "wgmma_f32_128x64x32_mma"},
+      {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x64x32_pingpong_resident", "wgmma_f32_128x64x32_pingpong_resident",
+       "wmma_f32_64x64x32_3stage"},
+      {"b1 n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0", "wgmma_f32_128x256x32",
+       "wgmma_f32_256x128x32", "wgmma_f32_128x256x32_mma"},
+      {"b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x128x32_pingpong", "wgmma_f32_128x128x32_pingpong",
+       "wgmma_f32_256x128x32_mma"},
+      {"b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x128x32_pingpong", "wgmma_f32_128x128x32_pingpong",
+       "wgmma_f32_256x128x32_mma"},
+      {"b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_f32_192x128x32",
+       "wgmma_f32_192x128x32", "wgmma_f32_128x256x32_mma"},
+      {"b1 n64 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x128x32_pingpong_rows", "wgmma_f32_128x128x32_pingpong_rows",
+       "wgmma_f32_128x256x32_mma"},
+      {"b1 n64 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0", "wgmma_f32_128x256x32",
+       "wgmma_f32_128x256x32", "wgmma_f32_128x256x32_mma"},
+      {"b1 n32 g1 c128 k128 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x128x32_pingpong_rows", "wgmma_f32_128x128x32_pingpong_rows",
+       "wgmma_f32_256x128x32_mma"},
+      {"b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_f32_128x256x32",
+       "wgmma_f32_128x256x32", "wgmma_f32_128x256x32_mma"},
+      {"b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x64x32_pingpong_resident", "wgmma_f32_128x64x32_pingpong_resident",
+       "wmma_f32_64x64x32_3stage"},
+      {"b1 n1 g1 c64 k64 i480x480 f3x3 o480x480 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x64x32_pingpong_resident", "wgmma_f32_128x64x32_pingpong_resident",
+       "wmma_f32_64x64x32_3stage"},
+      {"b1 n1 g1 c64 k64 i960x960 f3x3 o960x960 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x64x32_pingpong_resident", "wgmma_f32_128x64x32_pingpong_resident",
+       "wmma_f32_128x64x32_3stage"},
+      {"b1 n4 g1 c320 k320 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_f32_128x320x32",
+       "wgmma_f32_128x320x32", "wgmma_f32_256x128x32_mma"},
+      {"b1 n1 g1 c128 k128 i512x512 f3x3 o512x512 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_f32_128x128x32_pingpong_rows", "wgmma_f32_128x128x32_pingpong_rows",
+       "wgmma_f32_256x128x32_mma"},
+      {"b1 n16 g1 c256 k256 i64x64 f3x3 o64x64 s1x1 l1x1 d2x2 p2_2x2_2", "wgmma_f32_128x256x32",
+       "wgmma_f32_128x256x32", "wgmma_f32_128x256x32_mma"},
+      {"b1 n16 g1 c512 k512 i3000 f3 o3000 s1 l1 d1 p1_1", "wgmma_f32_128x128x32_pingpong_rows",
+       "wgmma_f32_128x128x32_pingpong_rows", "wgmma_f32_128x256x32_mma"},
+      {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
+       "wgmma_f32_256x128x32", "wgmma_f32_256x128x32", "wgmma_f32_256x128x32_mma"},
+  };
+  for (const Choice& choice : kChoices) {
+    for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
+      ConvProblem problem = Parse(std::string(Name(op)) + " f32:f32:f32 default " + choice.line);
+      const std::string expected = std::string(Name(op)) + "_igemm_" +
+                                   (op == Op::kFprop   ? choice.fprop
+                                    : op == Op::kDgrad ? choice.dgrad
+                                                       : choice.wgrad);
+      const Selection selection = SelectOk(problem, PortableTarget(9, 0));
+      Expect(selection.instance == expected,
+             problem.ToString() + ": expected " + expected + ", got " + selection.instance);
+      for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
+        problem.precision = precision;
+        const std::string name = SelectOk(problem, PortableTarget(9, 0)).instance;
+        Expect(name.find("igemm_simt") != std::string::npos,
+               problem.ToString() + ": " + name + " multiplies in TF32");
+      }
+    }
+  }
+}
+
 void TestTensorCoreRefusals() {
   const DeviceInfo device = WithoutWgmma();
   ConvProblem layer = Layer(Op::kFprop, 8, 28, 64, 64, 3);
@@ -453,10 +539,22 @@ void TestTensorCoreRefusals() {
 void TestWorkspace() {
   const DeviceInfo device = PortableTarget(9, 0);
   for (Op op : {Op::kFprop, Op::kDgrad}) {
-    Selection selection = SelectOk(Layer(op, 64, 28, 128, 128, 3), device);
+    ConvProblem problem = Layer(op, 64, 28, 128, 128, 3);
+    Selection selection = SelectOk(problem, device);
+    Expect(selection.slices == 1 &&
+               selection.workspace_bytes == (op == Op::kFprop ? problem.w_elements() * 4 : 0),
+           "in TF32 fprop transposes the filter, and dgrad needs no workspace");
+    problem.x_dtype = problem.w_dtype = problem.y_dtype = DType::kBF16;
+    selection = SelectOk(problem, device);
     Expect(selection.workspace_bytes == 0 && selection.slices == 1,
            "fprop and dgrad need no workspace");
   }
+  // The transposed filter comes before the partial results.
+  const ConvProblem deep = Layer(Op::kFprop, 1, 7, 2048, 256, 3);
+  const Selection split = SelectOk(deep, device, "fprop_igemm_wgmma_f32_128x128x32_pingpong");
+  Expect(split.slices > 1 &&
+             split.workspace_bytes == deep.w_elements() * 4 + split.slices * deep.y_elements() * 4,
+         "a split fprop in TF32 keeps the filter and the slices");
   for (int c : {64, 256, 512, 1024, 2048}) {
     const ConvProblem problem = Layer(Op::kWgrad, 64, 14, c, c, 3);
     Selection selection = SelectOk(problem, device);
@@ -544,6 +642,7 @@ int main() {
   jaxconv::TestTensorCoreChoices();
   jaxconv::TestWgmmaChoices();
   jaxconv::TestClusterChoices();
+  jaxconv::TestTf32Choices();
   jaxconv::TestTensorCoreRefusals();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();

@@ -47,7 +47,7 @@ struct IgemmWgmmaParams {
   int32_t gemm_n = 1;               // per group
   int32_t rank = 2;                 // spatial axes that the copy engine walks; 0: rows of a matrix
   int32_t src_step[3] = {1, 1, 1};  // base pixels from one output pixel to the next
-  FastDivmod slabs;                 // of 64 channels under one tap
+  FastDivmod slabs;                 // of a step's channels under one tap
   // Neighbours of a tile index: n tiles fastest, so that CTAs running at the same time share the
   // activations in L2, then m tiles, slices, groups, batches,
   // phases.
@@ -79,7 +79,8 @@ struct WgmmaOperands {
   int64_t a_extent[3] = {1, 1, 1};  // pixels, innermost first
   int64_t a_images = 0;             // all batches
   int32_t a_upper[kMaxWgmmaPhases][3] = {};
-  // The filter as a tensor (taps of all batches, C / groups, K); wgrad: dy as (batch, pixels, K).
+  // The filter as a tensor (taps of all batches, C / groups, K), transposed (taps, K, C / groups);
+  // wgrad: dy as (batch, pixels, K).
   int64_t b_columns = 0, b_rows = 0, b_taps = 0;
   // wgrad in rows: dy's pixels, innermost first, and how far its walk runs past a row's end.
   int64_t b_extent[3] = {1, 1, 1};

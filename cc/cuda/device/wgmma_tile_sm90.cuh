@@ -21,11 +21,14 @@ namespace jaxconv {
 // activations of a whole filter row, kTileM pixels and kSpan more of the padded image, are loaded
 // once and read by every tap of the row, one pixel further on (kStages slots); the filter has
 // kSlotsB slots of its own. kResident (rows too, unless kOneTap): so many steps of the filter's
-// columns stay in shared memory for the kernel's life instead. kStagingBytes: of each math warp, on
-// the way to the output.
+// columns stay in shared memory for the kernel's life instead.
+//
+// kStagingBytes of shared memory, of a math warp, are where results are brought into order on their
+// way out; float32 ones of pingpong tiles need none.
 template <int kWarpgroups_, bool kPingpong_, int kTileM_, int kTileN_, int kStages_, int kSlotsB_,
           int kResident_, int kStagingBytes_, bool kOneTap_ = false>
 struct WgmmaLayout {
+  static constexpr bool kMma = false;  // mma.sync instead (mma_wgrad_tile_sm90.cuh)
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr bool kPingpong = kPingpong_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
@@ -55,10 +58,10 @@ struct WgmmaLayout {
 // each has a tile of its own, and they take turns at the tensor cores, so that one stores while the
 // other multiplies.
 template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
-          int kSlotsB_ = 0, int kResident_ = 0, bool kOneTap_ = false>
+          int kSlotsB_ = 0, int kResident_ = 0, int kStagingBytes_ = 4096, bool kOneTap_ = false>
 struct WgmmaTile
     : WgmmaLayout<kWarpgroups_, kPingpong_, (kPingpong_ ? 1 : kWarpgroups_) * kBlocks_ * 64,
-                  kN0_ + kN1_, kStages_, kSlotsB_, kResident_, 4096, kOneTap_> {
+                  kN0_ + kN1_, kStages_, kSlotsB_, kResident_, kStagingBytes_, kOneTap_> {
   static constexpr bool kColumns = false;
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
@@ -70,12 +73,13 @@ struct WgmmaTile
     float second[kBlocks][kN1 > 0 ? kN1 / 2 : 1];
   };
 
-  // One stage: 64 of the reduction. `a`: of this warpgroup; `b`: the whole tile's.
+  // One stage: 128 bytes of the reduction. `a`: of this warpgroup; `b`: the whole tile's.
   template <typename T, bool kMnMajorA, bool kMnMajorB>
   static __device__ __forceinline__ void Multiply(Accumulators& acc, uint32_t a, uint32_t b,
                                                   bool accumulate) {
     const uint64_t desc_a = kMnMajorA ? MnMajorDescriptor<8192>(a) : KMajorDescriptor(a);
     const uint64_t desc_b = kMnMajorB ? MnMajorDescriptor<8192>(b) : KMajorDescriptor(b);
+    // From one instruction's 32 bytes of the reduction to the next.
     constexpr int kStepA = (kMnMajorA ? 2048 : 32) >> 4;
     constexpr int kStepB = (kMnMajorB ? 2048 : 32) >> 4;
     WgmmaFence();
@@ -113,30 +117,40 @@ __device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) 
   return word;
 }
 
-// Sixteen rows by 64 columns of a warp -> 16-bit output, nothing added: rounded at once, laid down
-// by stmatrix in 2 KB (chunk c of row r at c ^ r % 8, so neither way conflicts), stored as 16 bytes
-// a lane, eight lanes a row. dst[p] is the output offset of row 4 p + lane / 8 with this lane's
-// columns, or negative.
+// Sixteen rows by 128 bytes of a warp -> output of type T, nothing added: rounded at once, laid
+// down in 2 KB, 16-bit ones by stmatrix, so that neither way conflicts (chunk c of row r at c ^ r %
+// 8, or in float32 at c ^ 2 (r % 4)), stored as 16 bytes a lane, eight lanes a row. dst[p] is the
+// output offset of row 4 p + lane / 8 with this lane's columns, or negative.
 template <typename T>
 __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging, T* out,
                                              const int64_t (&dst)[4], bool inside) {
   const int lane = threadIdx.x % 32;
-  const int row = lane % 16;
-  const uint32_t line = staging + row * 128;
+  auto chunk_address = [&](int row, int chunk) {
+    return staging + row * 128 + (chunk ^ (sizeof(T) == 2 ? row % 8 : row % 4 * 2)) * 16;
+  };
+  if constexpr (sizeof(T) == 2) {
+    const int row = lane % 16;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    StoreMatrices(
-        line + (((j + lane / 16) ^ (row % 8)) * 16), PackPair<T>(acc[4 * j], acc[4 * j + 1]),
-        PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]), PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
-        PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
+    for (int j = 0; j < 8; j += 2) {
+      StoreMatrices(chunk_address(row, j + lane / 16), PackPair<T>(acc[4 * j], acc[4 * j + 1]),
+                    PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]),
+                    PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
+                    PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
+    }
+  } else {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t at = chunk_address(g, 2 * j + t / 2) + t % 2 * 8;
+      StorePair(at, acc[4 * j], acc[4 * j + 1]);
+      StorePair(at + 8 * 128, acc[4 * j + 2], acc[4 * j + 3]);
+    }
   }
   __syncwarp();
   uint4 chunk[4];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    const int r = p * 4 + lane / 8;
-    LoadShared<0>(staging + r * 128 + ((lane % 8) ^ (r % 8)) * 16,
-                  reinterpret_cast<float*>(&chunk[p]));
+    LoadShared<0>(chunk_address(p * 4 + lane / 8, lane % 8), reinterpret_cast<float*>(&chunk[p]));
   }
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -144,8 +158,8 @@ __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging,
   }
 }
 
-// The same in float32 through 4 KB, with an epilogue, for outputs of either width. `row_offset(r)`:
-// output offset of row r's column 0, or negative.
+// Sixteen rows by 64 columns in float32 through 4 KB, with an epilogue, for outputs of either
+// width. `row_offset(r)`: output offset of row r's column 0, or negative.
 template <typename Out, class Epilogue, typename RowOffset>
 __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging, Out* out,
                                               const Epilogue& epilogue, RowOffset row_offset,
@@ -186,6 +200,32 @@ __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging
     uint4 packed;
     memcpy(&packed, elements, sizeof(packed));
     *reinterpret_cast<uint4*>(out + offset + column) = packed;
+  }
+}
+
+// Float32 results straight from the fragments: a store of a warp is eight rows of four lanes with
+// 32 bytes, a whole sector, and costs the other warpgroup's operands no shared memory. `upper`,
+// `lower`: output offsets of rows lane / 4 and lane / 4 + 8 at column 0, or negative.
+template <class Epilogue>
+__device__ __forceinline__ void StoreFragments(const float* acc, float* out,
+                                               const Epilogue& epilogue, int64_t upper,
+                                               int64_t lower, int columns, int channel0) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int column = 8 * j + threadIdx.x % 4 * 2;
+    if (column >= columns) break;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = half == 0 ? upper : lower;
+      if (row < 0) continue;
+      float pair[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        pair[e] = epilogue.template operator()<float>(acc[4 * j + 2 * half + e], row + column + e,
+                                                      channel0 + column + e, true);
+      }
+      *reinterpret_cast<float2*>(out + row + column) = make_float2(pair[0], pair[1]);
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/implicit_gemm.h"
+#include "cuda/kernels/filter_transpose.h"
 #include "cuda/kernels/igemm_simt.h"
 #include "cuda/select/wgmma_cost.h"
 
@@ -48,6 +49,12 @@ constexpr Instance MakeOneTapInstance(WgmmaTileId id, int64_t tile_m, int64_t ti
   return instance;
 }
 
+constexpr Instance MakeMmaInstance(WgmmaTileId id, int64_t tile_m, int64_t tile_n, double pace) {
+  Instance instance = MakeInstance(id, "_mma", tile_m, tile_n, false, false, 0);
+  instance.cost.pace = pace;
+  return instance;
+}
+
 constexpr Instance MakeClusterInstance(WgmmaTileId id, int64_t tile_m, int64_t tile_n) {
   Instance instance = MakeInstance(id, "_cluster", tile_m, tile_n, false, false, 0);
   instance.cluster = true;
@@ -79,15 +86,47 @@ constexpr Instance kInstances[] = {
                  true),
     MakeInstance(WgmmaTileId::k128x64ColumnsResident, "_columns_resident", 128, 64, true, true, 9,
                  true),
+    MakeInstance(WgmmaTileId::k128x64PingpongResidentF32, "_pingpong_resident", 128, 64, true, true,
+                 18),
     MakeOneTapInstance(WgmmaTileId::k64x256PingpongOneTap, 64, 256, 4),
     MakeClusterInstance(WgmmaTileId::k64x64Cluster, 64, 64),
     MakeWgradRowsInstance(),
+    // The last: a share of wgmma's pace. Measured 0.7, 0.7 and 0.3; a sixth more, because
+    // igemm_wmma, the alternative, takes that much longer in TF32 than predicted.
+    MakeMmaInstance(WgmmaTileId::k128x256Mma, 128, 256, 0.8),
+    MakeMmaInstance(WgmmaTileId::k256x128Mma, 256, 128, 0.8),
+    MakeMmaInstance(WgmmaTileId::k128x64Mma, 128, 64, 0.35),
 };
 
+// Whether the table has a row of this tile.
+constexpr bool HasRow(const Instance& instance, Op op, DType dtype) {
+  const bool f32 = dtype == DType::kF32;
+  if (instance.wgrad_rows) return op == Op::kWgrad && !f32;
+  if (op == Op::kWgrad &&
+      (instance.rows || instance.one_tap || instance.cluster || instance.cost.columns)) {
+    return false;
+  }
+  switch (instance.id) {
+    case WgmmaTileId::k128x256Mma:
+    case WgmmaTileId::k256x128Mma:
+    case WgmmaTileId::k128x64Mma:
+      return op == Op::kWgrad && f32;
+    case WgmmaTileId::k128x64PingpongResidentF32:
+      return f32;
+    case WgmmaTileId::k128x192:  // and 128x128, in float32 nowhere the best
+    case WgmmaTileId::k128x128:
+      return !f32;
+    default:
+      // wgmma has no wgrad in TF32, and the other forms of tiles are written for 16 bits.
+      return !f32 ||
+             !(op == Op::kWgrad || instance.one_tap || instance.cluster || instance.cost.columns);
+  }
+}
+
 // Of the reduction, 128 bytes of channels.
-constexpr int64_t kStepChannels = 64;
+constexpr int64_t StepChannels(DType dtype) { return dtype == DType::kF32 ? 32 : 64; }
 // wgrad: output pixels of a step.
-constexpr int64_t kStepPixels = 64;
+constexpr int64_t StepPixels(DType dtype) { return dtype == DType::kF32 ? 32 : 64; }
 // Partial results of split-K take at most this much workspace.
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice shorter than this spends more time on filling the ring than on its sum.
@@ -106,9 +145,23 @@ int64_t OutputElements(const ConvProblem& problem) {
                                     : problem.w_elements();
 }
 
-int64_t WorkspaceBytes(const Instance& instance, const ConvProblem& problem, int64_t slices) {
+// wgmma takes TF32 K-major only: fprop reads the filter transposed.
+bool TransposesFilter(const ConvProblem& problem) {
+  return problem.op == Op::kFprop && problem.w_dtype == DType::kF32;
+}
+
+int64_t TransposedFilterBytes(const ConvProblem& problem) {
+  return TransposesFilter(problem) ? problem.w_elements() * int64_t{sizeof(float)} : 0;
+}
+
+int64_t PartialBytes(const Instance& instance, const ConvProblem& problem, int64_t slices) {
   return slices > 1 && !instance.cluster ? slices * OutputElements(problem) * int64_t{sizeof(float)}
                                          : 0;
+}
+
+// The transposed filter, then the partial results.
+int64_t WorkspaceBytes(const Instance& instance, const ConvProblem& problem, int64_t slices) {
+  return TransposedFilterBytes(problem) + PartialBytes(instance, problem, slices);
 }
 
 // The fields of a tensor map and of the copy instruction, by spatial rank.
@@ -124,7 +177,7 @@ struct Plan {
   WgmmaOperands operands;
   int64_t tiles = 0;        // of one slice
   int64_t steps = 0;        // loads of the longest reduction
-  double average_taps = 0;  // 64-wide pieces of the reduction, over phases
+  double average_taps = 0;  // 128-byte pieces of the reduction, over phases
   double taps_of_load = 1;  // in rows
   double pieces_of_step = 1;
 };
@@ -170,7 +223,7 @@ Status PlanWgradRows(const ConvProblem& problem, const GatherAxis& axis, Plan* p
   for (int i = 0; i < 3; ++i) operands.b_extent[i] = problem.out[2 - i];
   plan->steps = CeilDiv(problem.n * image, kWgradRowsPixels);
   phase.steps = static_cast<int32_t>(plan->steps);
-  plan->pieces_of_step = static_cast<double>(kWgradRowsPixels / kStepPixels);
+  plan->pieces_of_step = static_cast<double>(kWgradRowsPixels / StepPixels(problem.x_dtype));
   plan->average_taps = static_cast<double>(plan->steps) * plan->pieces_of_step;
   const int64_t units =
       CeilDiv(phase.taps[0], kWgradRowTaps) * phase.taps[1] * phase.taps[2] * params.slabs.divisor;
@@ -189,11 +242,14 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
                                  " is not a multiple of " + std::to_string(of));
   };
   // Pitches of tensor maps are multiples of 16 bytes, and so are the vectors of the output.
-  JAXCONV_RETURN_IF_ERROR(multiple("C/groups", problem.c_per_group(), 8));
-  JAXCONV_RETURN_IF_ERROR(multiple("K/groups", problem.k_per_group(), 8));
+  const int64_t step_channels = StepChannels(problem.lhs_dtype());
+  const int64_t step_pixels = StepPixels(problem.lhs_dtype());
+  const int64_t vector = 16 / ByteWidth(problem.lhs_dtype());
+  JAXCONV_RETURN_IF_ERROR(multiple("C/groups", problem.c_per_group(), vector));
+  JAXCONV_RETURN_IF_ERROR(multiple("K/groups", problem.k_per_group(), vector));
   if (problem.groups > 1 && !wgrad) {
     // A step must not reach into the next group's channels.
-    JAXCONV_RETURN_IF_ERROR(multiple(dgrad ? "K/groups" : "C/groups", channels, kStepChannels));
+    JAXCONV_RETURN_IF_ERROR(multiple(dgrad ? "K/groups" : "C/groups", channels, step_channels));
   }
   if (gemm.phases > kMaxWgmmaPhases) {
     return Status::Unimplemented(std::to_string(gemm.phases) +
@@ -211,7 +267,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   params.gemm_n = gemm.gemm_n;
   params.rank = problem.rank;
   params.phases = gemm.phases;
-  const int64_t slabs = CeilDiv(channels, kStepChannels);
+  const int64_t slabs = CeilDiv(channels, step_channels);
   params.slabs = FastDivmod(slabs);
   params.filter_taps = static_cast<int32_t>(problem.taps());
   params.a_group = gemm.a_group;
@@ -224,15 +280,20 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   operands.a_images = gemm.batches * gemm.images;
   operands.b_columns = problem.k;
   operands.b_rows = problem.c_per_group();
+  if (TransposesFilter(problem)) std::swap(operands.b_columns, operands.b_rows);
   operands.b_taps = problem.taps() * problem.batch;
 
   if (wgrad) {
     if (!gemm.Dense()) return Status::Unimplemented("wgrad with lhs_dilation");
     const int64_t pixels = problem.n * problem.out_pixels();
-    if (gemm.batches > 1 && pixels % kStepPixels != 0) {
+    if (problem.lhs_dtype() == DType::kF32) {
+      // One copy brings 32 columns of a pixel after another.
+      JAXCONV_RETURN_IF_ERROR(multiple("K/groups", problem.k_per_group(), step_channels));
+    }
+    if (gemm.batches > 1 && pixels % step_pixels != 0) {
       // The last step would multiply another batch's pixels by zeros, which a NaN survives.
       return Status::Unimplemented("batched filters over " + std::to_string(pixels) +
-                                   " pixels, not a multiple of " + std::to_string(kStepPixels));
+                                   " pixels, not a multiple of " + std::to_string(step_pixels));
     }
     params.row_channels = gemm.row_channels;
     params.pixels = static_cast<int32_t>(pixels);
@@ -329,9 +390,9 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
     all_taps += static_cast<double>(phase.steps * row_taps);
   }
   if (wgrad) {
-    rows = problem.taps() * slabs * kStepChannels;
+    rows = problem.taps() * slabs * step_channels;
     params.phase[0].rows = static_cast<int32_t>(rows);
-    plan->steps = CeilDiv(params.pixels, kStepPixels);
+    plan->steps = CeilDiv(params.pixels, step_pixels);
     params.phase[0].steps = static_cast<int32_t>(plan->steps);
     all_taps = static_cast<double>(plan->steps);
   }
@@ -383,6 +444,10 @@ Status Accept(const Instance& instance, Op op, DType dtype, const ConvProblem& p
     return Status::Unimplemented(std::string("expected an output of type ") + Name(dtype) +
                                  " or f32, got " + Name(problem.output_dtype()));
   }
+  if (dtype == DType::kF32 && problem.precision != Precision::kDefault) {
+    return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
+                                 Name(problem.precision) + " asks for more");
+  }
   return MakePlan(instance, problem, plan);
 }
 
@@ -397,16 +462,29 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
   work.gemm_n = plan.params.gemm_n;
   work.n_tiles = plan.params.n_tiles.divisor;
   work.m_tiles = plan.params.m_tiles.divisor;
+  work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
+                                        problem.w_elements() * ByteWidth(problem.w_dtype) +
+                                        problem.y_elements() * ByteWidth(problem.y_dtype));
+  work.partial_bytes = static_cast<double>(PartialBytes(instance, problem, slices));
+  work.out_bytes =
+      work.partial_bytes > 0 ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
+  work.tf32 = problem.lhs_dtype() == DType::kF32;
+  work.transposed_bytes = static_cast<double>(TransposedFilterBytes(problem));
+  if (work.tf32 && instance.cost.pingpong) {
+    work.sector_bytes = static_cast<double>(OutputElements(problem)) * work.out_bytes;
+  }
   if (instance.wgrad_rows) {
     work.rows_of_load = kWgradRowTaps;
     work.pieces_of_step = plan.pieces_of_step;
   } else if (problem.op == Op::kWgrad) {
-    work.extra_copies = static_cast<double>(instance.cost.tile_m / 64 - 1);
+    const int64_t slabs = instance.cost.tile_m / StepChannels(problem.lhs_dtype());
+    work.extra_copies = static_cast<double>(slabs - 1);
+    // One of dy in float32, not one for 64 columns.
+    if (work.tf32) {
+      work.extra_copies +=
+          1 - static_cast<double>(std::min(instance.cost.tile_n / 64, CeilDiv(work.gemm_n, 64)));
+    }
   }
-  work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
-                                        problem.w_elements() * ByteWidth(problem.w_dtype) +
-                                        problem.y_elements() * ByteWidth(problem.y_dtype));
-  work.partial_bytes = static_cast<double>(WorkspaceBytes(instance, problem, slices));
   if (instance.cluster) return PredictWgmmaClusterMicroseconds(instance.cost, work, slices, device);
   return PredictWgmmaMicroseconds(instance.cost, work, device);
 }
@@ -432,7 +510,7 @@ int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const P
   return std::max<int64_t>(
       1,
       std::min({static_cast<int64_t>(plan.steps * plan.pieces_of_step) / kMinStepsPerSlice,
-                kMaxWorkspaceBytes / std::max<int64_t>(1, WorkspaceBytes(instance, problem, 2) / 2),
+                kMaxWorkspaceBytes / std::max<int64_t>(1, PartialBytes(instance, problem, 2) / 2),
                 kMaxSlices}));
 }
 
@@ -514,12 +592,63 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
       break;
     case WgmmaTileId::k192x64WgradRows:
       return LaunchWgmmaWgradRows<kType>(params, operands, stream);
+    default:
+      break;
+  }
+  return Status::Internal("no such tile");
+}
+
+// The rows of float32.
+template <Op kOp>
+Status LaunchTf32Tile(WgmmaTileId id, const Plan& plan, void* stream) {
+  const IgemmWgmmaParams& params = plan.params;
+  const WgmmaOperands& operands = plan.operands;
+  if constexpr (kOp == Op::kWgrad) {
+    switch (id) {
+      case WgmmaTileId::k128x256Mma:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x256Mma>(params, operands,
+                                                                            stream);
+      case WgmmaTileId::k256x128Mma:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k256x128Mma>(params, operands,
+                                                                            stream);
+      case WgmmaTileId::k128x64Mma:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x64Mma>(params, operands,
+                                                                           stream);
+      default:
+        break;
+    }
+  } else {
+    switch (id) {
+      case WgmmaTileId::k128x256:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x256>(params, operands, stream);
+      case WgmmaTileId::k256x128:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k256x128>(params, operands, stream);
+      case WgmmaTileId::k128x320:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x320>(params, operands, stream);
+      case WgmmaTileId::k192x128:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k192x128>(params, operands, stream);
+      case WgmmaTileId::k128x128Pingpong:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x128Pingpong>(params, operands,
+                                                                                 stream);
+      case WgmmaTileId::k128x64Pingpong:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x64Pingpong>(params, operands,
+                                                                                stream);
+      case WgmmaTileId::k128x128PingpongRows:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x128PingpongRows>(
+            params, operands, stream);
+      case WgmmaTileId::k128x64PingpongResidentF32:
+        return LaunchIgemmWgmma<kOp, DType::kF32, WgmmaTileId::k128x64PingpongResidentF32>(
+            params, operands, stream);
+      default:
+        break;
+    }
   }
   return Status::Internal("no such tile");
 }
 
 template <Op kOp>
 Status LaunchType(DType dtype, WgmmaTileId id, const Plan& plan, void* stream) {
+  if (dtype == DType::kF32) return LaunchTf32Tile<kOp>(id, plan, stream);
   return dtype == DType::kBF16 ? LaunchTile<kOp, DType::kBF16>(id, plan, stream)
                                : LaunchTile<kOp, DType::kF16>(id, plan, stream);
 }
@@ -541,22 +670,30 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
   JAXCONV_RETURN_IF_ERROR(CheckBuffers(args, workspace_bytes));
   IgemmWgmmaParams& params = plan.params;
   plan.operands.a = args.lhs;
-  plan.operands.b = args.rhs;
-  params.out = workspace_bytes > 0 ? args.workspace : args.out;
-  params.out_is_f32 = workspace_bytes > 0 || problem.output_dtype() == DType::kF32;
+  plan.operands.b = TransposesFilter(problem) ? args.workspace : args.rhs;
+  const bool split = PartialBytes(instance, problem, args.slices) > 0;
+  float* const partial =
+      static_cast<float*>(args.workspace) + TransposedFilterBytes(problem) / int64_t{sizeof(float)};
+  params.out = split ? partial : args.out;
+  params.out_is_f32 = split || problem.output_dtype() == DType::kF32;
   const int64_t slices = instance.cluster ? 1 : args.slices;
   params.cluster = FastDivmod(args.slices / slices);
   params.slices = FastDivmod(slices);
   params.steps_per_slice = static_cast<int32_t>(CeilDiv(plan.steps, slices));
-  params.slice_elements = workspace_bytes > 0 ? OutputElements(problem) : 0;
+  params.slice_elements = split ? OutputElements(problem) : 0;
   params.tiles = static_cast<int32_t>(plan.tiles * slices);
+  if (TransposesFilter(problem)) {
+    JAXCONV_RETURN_IF_ERROR(LaunchFilterTranspose(args.rhs, problem.batch * problem.taps(),
+                                                  problem.c_per_group(), problem.k, args.workspace,
+                                                  args.stream));
+  }
   const Status status =
       op == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, plan, args.stream)
       : op == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, plan, args.stream)
                          : LaunchType<Op::kWgrad>(dtype, instance.id, plan, args.stream);
-  if (!status.ok() || workspace_bytes == 0) return status;
-  return LaunchSplitkReduce(static_cast<const float*>(args.workspace), OutputElements(problem),
-                            args.slices, args.out, problem.output_dtype(), args.stream);
+  if (!status.ok() || !split) return status;
+  return LaunchSplitkReduce(partial, OutputElements(problem), args.slices, args.out,
+                            problem.output_dtype(), args.stream);
 }
 
 }  // namespace
@@ -564,16 +701,14 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
 std::vector<KernelRow> IgemmWgmmaRows() {
   std::vector<KernelRow> rows;
   for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
-    for (DType dtype : {DType::kBF16, DType::kF16}) {
+    for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
       for (const Instance& instance : kInstances) {
-        const bool serves_wgrad =
-            !(instance.rows || instance.one_tap || instance.cluster || instance.cost.columns);
-        if (op == Op::kWgrad ? !serves_wgrad : instance.wgrad_rows) continue;
+        if (!HasRow(instance, op, dtype)) continue;
         KernelRow row;
         row.name = std::string(Name(op)) + "_" + kFamily + "_" + Name(dtype) + "_" +
                    std::to_string(instance.cost.tile_m) + "x" +
                    std::to_string(instance.cost.tile_n) + "x" +
-                   std::to_string(instance.wgrad_rows ? kWgradRowsPixels : kStepChannels) +
+                   std::to_string(instance.wgrad_rows ? kWgradRowsPixels : StepChannels(dtype)) +
                    instance.suffix;
         row.family = kFamily;
         row.op = op;

@@ -34,6 +34,12 @@ enum class WgmmaTileId {
   k64x256PingpongOneTap,
   k64x64Cluster,
   k192x64WgradRows,
+  // Of float32 operands: twice the steps.
+  k128x64PingpongResidentF32,
+  // wgrad of float32 operands, by mma.sync.
+  k128x256Mma,
+  k256x128Mma,
+  k128x64Mma,
 };
 
 // Its rows of the kernel table.

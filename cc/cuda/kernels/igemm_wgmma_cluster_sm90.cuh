@@ -57,7 +57,7 @@ struct WgmmaPart {
 };
 
 // One thread of each producer warp: every fourth step.
-template <Op kOp, class Tile>
+template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void ProduceWgmmaPart(const IgemmWgmmaParams& params,
                                                  const WgmmaMaps& maps, const WgmmaTilePlace& place,
                                                  const WgmmaPhase& phase, const WgmmaPart& part,
@@ -79,10 +79,11 @@ __device__ __forceinline__ void ProduceWgmmaPart(const IgemmWgmmaParams& params,
     const uint32_t shared = ring + slot * Tile::kStageBytes;
     BarrierWait(barriers.Empty(slot), round % 2 ^ 1);
     BarrierArriveExpect(barrier, Tile::kBytesA + boxes * 8192);
-    CopyWgmmaFilter<kOp, Tile>(shared + Tile::kBytesA, &maps.b, barrier, boxes, n_first,
-                               phase.channel0 + step.slab * 64, b_channel,
-                               tap_of_batch + step.Tap(phase));
-    CopyWgmmaPixels(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel, pixel);
+    CopyWgmmaFilter<kOp, T, Tile>(shared + Tile::kBytesA, &maps.b, barrier, boxes, n_first,
+                                  phase.channel0 + step.slab * kWgmmaStepChannels<T>, b_channel,
+                                  tap_of_batch + step.Tap(phase));
+    CopyWgmmaPixels<T>(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel,
+                       pixel);
 #pragma unroll
     for (int w = 0; w < kProducers; ++w) step.Next(params, phase);
   }
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 2)
   if (warpgroup == 0) {
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (ElectOne()) {
-      ProduceWgmmaPart<kOp, Tile>(params, maps, place, phase, part, warp, ring, barriers);
+      ProduceWgmmaPart<kOp, T, Tile>(params, maps, place, phase, part, warp, ring, barriers);
     }
     __syncwarp();
   } else {
@@ -247,7 +248,7 @@ Status LaunchIgemmWgmmaClusterWith(const IgemmWgmmaParams& params, const WgmmaOp
                                    void* stream) {
   using Tile = WgmmaTileOf<kTile>;
   WgmmaMaps maps{};
-  const Status encoded = EncodeWgmmaMaps<kOp, kTile>(params, operands, kType, &maps);
+  const Status encoded = EncodeWgmmaMaps<kOp, kType, kTile>(params, operands, &maps);
   if (!encoded.ok()) return encoded;
   auto kernel = IgemmWgmmaCluster<kOp, typename ElementOf<kType>::Type, kTile, Epilogue>;
   constexpr int kShared = kWgmmaClusterSharedBytes<Tile>;

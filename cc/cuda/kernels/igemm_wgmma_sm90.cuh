@@ -4,11 +4,15 @@
 //     dgrad   rows = input pixels (of one phase), columns = C / groups, reduction = taps x K /
 //     groups
 //
-// A step of the reduction is one tap and 64 channels. Its activations are one im2col box of tile_m
-// pixels x 128 bytes: padding, row ends, image ends, strides, dilation and the end of the batch are
-// the copy engine's business. Its filter is tile_n / 64 boxes of 64 x 64 out of (tap, C, K): for
-// fprop the lines run along columns (MN-major B), for dgrad along the reduction (K-major). A 1x1
-// convolution without stride and padding is a matrix, loaded as one.
+// float32 operands are multiplied in TF32, to which the copy engine rounds them; 16-bit ones as
+// they are. A step of the reduction is one tap and 128 bytes of channels: 64, or 32 in float32. Its
+// activations are one im2col box of tile_m pixels x 128 bytes: padding, row ends, image ends,
+// strides, dilation and the end of the batch are the copy engine's business. Its filter is tile_n /
+// 64 boxes of 64 x 64 out of (tap, C, K): for fprop the lines run along columns (MN-major B), for
+// dgrad along the reduction (K-major). wgmma takes TF32 K-major only, so fprop in float32 gets the
+// filter transposed, (tap, K, C), and wgrad, where both operands would have to be transposed,
+// multiplies by mma.sync (device/mma_wgrad_tile_sm90.cuh). A 1x1 convolution without stride and
+// padding is a matrix, loaded as one.
 //
 //     CTA: one producer warpgroup, of which one thread issues the copies, and two or three math
 //     warpgroups: one above the other in a tile (cooperative), or taking turns at tiles of their
@@ -32,8 +36,8 @@
 // All of that is set up while the kernel before this one in the stream ends
 // (overlapping_launch.cuh). Where tiles are few: igemm_wgmma_cluster_sm90.cuh.
 //
-// Refused, with a reason: channels not multiples of 8 (16-byte pitches), groups of channels that
-// are not multiples of 64, more than eight phases, corners or offsets beyond the maps' fields,
+// Refused, with a reason: channels not of 16-byte pitches, groups of channels that are not
+// multiples of a step's, more than eight phases, corners or offsets beyond the maps' fields,
 // strides above 8.
 #ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
 #define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
@@ -45,6 +49,7 @@
 #include "cuda/device/element.cuh"
 #include "cuda/device/fused_epilogue.cuh"
 #include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/device/mma_wgrad_tile_sm90.cuh"
 #include "cuda/device/wgmma_columns_sm90.cuh"
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/kernels/igemm_wgmma.h"
@@ -81,7 +86,10 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 8> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k64x256PingpongOneTap>
-    : WgmmaTile<2, true, 1, 256, 0, 8, 0, 4, true> {};
+    : WgmmaTile<2, true, 1, 256, 0, 8, 0, 4, 4096, true> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResidentF32>
+    : WgmmaTile<2, true, 2, 64, 0, 4, 0, 18, 0> {};
 
 //  pixels, stages, filter slots, resident
 template <>
@@ -92,6 +100,24 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k192x64ColumnsResident> : WgmmaColumnsTile<192, 5, 0, 9> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64ColumnsResident> : WgmmaColumnsTile<128, 7, 0, 9> {};
+
+//  warps in m and n, rows and columns of each, stages
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x256Mma> : MmaWgradTile<2, 4, 64, 64, 4> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x128Mma> : MmaWgradTile<4, 2, 64, 64, 4> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k128x64Mma> : MmaWgradTile<4, 2, 32, 32, 8> {};
+
+// Channels of a step, one line of shared memory.
+template <typename T>
+inline constexpr int32_t kWgmmaStepChannels = 128 / sizeof(T);
+// Whether the filter's lines run along the output's columns, as they lie in (tap, C, K) for fprop.
+template <Op kOp, typename T>
+inline constexpr bool kWgmmaColumnLines = kOp != Op::kDgrad && sizeof(T) == 2;
+// wgrad: output pixels of a step, and of a box of kWgmmaStepChannels of either operand.
+template <typename T>
+inline constexpr int32_t kWgmmaStepPixels = 128 / sizeof(T);
 
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
@@ -194,14 +220,14 @@ struct WgmmaStep {
   }
 };
 
-// A step's box of pixels from `at` on, 64 channels of those from `channel` on.
-template <bool kRows>
+// A step's box of pixels from `at` on, a line of those channels from `channel` on.
+template <typename T, bool kRows>
 __device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
                                                 const WgmmaPhase& phase,
                                                 const WgmmaStep<kRows>& step, uint32_t shared,
                                                 const CUtensorMap* map, uint32_t barrier,
                                                 int32_t channel, const WgmmaPixel& at) {
-  const int32_t c = channel + step.slab * 64;
+  const int32_t c = channel + step.slab * kWgmmaStepChannels<T>;
   const uint16_t off0 = kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0];
   const uint16_t off1 = phase.offset0[1] + step.t1 * phase.offset_step[1];
   const uint16_t off2 = phase.offset0[2] + step.t2 * phase.offset_step[2];
@@ -226,20 +252,23 @@ __device__ __forceinline__ int WgmmaFilterBoxes(const IgemmWgmmaParams& params, 
   return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
 }
 
-// The filter under one tap: `boxes` of 64 columns from column n on, 64 of the reduction from
+// The filter under one tap: `boxes` of 64 columns from column n on, a step of the reduction from
 // `channel` on. fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C,
-// tap).
-template <Op kOp, class Tile>
+// tap), or (C, K, tap) for fprop in float32. A group's part begins somewhere along K.
+template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorMap* map,
                                                 uint32_t barrier, int boxes, int32_t n,
                                                 int32_t channel, int32_t channel_of_group,
                                                 int32_t tap) {
+  constexpr bool kColumnLines = kWgmmaColumnLines<kOp, T>;
+  if constexpr (kOp == Op::kFprop) n += channel_of_group;
+  if constexpr (kOp == Op::kDgrad) channel += channel_of_group;
 #pragma unroll
   for (int i = 0; i < Tile::kTileN / 64; ++i) {
     if (i >= boxes) break;
-    const int32_t k = channel_of_group + (kOp == Op::kFprop ? n + i * 64 : channel);
-    const int32_t c = kOp == Op::kFprop ? channel : n + i * 64;
-    CopyTile3d(shared + i * 8192, map, barrier, k, c, tap);
+    const int32_t column = n + i * 64;
+    CopyTile3d(shared + i * 8192, map, barrier, kColumnLines ? column : channel,
+               kColumnLines ? channel : column, tap);
   }
 }
 
@@ -251,7 +280,7 @@ template <Op kOp, class Tile>
 inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kRows && !Tile::kColumns;
 
 // The thread that issues the copies.
-template <Op kOp, class Tile>
+template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
                                                    const WgmmaMaps& maps, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
@@ -276,20 +305,21 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
       BarrierArriveExpect(barrier, Tile::kBytesA + (Tile::kFilterApart ? 0 : boxes * 8192));
-      CopyWgmmaPixels(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel, pixel);
+      CopyWgmmaPixels<T>(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel,
+                         pixel);
       stage.Next();
-      const int32_t channel = phase.channel0 + step.slab * 64;
+      const int32_t channel = phase.channel0 + step.slab * kWgmmaStepChannels<T>;
       const int32_t tap = tap_of_batch + step.Tap(phase);
       if constexpr (!Tile::kFilterApart) {
-        CopyWgmmaFilter<kOp, Tile>(shared + Tile::kBytesA, &maps.b, barrier, boxes, n_first,
-                                   channel, b_channel, tap);
+        CopyWgmmaFilter<kOp, T, Tile>(shared + Tile::kBytesA, &maps.b, barrier, boxes, n_first,
+                                      channel, b_channel, tap);
       } else if constexpr (Tile::kSlotsB > 0) {
         for (int32_t t = 0; t < phase.taps[0]; ++t) {
           BarrierWait(barriers.EmptyB(slot.slot), slot.parity ^ 1);
           BarrierArriveExpect(barriers.FullB(slot.slot), boxes * 8192);
-          CopyWgmmaFilter<kOp, Tile>(ring + Tile::kFilterAt + slot.slot * Tile::kBytesB, &maps.b,
-                                     barriers.FullB(slot.slot), boxes, n_first, channel, b_channel,
-                                     tap + t * phase.filter_step[0]);
+          CopyWgmmaFilter<kOp, T, Tile>(ring + Tile::kFilterAt + slot.slot * Tile::kBytesB, &maps.b,
+                                        barriers.FullB(slot.slot), boxes, n_first, channel,
+                                        b_channel, tap + t * phase.filter_step[0]);
           slot.Next();
         }
       } else if (index == blockIdx.x) {
@@ -299,9 +329,9 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
         for (int32_t t = 0; t < phase.taps[0]; ++t) {
           const uint32_t at = i * phase.taps[0] + t;
           BarrierArriveExpect(barriers.Resident(at), boxes * 8192);
-          CopyWgmmaFilter<kOp, Tile>(ring + Tile::kFilterAt + at * Tile::kBytesB, &maps.b,
-                                     barriers.Resident(at), boxes, n_first, channel, b_channel,
-                                     tap + t * phase.filter_step[0]);
+          CopyWgmmaFilter<kOp, T, Tile>(ring + Tile::kFilterAt + at * Tile::kBytesB, &maps.b,
+                                        barriers.Resident(at), boxes, n_first, channel, b_channel,
+                                        tap + t * phase.filter_step[0]);
         }
       }
       step.Next(params, phase);
@@ -434,24 +464,39 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   const Epilogue epilogue(params.epilogue);
   const int channel0 = place.group * params.gemm_n + n_first;
   __syncwarp();
+  constexpr bool kPlain = std::is_same_v<Epilogue, PlainEpilogue>;
 #pragma unroll
   for (int i = 0; i < Tile::kBlocks; ++i) {
-    if (std::is_same_v<Epilogue, PlainEpilogue> && !params.out_is_f32) {
-      int64_t dst[4];
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        dst[p] = row_offset(i, 4 * p + lane / 8);
-        if (dst[p] >= 0) dst[p] += lane % 8 * 8;
-      }
+    if constexpr (sizeof(T) == 4 && Tile::kPingpong) {
+      const int64_t upper = row_offset(i, lane / 4), lower = row_offset(i, lane / 4 + 8);
 #pragma unroll
       for (int c = 0; c < Tile::kTileN / 64; ++c) {
         const float* chunk =
             c * 64 < Tile::kN0 ? &acc.first[i][c * 32] : &acc.second[i][c * 32 - Tile::kN0 / 2];
-        if (n_first + c * 64 >= params.gemm_n) break;
-        StoreRounded(chunk, staging + (i + c) % 2 * 2048, static_cast<T*>(params.out) + c * 64, dst,
-                     n_first + c * 64 + lane % 8 * 8 < params.gemm_n);
+        const int columns = params.gemm_n - n_first - c * 64;
+        if (columns <= 0) break;
+        StoreFragments(chunk, static_cast<float*>(params.out) + c * 64, epilogue, upper, lower,
+                       columns, channel0 + c * 64);
       }
-    } else {
+    } else if (kPlain && (sizeof(T) == 4 || !params.out_is_f32)) {
+      constexpr int kColumns = 128 / sizeof(T), kVector = 16 / sizeof(T);
+      int64_t dst[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        dst[p] = row_offset(i, 4 * p + lane / 8);
+        if (dst[p] >= 0) dst[p] += lane % 8 * kVector;
+      }
+#pragma unroll
+      for (int c = 0; c < Tile::kTileN / kColumns; ++c) {
+        const float* chunk = c * kColumns < Tile::kN0
+                                 ? &acc.first[i][c * kColumns / 2]
+                                 : &acc.second[i][(c * kColumns - Tile::kN0) / 2];
+        if (n_first + c * kColumns >= params.gemm_n) break;
+        StoreRounded(chunk, staging + (i + c) % 2 * 2048,
+                     static_cast<T*>(params.out) + c * kColumns, dst,
+                     n_first + c * kColumns + lane % 8 * kVector < params.gemm_n);
+      }
+    } else if constexpr (!kPlain || sizeof(T) == 2) {
 #pragma unroll
       for (int c = 0; c < Tile::kTileN / 64; ++c) {
         const float* chunk =
@@ -465,7 +510,7 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
         if (params.out_is_f32) {
           StoreFinished(chunk, staging, static_cast<float*>(params.out), epilogue, offset, columns,
                         channel0 + c * 64);
-        } else if constexpr (!std::is_same_v<Epilogue, PlainEpilogue>) {
+        } else if constexpr (!kPlain) {
           StoreFinished(chunk, staging, static_cast<T*>(params.out), epilogue, offset, columns,
                         channel0 + c * 64);
         }
@@ -526,7 +571,7 @@ __device__ __forceinline__ void StoreWgmmaColumns(const IgemmWgmmaParams& params
 template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
 __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& params, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
-  constexpr bool kMnMajorA = kOp == Op::kWgrad, kMnMajorB = kOp != Op::kDgrad;
+  constexpr bool kMnMajorA = kOp == Op::kWgrad, kMnMajorB = kWgmmaColumnLines<kOp, T>;
   constexpr uint32_t kOwnPixels = kWarpgroup * Tile::kOwnPixels;
   const bool signals = threadIdx.x % 128 == 0;
   auto release = [&](uint32_t barrier) {
@@ -646,6 +691,140 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
   }
 }
 
+// wgrad by mma.sync, the thread that issues the copies. A tile's rows are boxes of the list of taps
+// times slabs of 32 channels; a step is 32 output pixels: of each box those pixels of x under its
+// tap, and of dy, in one copy, the tile's columns. What is known of a box is kept in shared memory:
+// in registers it would be spilled.
+template <class Tile>
+__device__ __forceinline__ void ProduceMmaWgradStages(const IgemmWgmmaParams& params,
+                                                      const WgmmaMaps& maps, uint32_t ring,
+                                                      const WgmmaBarriers<Tile>& barriers) {
+  constexpr int kBoxesA = Tile::kTileM / 32;
+  static_assert(Tile::kBoxesAt + kBoxesA * 16 <= Tile::kRingAt);
+  const WgmmaPhase& phase = params.phase[0];
+  const CUtensorMap* map_a = &maps.a[0];
+  RingPlace<Tile::kStages> stage;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const WgmmaTilePlace place(params, index);
+    const int32_t k_slab = (place.group * params.b_group + place.n_tile * Tile::kTileN) / 32;
+    const int boxes = min(kBoxesA, params.filter_taps * static_cast<int32_t>(params.slabs.divisor) -
+                                       place.m_tile * kBoxesA);
+    for (int i = 0; i < boxes; ++i) {
+      int32_t tap, slab;
+      params.slabs.Divmod(place.m_tile * kBoxesA + i, &tap, &slab);
+      const int32_t t1 = tap / phase.taps[0];
+      const uint32_t box[4] = {
+          static_cast<uint32_t>(place.group * params.a_group + slab * 32),
+          static_cast<uint32_t>(phase.offset0[0] +
+                                (tap - t1 * phase.taps[0]) * phase.offset_step[0]),
+          static_cast<uint32_t>(phase.offset0[1] + t1 % phase.taps[1] * phase.offset_step[1]),
+          static_cast<uint32_t>(phase.offset0[2] + t1 / phase.taps[1] * phase.offset_step[2])};
+      StoreChunk(ring + Tile::kBoxesAt + i * 16, box);
+    }
+    const int32_t first = place.slice * params.steps_per_slice;
+    const int32_t steps = min(params.steps_per_slice, phase.steps - first);
+    for (int32_t step = 0; step < steps; ++step) {
+      const int32_t pixel = (first + step) * Tile::kPixels;
+      int32_t m = pixel, x, y, z, image;
+      phase.count[0].Divmod(m, &m, &x);
+      phase.count[1].Divmod(m, &m, &y);
+      phase.count[2].Divmod(m, &image, &z);
+      x = phase.lower[0] + x * params.src_step[0];
+      y = phase.lower[1] + y * params.src_step[1];
+      z = phase.lower[2] + z * params.src_step[2];
+      image += place.batch * params.images;
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t shared = ring + Tile::kRingAt + stage.slot * Tile::kStageBytes;
+      BarrierArriveExpect(barrier, boxes * Tile::kBoxBytes + Tile::kBytesB);
+      CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_slab, place.batch);
+#pragma unroll 1
+      for (int i = 0; i < boxes; ++i) {
+        const uint32_t to = shared + i * Tile::kBoxBytes;
+        uint32_t box[4];
+        LoadChunk(ring + Tile::kBoxesAt + i * 16, box);
+        const int32_t c = static_cast<int32_t>(box[0]);
+        switch (params.rank) {
+          case 0:
+            CopyTile2d(to, map_a, barrier, c, place.batch * params.pixels + pixel);
+            break;
+          case 1:
+            CopyIm2col1d(to, map_a, barrier, c, x, image, box[1]);
+            break;
+          case 2:
+            CopyIm2col2d(to, map_a, barrier, c, x, y, image, box[1], box[2]);
+            break;
+          default:
+            CopyIm2col3d(to, map_a, barrier, c, x, y, z, image, box[1], box[2], box[3]);
+        }
+      }
+      stage.Next();
+    }
+  }
+}
+
+// And its math warps, which all work on every stage. The fragments of a step are read while those
+// of the step before are multiplied, over the edges of stages too.
+template <class Tile>
+__device__ __forceinline__ void ConsumeMmaWgradStages(const IgemmWgmmaParams& params, uint32_t ring,
+                                                      const WgmmaBarriers<Tile>& barriers) {
+  const int warp = threadIdx.x / 32 - 4;
+  const int32_t m_warp = warp / Tile::kWarpsN * Tile::kWarpM;
+  const int32_t n_warp = warp % Tile::kWarpsN * Tile::kWarpN;
+  uint32_t a[2], b[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    a[half] = ring + Tile::kRingAt + m_warp / 32 * Tile::kBoxBytes + Tile::LaneOffset(half, 8);
+    b[half] = ring + Tile::kRingAt + Tile::kBytesA + n_warp / 32 * Tile::kBoxBytes +
+              Tile::LaneOffset(half, 4);
+  }
+  const WgmmaPhase& phase = params.phase[0];
+  RingPlace<Tile::kStages> stage;
+  typename Tile::Fragments fragments[2];
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const WgmmaTilePlace place(params, index);
+    const int32_t steps =
+        min(params.steps_per_slice, phase.steps - place.slice * params.steps_per_slice);
+    typename Tile::Accumulators acc = {};
+    BarrierWait(barriers.Full(stage.slot), stage.parity);
+    uint32_t at = stage.slot * Tile::kStageBytes;
+    Tile::Read(a, b, at, 0, fragments[0]);
+    for (int32_t step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int s = 0; s < Tile::kSteps; ++s) {
+        if (s + 1 < Tile::kSteps) {
+          Tile::Read(a, b, at, s + 1, fragments[(s + 1) % 2]);
+          Tile::Multiply(fragments[s % 2], acc);
+        } else {
+          const uint32_t empty = barriers.Empty(stage.slot);
+          stage.Next();
+          at = stage.slot * Tile::kStageBytes;
+          if (step + 1 < steps) {
+            BarrierWait(barriers.Full(stage.slot), stage.parity);
+            Tile::Read(a, b, at, 0, fragments[0]);
+          }
+          Tile::Multiply(fragments[s % 2], acc);
+          // What was multiplied last has been read.
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) BarrierArrive(empty);
+        }
+      }
+    }
+    const int32_t n_first = place.n_tile * Tile::kTileN + n_warp;
+    const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
+                         int64_t{place.group} * params.out_group + n_first;
+    auto row_offset = [&](int box, int64_t* first) {
+      const int32_t m = place.m_tile * Tile::kTileM + m_warp + box * 32;
+      int32_t tap, slab;
+      params.slabs.Divmod(m / 32, &tap, &slab);
+      *first = base + (int64_t{tap} * params.row_channels + slab * 32) * params.out_channels;
+      return m < phase.rows ? params.row_channels - slab * 32 : 0;
+    };
+    Tile::Store(acc, static_cast<float*>(params.out), params.out_channels, params.gemm_n - n_first,
+                row_offset);
+  }
+}
+
 template <Op kOp, typename T, WgmmaTileId kTile, class Epilogue>
 __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     IgemmWgmma(const __grid_constant__ IgemmWgmmaParams params,
@@ -654,9 +833,13 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ __align__(8) uint64_t barrier_words[WgmmaBarriers<Tile>::kCount];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const WgmmaBarriers<Tile> barriers{SharedAddress(barrier_words)};
+  WgmmaBarriers<Tile> barriers{SharedAddress(barrier_words)};
+  // Of one base address: with two, the uniform registers overflow.
+  if constexpr (Tile::kMma) barriers.first = ring;
   if (threadIdx.x == 0) {
-    constexpr int kReaders = Tile::kPingpong ? 1 : Tile::kWarpgroups;
+    constexpr int kReaders = Tile::kMma        ? Tile::kWarpgroups * 4
+                             : Tile::kPingpong ? 1
+                                               : Tile::kWarpgroups;
     for (int s = 0; s < Tile::kStages; ++s) {
       BarrierInit(barriers.Full(s), 1);
       BarrierInit(barriers.Empty(s), kReaders);
@@ -677,15 +860,19 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
     if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      if constexpr (kOp == Op::kWgrad) {
+      if constexpr (Tile::kMma) {
+        ProduceMmaWgradStages<Tile>(params, maps, ring, barriers);
+      } else if constexpr (kOp == Op::kWgrad) {
         ProduceWgmmaWgradStages<Tile>(params, maps, ring, barriers);
       } else {
-        ProduceWgmmaStages<kOp, Tile>(params, maps, ring, barriers);
+        ProduceWgmmaStages<kOp, T, Tile>(params, maps, ring, barriers);
       }
     }
   } else {
     RaiseRegisters<Tile::kMathRegisters>();
-    if (warpgroup == 1) {
+    if constexpr (Tile::kMma) {
+      ConsumeMmaWgradStages<Tile>(params, ring, barriers);
+    } else if (warpgroup == 1) {
       ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 0>(params, ring, barriers);
     } else if (Tile::kWarpgroups == 2 || warpgroup == 2) {
       ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 1>(params, ring, barriers);
@@ -695,20 +882,22 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
   }
 }
 
-template <Op kOp, WgmmaTileId kTile>
-Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& operands, DType dtype,
+template <Op kOp, DType kType, WgmmaTileId kTile>
+Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
                        WgmmaMaps* maps) {
   using Tile = WgmmaTileOf<kTile>;
-  constexpr int kPixels = kOp == Op::kWgrad ? 64 : Tile::kPixels;
+  constexpr int kLine = kWgmmaStepChannels<typename ElementOf<kType>::Type>;
+  constexpr int kPixels =
+      kOp == Op::kWgrad ? kWgmmaStepPixels<typename ElementOf<kType>::Type> : Tile::kPixels;
   DenseTensor a;
-  a.dtype = dtype;
+  a.dtype = kType;
   a.address = operands.a;
   a.extent[0] = operands.a_channels;
   if (params.rank == 0) {
     a.rank = 2;
     a.extent[1] =
         operands.a_images * operands.a_extent[0] * operands.a_extent[1] * operands.a_extent[2];
-    const int32_t box[2] = {64, kPixels};
+    const int32_t box[2] = {kLine, kPixels};
     JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(a, box, &maps->a[0]));
   } else {
     a.rank = params.rank + 2;
@@ -720,13 +909,25 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
     }
   }
   DenseTensor b;
-  b.dtype = dtype;
+  b.dtype = kType;
   b.rank = 3;
   b.address = operands.b;
   b.extent[0] = operands.b_columns;
   b.extent[1] = operands.b_rows;
   b.extent[2] = operands.b_taps;
-  const int32_t box[3] = {64, 64, 1};
+  if constexpr (Tile::kMma) {
+    // Columns in slabs of a line, pixels, slabs: one copy brings a tile's boxes.
+    b.rank = 4;
+    b.extent[0] = kLine;
+    b.extent[2] = operands.b_columns / kLine;
+    b.extent[3] = operands.b_taps;
+    b.stride[1] = operands.b_columns;
+    b.stride[2] = kLine;
+    b.stride[3] = operands.b_rows * operands.b_columns;
+    const int32_t box[4] = {kLine, kPixels, Tile::kTileN / kLine, 1};
+    return EncodeTiledMap(b, box, &maps->b);
+  }
+  const int32_t box[3] = {kLine, 64, 1};
   return EncodeTiledMap(b, box, &maps->b);
 }
 
@@ -736,7 +937,7 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
   using T = typename ElementOf<kType>::Type;
   using Tile = WgmmaTileOf<kTile>;
   WgmmaMaps maps{};
-  const Status encoded = EncodeWgmmaMaps<kOp, kTile>(params, operands, kType, &maps);
+  const Status encoded = EncodeWgmmaMaps<kOp, kType, kTile>(params, operands, &maps);
   if (!encoded.ok()) return encoded;
   auto kernel = IgemmWgmma<kOp, T, kTile, Epilogue>;
   int device = 0, sm_count = 0;

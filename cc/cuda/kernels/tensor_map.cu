@@ -37,12 +37,15 @@ Layout LayoutOf(const DenseTensor& tensor) {
   Layout layout{};
   layout.type = tensor.dtype == DType::kBF16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                 : tensor.dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+                                              : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
   cuuint64_t bytes = ByteWidth(tensor.dtype);
   for (int i = 0; i < tensor.rank; ++i) {
     layout.extent[i] = tensor.extent[i];
     bytes *= tensor.extent[i];
-    if (i + 1 < tensor.rank) layout.stride[i] = bytes;
+    if (i + 1 < tensor.rank) {
+      layout.stride[i] =
+          tensor.stride[i + 1] == 0 ? bytes : tensor.stride[i + 1] * ByteWidth(tensor.dtype);
+    }
   }
   return layout;
 }

@@ -11,12 +11,15 @@
 
 namespace jaxconv {
 
-// A dense tensor of up to five dimensions, innermost first.
+// A tensor of up to five dimensions, innermost first, dense unless strides are given. float32
+// elements are rounded to TF32 on their way, to the nearest, ties to even: what wgmma alone would
+// cut off, with a bias.
 struct DenseTensor {
   DType dtype = DType::kBF16;
   int rank = 0;
   const void* address = nullptr;
   int64_t extent[5] = {};
+  int64_t stride[5] = {};  // elements, of every dimension but the innermost; 0: dense
 };
 
 // Boxes of `box` elements, lines of 128 bytes swizzled, zeros outside. Takes about 0.1 us.

@@ -40,6 +40,14 @@ __device__ __forceinline__ void StoreChunk(uint32_t address, const uint32_t (&wo
                "r"(word[1]), "r"(word[2]), "r"(word[3])
                : "memory");
 }
+__device__ __forceinline__ void LoadChunk(uint32_t address, uint32_t (&word)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void LoadPair(uint32_t address, uint32_t& first, uint32_t& second) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address));
+}
 __device__ __forceinline__ void StorePair(uint32_t address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
                : "memory");

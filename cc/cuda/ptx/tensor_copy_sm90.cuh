@@ -34,6 +34,15 @@ __device__ __forceinline__ void CopyTile3d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
+__device__ __forceinline__ void CopyTile4d(uint32_t shared, const CUtensorMap* map,
+                                           uint32_t barrier, int32_t c0, int32_t c1, int32_t c2,
+                                           int32_t c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
 __device__ __forceinline__ void CopyIm2col1d(uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, int32_t w, int32_t n,
                                              uint16_t offset_w) {

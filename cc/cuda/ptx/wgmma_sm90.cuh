@@ -1,10 +1,12 @@
-// wgmma: a warpgroup multiplies 64 x 16 by 16 x N out of shared memory (sm_90a).
+// wgmma: a warpgroup multiplies 64 x 32 bytes by 32 bytes x N out of shared memory (sm_90a): 16 of
+// the reduction in 16-bit types, 8 of float32, of which TF32's 19 bits are read.
 //
-// Both operands lie as the copy engine's 128-byte swizzle leaves them, 64 elements of 16 bits a
-// line. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride offset / 16 in
-// 32-45, layout 1 (128-byte swizzle) in 62-63; buffers start at multiples of 1024 bytes.
-//     K-major     a line is 64 of the reduction; 8 lines are 1024 bytes (the stride offset); the
-//                 next 16 of the reduction are 32 bytes on
+// Both operands lie as the copy engine's 128-byte swizzle leaves them, 64 elements of 16 bits or 32
+// of 32 bits a line. Of 32-bit elements the lines must run along the reduction (K-major).
+// Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride offset / 16 in 32-45,
+// layout 1 (128-byte swizzle) in 62-63; buffers start at multiples of 1024 bytes.
+//     K-major     a line is 128 bytes of the reduction; 8 lines are 1024 bytes (the stride
+//                 offset); the next instruction's 32 bytes are 32 bytes on
 //     MN-major    a line is 64 columns; 8 lines (8 of the reduction) are 1024 bytes (the stride
 //                 offset), the next 64 columns lie a leading offset on, the next 16 of the
 //                 reduction 2048 bytes on
@@ -66,22 +68,26 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R96 JAXCONV_R90 ", %90, %91, %92, %93, %94, %95"
 #define JAXCONV_R128 JAXCONV_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// A, B, accumulate and the transposition follow the n / 2 accumulators.
-#define JAXCONV_WGMMA(n, type, ptx, registers, a_at, b_at, p_at, s_at, t_at, ...)             \
-  template <bool kMnMajorA, bool kMnMajorB>                                                   \
-  __device__ __forceinline__ void Wgmma##n(type, float (&d)[n / 2], uint64_t a, uint64_t b,   \
-                                           int accumulate) {                                  \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                               \
-                 ", 0;\n\t"                                                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx " {" registers \
-                 "}, %" #a_at ", %" #b_at ", p, 1, 1, %" #s_at ", %" #t_at ";\n\t}"           \
-                 : __VA_ARGS__                                                                \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(kMnMajorA ? 1 : 0),                   \
-                   "n"(kMnMajorB ? 1 : 0));                                                   \
+// A, B, accumulate and the transposition (which only 16-bit types have) follow the n / 2
+// accumulators.
+#define JAXCONV_WGMMA(n, type, shape, registers, a_at, b_at, p_at, transposition, ...)      \
+  template <bool kMnMajorA, bool kMnMajorB>                                                 \
+  __device__ __forceinline__ void Wgmma##n(type, float (&d)[n / 2], uint64_t a, uint64_t b, \
+                                           int accumulate) {                                \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                             \
+                 ", 0;\n\t"                                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #n shape " {" registers "}, %" #a_at   \
+                 ", %" #b_at ", p, 1, 1" transposition ";\n\t}"                             \
+                 : __VA_ARGS__                                                              \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(kMnMajorA ? 1 : 0),                 \
+                   "n"(kMnMajorB ? 1 : 0));                                                 \
   }
-#define JAXCONV_WGMMA_TYPES(n, registers, a_at, b_at, p_at, s_at, t_at, ...)                    \
-  JAXCONV_WGMMA(n, __nv_bfloat16, "bf16", registers, a_at, b_at, p_at, s_at, t_at, __VA_ARGS__) \
-  JAXCONV_WGMMA(n, __half, "f16", registers, a_at, b_at, p_at, s_at, t_at, __VA_ARGS__)
+#define JAXCONV_WGMMA_TYPES(n, registers, a_at, b_at, p_at, s_at, t_at, ...)        \
+  JAXCONV_WGMMA(n, __nv_bfloat16, "k16.f32.bf16.bf16", registers, a_at, b_at, p_at, \
+                ", %" #s_at ", %" #t_at, __VA_ARGS__)                               \
+  JAXCONV_WGMMA(n, __half, "k16.f32.f16.f16", registers, a_at, b_at, p_at,          \
+                ", %" #s_at ", %" #t_at, __VA_ARGS__)                               \
+  JAXCONV_WGMMA(n, float, "k8.f32.tf32.tf32", registers, a_at, b_at, p_at, "", __VA_ARGS__)
 JAXCONV_WGMMA_TYPES(64, JAXCONV_R32, 32, 33, 34, 35, 36, JAXCONV_D32(0))
 JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
 JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, 100, JAXCONV_D32(0), JAXCONV_D32(32),
@@ -107,6 +113,7 @@ JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), 
 template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
   static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "TF32 operands are K-major");
   if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);

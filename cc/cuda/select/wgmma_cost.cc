@@ -36,6 +36,9 @@ constexpr double kReduceBytesPerCycle = 17;
 // change of turns costs them.
 constexpr double kColumnsEpilogueBytesPerCycle = 15;
 constexpr double kColumnsTurnCycles = 200;
+constexpr double kTf32EpilogueBytesPerCycle = 120;  // 1.1 % over the best tile with it, 1.5 without
+// Sectors stored one by one take this much more of DRAM's time than whole lines.
+constexpr double kSectorExcess = 0.25;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
 
@@ -62,10 +65,11 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
                                 const DeviceInfo& device) {
   const double tile_m = static_cast<double>(tile.tile_m);
   const double columns = static_cast<double>(std::min(tile.tile_n, (work.gemm_n + 63) / 64 * 64));
-  // Of one piece of the reduction; wgmma runs over all columns of the tile, be they there or not.
-  // With a resident filter, only the first tap of a load has something to wait for.
+  // Of one piece of the reduction, half as long in TF32 at half the rate; wgmma runs over all
+  // columns of the tile, be they there or not. With a resident filter, only the first tap of a load
+  // has something to wait for.
   const double tensor =
-      static_cast<double>(tile.tile_m * tile.tile_n * 64) / kMmaPerCycle +
+      static_cast<double>(tile.tile_m * tile.tile_n * 64) / (kMmaPerCycle * tile.pace) +
       kStepCycles / ((tile.resident ? work.taps_of_load : 1) * work.pieces_of_step);
   const double bytes_a = tile_m * 128 / (work.taps_of_load * work.rows_of_load);
   const double bytes_b = tile.resident ? 0 : columns * 128;
@@ -78,14 +82,12 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
                        work.pieces_of_step;
   const double tap = std::max({tensor, l2, issue}) + (tile.resident ? 0 : kL2Exposed * l2);
   const bool turned = tile.columns && tensor >= std::max(l2, issue);
-  const double rounded_bytes_per_cycle = work.rows_of_load > 1 ? kSectorBytesPerCycle
-                                         : turned              ? kColumnsEpilogueBytesPerCycle
-                                                               : kEpilogueBytesPerCycle;
-  const double epilogue =
-      kEpilogueCycles + tile_m * columns *
-                            (work.partial_bytes > 0 ? 4 / (turned ? kColumnsEpilogueBytesPerCycle
-                                                                  : kPartialBytesPerCycle)
-                                                    : 2 / rounded_bytes_per_cycle);
+  const double out_bytes_per_cycle = turned                   ? kColumnsEpilogueBytesPerCycle
+                                     : work.partial_bytes > 0 ? kPartialBytesPerCycle
+                                     : work.tf32              ? kTf32EpilogueBytesPerCycle
+                                     : work.rows_of_load > 1  ? kSectorBytesPerCycle
+                                                              : kEpilogueBytesPerCycle;
+  const double epilogue = kEpilogueCycles + tile_m * columns * work.out_bytes / out_bytes_per_cycle;
   // With a resident filter a CTA keeps its columns.
   const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
   const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
@@ -93,12 +95,18 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double mainloop = work.taps * tap + (turned ? kColumnsTurnCycles : 0);
   const double sm = tile.pingpong ? tiles * std::max(mainloop, epilogue / 2) + epilogue
                                   : tiles * (mainloop + epilogue);
-  const double dram =
-      (work.dram_bytes + work.partial_bytes) / (kDramBytesPerCycle * device.sm_count);
+  const double dram = (work.dram_bytes + kSectorExcess * work.sector_bytes + work.partial_bytes) /
+                      (kDramBytesPerCycle * device.sm_count);
   double cycles =
       std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
   if (work.partial_bytes > 0) {
-    cycles += work.partial_bytes / (kReduceBytesPerCycle * device.sm_count);
+    // The fit to TF32 has a launch beside it.
+    cycles += (work.tf32 ? kLaunchCycles : 0) +
+              work.partial_bytes / (kReduceBytesPerCycle * device.sm_count);
+  }
+  if (work.transposed_bytes > 0) {
+    // Read and written; the filter comes out of DRAM then, and out of L2 later.
+    cycles += kLaunchCycles + 2 * work.transposed_bytes / (kDramBytesPerCycle * device.sm_count);
   }
   return cycles / kCyclesPerMicrosecond;
 }

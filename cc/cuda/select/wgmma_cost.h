@@ -1,9 +1,9 @@
 // Predicted time of a persistent, warp-specialised wgmma kernel.
 //
-// A step (64 of the reduction) passes through the tensor cores, out of L2, and through the thread
-// that issues its copies; the slowest sets the pace, because the ring decouples them. The epilogue
-// stands alone: math warpgroups store what they multiplied. Constants have names and were measured
-// (docs/notes/hopper.md).
+// A step (128 bytes of the reduction) passes through the tensor cores, out of L2, and through the
+// thread that issues its copies; the slowest sets the pace, because the ring decouples them. The
+// epilogue stands alone: math warpgroups store what they multiplied. Constants have names and were
+// measured (docs/notes/hopper.md).
 #ifndef JAXCONV_CUDA_SELECT_WGMMA_COST_H_
 #define JAXCONV_CUDA_SELECT_WGMMA_COST_H_
 
@@ -18,11 +18,12 @@ struct WgmmaTileCost {
   bool pingpong = false;  // one warpgroup stores while the other multiplies
   bool resident = false;  // the filter is loaded once a CTA
   bool columns = false;   // pixels are the columns of the product
+  double pace = 1;        // of wgmma's, where mma.sync multiplies
 };
 
 struct WgmmaWork {
   int64_t tiles = 0;        // of the grid, split-K slices counted
-  double taps = 0;          // 64-wide pieces of a tile's reduction
+  double taps = 0;          // 128-byte pieces of a tile's reduction
   double taps_of_load = 1;  // that share a load of activations
   int64_t gemm_n = 0;
   // SMs that want the same activations, and the same of the other operand.
@@ -32,6 +33,10 @@ struct WgmmaWork {
   double extra_copies = 0;   // of a piece, beside one of activations and those of the columns
   double dram_bytes = 0;     // every tensor once
   double partial_bytes = 0;  // split-K: what the slices write and the reduction reads again
+  double out_bytes = 2;      // of an element that a tile stores
+  bool tf32 = false;
+  double sector_bytes = 0;      // of dram_bytes, those stored a sector at a time
+  double transposed_bytes = 0;  // of a filter that a kernel of its own transposes before
 };
 
 double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work,
