@@ -40,6 +40,9 @@ __device__ __forceinline__ void StoreChunk(uint32_t address, const uint32_t (&wo
                "r"(word[1]), "r"(word[2]), "r"(word[3])
                : "memory");
 }
+__device__ __forceinline__ void LoadPair(uint32_t address, float* first, float* second) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(*first), "=f"(*second) : "r"(address));
+}
 __device__ __forceinline__ void StorePair(uint32_t address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
                : "memory");
