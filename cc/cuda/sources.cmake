@@ -4,13 +4,16 @@ set(JAXCONV_CUDA_HOST_SOURCES
     cc/cuda/kernels/igemm_simt.cc
     cc/cuda/kernels/igemm_wgmma.cc
     cc/cuda/kernels/igemm_wmma.cc
+    cc/cuda/kernels/igemm_wmma_patch.cc
     cc/cuda/kernels/kernel_table.cc
+    cc/cuda/kernels/padded_channels.cc
     cc/cuda/select/cost_model.cc
     cc/cuda/select/device_info.cc
     cc/cuda/select/select.cc
     cc/cuda/select/wgmma_cost.cc)
 set(JAXCONV_CUDA_DEVICE_SOURCES
     cc/cuda/kernels/filter_transpose.cu
+    cc/cuda/kernels/pitched_copy.cu
     cc/cuda/kernels/query_device.cu
     cc/cuda/kernels/splitk_reduce.cu
     cc/cuda/kernels/tensor_map.cu)
@@ -24,8 +27,10 @@ foreach(op fprop dgrad wgrad)
     endforeach()
   endforeach()
   foreach(dtype f16 bf16)
-    list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
-         cc/cuda/kernels/instances/igemm_wmma_${op}_${dtype}_narrow.cu)
+    foreach(tiles narrow patch)
+      list(APPEND JAXCONV_CUDA_DEVICE_SOURCES
+           cc/cuda/kernels/instances/igemm_wmma_${op}_${dtype}_${tiles}.cu)
+    endforeach()
   endforeach()
 endforeach()
 # Files named _sm90 are compiled for sm_90a alone: wgmma and setmaxnreg exist nowhere else.

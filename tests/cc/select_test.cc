@@ -8,6 +8,8 @@
 #include "cuda/kernels/igemm_simt.h"
 #include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/igemm_wmma.h"
+#include "cuda/kernels/igemm_wmma_patch.h"
+#include "cuda/kernels/padded_channels.h"
 #include "cuda/select/kernel_table.h"
 
 namespace jaxconv {
@@ -112,6 +114,30 @@ JAXCONV_STUB(Op::kWgrad, DType::kF32, k256x128Mma);
 JAXCONV_STUB(Op::kWgrad, DType::kF32, k128x64Mma);
 #undef JAXCONV_STUBS
 #undef JAXCONV_STUB
+
+template <DType kType, PatchTileId kTile>
+Status LaunchPatch(const PatchParams&, int64_t, int64_t, int64_t, void*) {
+  ++launches;
+  return {};
+}
+#define JAXCONV_STUB(tile)                                                                  \
+  template Status LaunchPatch<DType::kF16, PatchTileId::tile>(const PatchParams&, int64_t,  \
+                                                              int64_t, int64_t, void*);     \
+  template Status LaunchPatch<DType::kBF16, PatchTileId::tile>(const PatchParams&, int64_t, \
+                                                               int64_t, int64_t, void*)
+JAXCONV_STUB(kFprop);
+JAXCONV_STUB(kDgrad16);
+JAXCONV_STUB(kDgrad24);
+JAXCONV_STUB(kDgrad48);
+JAXCONV_STUB(kWgrad32);
+JAXCONV_STUB(kWgrad64);
+JAXCONV_STUB(kWgrad192);
+#undef JAXCONV_STUB
+
+Status LaunchPitchedCopies(const PitchedCopy&, const PitchedCopy&, void*) {
+  ++launches;
+  return {};
+}
 
 template <Op kOp, DType kType, WgmmaTileId kTile>
 Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams&, const WgmmaOperands&, void*) {
@@ -224,6 +250,63 @@ void TestPinnedChoices() {
   ExpectChoice(Layer(Op::kWgrad, 4, 64, 320, 320, 3), "wgrad_igemm_simt_f32_64x64x8_vec");
 }
 
+// Channel counts that are not multiples of 8 on an H200: few channels go through patches, others
+// are padded for a row that copies 16 bytes, or a row with narrow copies takes them.
+void TestNarrowChoices() {
+  struct Choice {
+    const char* line;
+    const char* fprop;
+    const char* dgrad;
+    const char* wgrad;
+  };
+  static const Choice kChoices[] = {
+      {"b1 n64 g1 c3 k64 i224x224 f7x7 o112x112 s2x2 l1x1 d1x1 p3_3x3_3", "_128x64_patch",
+       "_256x24_patch", "_192x64_patch"},
+      {"b1 n32 g1 c3 k64 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1", "_128x64_patch",
+       "_256x16_patch", "_32x64_patch"},
+      {"b1 n32 g1 c36 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1", "_padded", "_padded",
+       "_half"},
+      {"b1 n32 g1 c100 k128 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1", "_padded", "_padded",
+       "_padded"},
+      {"b1 n32 g1 c64 k10 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1", "_padded", "_padded",
+       "_thin"},
+  };
+  for (const Choice& choice : kChoices) {
+    for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
+      const ConvProblem problem =
+          Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
+      const std::string instance = SelectOk(problem, PortableTarget(9, 0)).instance;
+      const std::string end = op == Op::kFprop   ? choice.fprop
+                              : op == Op::kDgrad ? choice.dgrad
+                                                 : choice.wgrad;
+      Expect(instance.size() > end.size() &&
+                 instance.compare(instance.size() - end.size(), end.size(), end) == 0,
+             problem.ToString() + ": expected an end of " + end + ", got " + instance);
+    }
+  }
+  // What float32 results and groups cannot have, and what needs no padding.
+  for (const char* line :
+       {"fprop bf16:bf16:f32 default b1 n1 g1 c3 k64 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1",
+        "fprop bf16:bf16:bf16 default b1 n1 g3 c3 k24 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1"}) {
+    for (const KernelRow& row : KernelTable()) {
+      const bool narrow = row.name.find("_patch") != std::string::npos ||
+                          row.name.find("_padded") != std::string::npos;
+      Expect(!narrow || !row.can_implement(Parse(line)).ok(), row.name + " refuses " + line);
+    }
+  }
+  const KernelRow* padded = FindKernel("fprop_igemm_wmma_bf16_128x64x64_3stage_padded");
+  Expect(padded != nullptr, "the padded rows are in the table");
+  if (padded == nullptr) return;
+  const auto layer = [](int c, int k) {
+    return Parse("fprop bf16:bf16:bf16 default b1 n2 g1 c" + std::to_string(c) + " k" +
+                 std::to_string(k) + " i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1");
+  };
+  Expect(!padded->can_implement(layer(64, 64)).ok(), "64 channels need no padding");
+  // x and w with 40 channels, y with 72, each in whole KB.
+  Expect(padded->workspace_bytes(layer(36, 66), 1) == 10240 + 52224 + 18432,
+         "the workspace holds the padded tensors");
+}
+
 // The choice for every layer of the benchmark's set "all" in bfloat16, on an H200.
 // Hopper's rates without Hopper's own family: a capability that no GPU has.
 DeviceInfo WithoutWgmma() { return PortableTarget(9, 1); }
@@ -238,7 +321,7 @@ void TestTensorCoreChoices() {
   };
   static const Choice kChoices[] = {
       {"r50_stem", "b1 n64 g1 c3 k64 i224x224 f7x7 o112x112 s2x2 l1x1 d1x1 p3_3x3_3",
-       "128x64x32_3stage_narrow", "256x16x64_3stage", "128x64x32_3stage_narrow"},
+       "128x64_patch", "256x24_patch", "192x64_patch"},
       {"r50_56_1x1a", "b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
        "256x64x32_4stage", "256x64x32_4stage", "64x64x64_3stage"},
       {"r50_56_3x3", "b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
@@ -643,6 +726,7 @@ int main() {
   jaxconv::TestWgmmaChoices();
   jaxconv::TestClusterChoices();
   jaxconv::TestTf32Choices();
+  jaxconv::TestNarrowChoices();
   jaxconv::TestTensorCoreRefusals();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();

@@ -9,6 +9,7 @@
 #define JAXCONV_CUDA_DEVICE_FUSED_EPILOGUE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/igemm_wmma_params.h"
@@ -60,6 +61,15 @@ struct FusedEpilogue {
     return Activate(params.activation, params.negative_slope, value);
   }
 };
+
+// Two elements at an even place.
+template <typename Out>
+__device__ __forceinline__ void StoreNeighbours(Out* to, const Out (&elements)[2]) {
+  using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
+  Pair packed;
+  memcpy(&packed, elements, sizeof(packed));
+  *reinterpret_cast<Pair*>(to) = packed;
+}
 
 // Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
 // n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are multiples of 16 bytes.
@@ -126,18 +136,29 @@ __device__ __forceinline__ void StoreAccumulators(
         if (inside) *reinterpret_cast<uint4*>(out + at) = packed;
       }
     } else {
-#pragma unroll 1
-      for (int row = 0; row < 16; ++row) {
-        const int32_t dst = dst_row(first_row + row);
+      // Two neighbouring columns a lane; one store where rows are whole pairs.
+      constexpr int kPairsOfRow = Tile::kWarpN / 2;
+      const bool whole = n_end % 2 == 0 && row_stride % 2 == 0;
+#pragma unroll 4
+      for (int pair = lane; pair < 16 * kPairsOfRow; pair += 32) {
+        const int row = pair / kPairsOfRow, column = pair % kPairsOfRow * 2;
+        const int n = n_warp + column;
+        const int32_t dst = n < n_end ? dst_row(first_row + row) : -1;
         if (dst < 0) continue;
-        for (int column = lane; column < Tile::kWarpN; column += 32) {
-          const int n = n_warp + column;
-          if (n >= n_end) continue;
-          const float value =
-              __uint_as_float(LoadWord(chunk_address(row, column / 4) + column % 4 * 4));
-          const int64_t at = base + int64_t{dst} * row_stride + n;
-          out[at] =
-              FromFloat<Out>(epilogue.template operator()<Out>(value, at, channel0 + n, true));
+        float values[2];
+        LoadPair(chunk_address(row, column / 4) + column % 4 * 4, &values[0], &values[1]);
+        const int64_t at = base + int64_t{dst} * row_stride + n;
+        Out elements[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
+              values[e], at + e, channel0 + n + e, e == 0 || n + 1 < n_end));
+        }
+        if (whole) {
+          StoreNeighbours(out + at, elements);
+        } else {
+          out[at] = elements[0];
+          if (n + 1 < n_end) out[at + 1] = elements[1];
         }
       }
     }

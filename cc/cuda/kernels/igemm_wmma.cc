@@ -219,7 +219,17 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
                                         problem.w_elements() * ByteWidth(problem.w_dtype) +
                                         problem.y_elements() * ByteWidth(problem.y_dtype));
   work.partial_bytes = static_cast<double>(WorkspaceBytes(problem, slices));
-  return PredictMicroseconds(instance.cost, work, device);
+  work.unaligned_output =
+      slices == 1 && (plan.params.gemm.gemm_n % 8 != 0 || plan.params.gemm.out_channels % 8 != 0);
+  // The model's efficiency of copies of any width is that of 4 bytes; single elements pass through
+  // registers.
+  const double single_elements = instance.a_copy != 0 || plan.params.a_copy_bytes > 2 ? 1.0
+                                 : work.wgrad                                         ? 2.2
+                                                                                      : 1.4;
+  // dgrad reads the filter along K: few channels are 16 bytes here and there.
+  const double scattered_filter =
+      problem.op == Op::kDgrad && instance.a_copy == 16 && problem.k_per_group() <= 16 ? 1.4 : 1.0;
+  return PredictMicroseconds(instance.cost, work, device) * single_elements * scattered_filter;
 }
 
 double Cost(const Instance& instance, const ConvProblem& problem, const DeviceInfo& device,

@@ -21,7 +21,8 @@
 // have arrived and that stage s is in registers. Addresses of a stage are looked up a stage ahead.
 //
 // Copies are 16 bytes where the channels allow, 8 in "half" instances; "thin" ones copy any width
-// of B, "narrow" ones of both, elements of an odd count of 16-bit channels through registers.
+// of B, "narrow" ones of both, elements of an odd count of 16-bit channels through registers. Few
+// channels have kernels of their own in igemm_wmma_patch.cuh.
 // Split-K, in all three operations: slices write float32 partial results, splitk_reduce.cu adds
 // them in order.
 //

@@ -39,6 +39,11 @@ __device__ __forceinline__ const T* OffsetBytes(const T* source, int32_t count, 
   return reinterpret_cast<const T*>(address);
 }
 
+// The line of `source` to L2; nothing waits for it.
+__device__ __forceinline__ void PrefetchToL2(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+}
+
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -26,6 +26,10 @@ __device__ __forceinline__ void LoadShared(uint32_t address, float* quad) {
                : "r"(address), "n"(kOffset));
 }
 
+__device__ __forceinline__ void LoadPair(uint32_t address, uint32_t* first, uint32_t* second) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(*first), "=r"(*second) : "r"(address));
+}
+
 __device__ __forceinline__ void StoreShared(uint32_t address, const float (&quad)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(quad[0]),
                "f"(quad[1]), "f"(quad[2]), "f"(quad[3])
@@ -45,8 +49,19 @@ __device__ __forceinline__ void LoadChunk(uint32_t address, uint32_t (&word)[4])
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                : "r"(address));
 }
+__device__ __forceinline__ uint4 LoadChunk(uint32_t address) {
+  uint32_t word[4];
+  LoadChunk(address, word);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
 __device__ __forceinline__ void LoadPair(uint32_t address, uint32_t& first, uint32_t& second) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address));
+}
+__device__ __forceinline__ void LoadPair(uint32_t address, float* first, float* second) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(*first), "=f"(*second) : "r"(address));
+}
+__device__ __forceinline__ void StoreWord(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 __device__ __forceinline__ void StorePair(uint32_t address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)

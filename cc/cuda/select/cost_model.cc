@@ -22,6 +22,8 @@ constexpr double kPartialBytesPerCycle = 20;
 constexpr double kPrologueCycles = 4000;
 // Accumulators on their way through shared memory to the output.
 constexpr double kEpilogueBytesPerCycle = 28;
+// Outputs that are not stored by 16 bytes, each of a tile.
+constexpr double kUnalignedCycles = 0.25;
 
 // Multiplications of 16-bit operands per clock and SM through mma.sync; 32-bit ones run at half.
 double MmaPerCycle(const DeviceInfo& device) {
@@ -67,8 +69,10 @@ double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const De
   const double l2 = fill / kL2BytesPerCycle;
   const double efficiency = work.wgrad ? tile.wgrad_efficiency : tile.gather_efficiency;
   const double cta = work.blocks * std::max({tensor, shared, l2}) / efficiency;
+  const auto outputs = static_cast<double>(tile.tile_m * tile.tile_n);
   const double edge = kPrologueCycles / static_cast<double>(resident) +
-                      static_cast<double>(tile.tile_m * tile.tile_n * 4) / kEpilogueBytesPerCycle;
+                      outputs * 4 / kEpilogueBytesPerCycle +
+                      (work.unaligned_output ? outputs * kUnalignedCycles : 0);
   // The busiest SM; its last CTAs may be too few to keep the tensor cores busy.
   const int64_t per_sm = (work.ctas + device.sm_count - 1) / device.sm_count;
   const int64_t last = per_sm % resident;

@@ -35,9 +35,10 @@ struct TiledWork {
   bool wgrad = false;
   int64_t element_bytes = 2;
   int64_t ctas = 0;
-  double blocks = 0;         // stages of a CTA, on average
-  double dram_bytes = 0;     // every tensor once
-  double partial_bytes = 0;  // split-K: what the slices write, and the reduction reads again
+  double blocks = 0;              // stages of a CTA, on average
+  double dram_bytes = 0;          // every tensor once
+  double partial_bytes = 0;       // split-K: what the slices write, and the reduction reads again
+  bool unaligned_output = false;  // stored by pairs or single elements
 };
 
 // CTAs that an SM of the device holds at a time; 0 where not even one fits.
