@@ -67,7 +67,7 @@ struct MmaWgradTile {
 #pragma unroll
       for (int i = 0; i < kWarpM / 16; ++i) {
         LoadPair((a[half] ^ (i % 2 * 64)) + stage + i / 2 * kBoxBytes + step * 1024,
-                 to.a[i][2 * half], to.a[i][2 * half + 1]);
+                 &to.a[i][2 * half], &to.a[i][2 * half + 1]);
       }
 #pragma unroll
       for (int j = 0; j < kWarpN / 8; ++j) {

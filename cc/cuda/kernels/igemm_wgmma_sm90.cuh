@@ -741,21 +741,20 @@ __device__ __forceinline__ void ProduceMmaWgradStages(const IgemmWgmmaParams& pa
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
         const uint32_t to = shared + i * Tile::kBoxBytes;
-        uint32_t box[4];
-        LoadChunk(ring + Tile::kBoxesAt + i * 16, box);
-        const int32_t c = static_cast<int32_t>(box[0]);
+        const uint4 box = LoadChunk(ring + Tile::kBoxesAt + i * 16);
+        const int32_t c = static_cast<int32_t>(box.x);
         switch (params.rank) {
           case 0:
             CopyTile2d(to, map_a, barrier, c, place.batch * params.pixels + pixel);
             break;
           case 1:
-            CopyIm2col1d(to, map_a, barrier, c, x, image, box[1]);
+            CopyIm2col1d(to, map_a, barrier, c, x, image, box.y);
             break;
           case 2:
-            CopyIm2col2d(to, map_a, barrier, c, x, y, image, box[1], box[2]);
+            CopyIm2col2d(to, map_a, barrier, c, x, y, image, box.y, box.z);
             break;
           default:
-            CopyIm2col3d(to, map_a, barrier, c, x, y, z, image, box[1], box[2], box[3]);
+            CopyIm2col3d(to, map_a, barrier, c, x, y, z, image, box.y, box.z, box.w);
         }
       }
       stage.Next();

@@ -8,26 +8,24 @@
 namespace jaxconv {
 namespace {
 
-// The tiles worth a padded row: what selection takes for large, medium and small layers.
-constexpr std::string_view kTiles[] = {
-    "igemm_wgmma_f16_128x256x64",
-    "igemm_wgmma_bf16_128x256x64",
-    "igemm_wgmma_f16_256x128x64",
-    "igemm_wgmma_bf16_256x128x64",
-    "igemm_wgmma_f16_192x128x64",
-    "igemm_wgmma_bf16_192x128x64",
-    "igemm_wgmma_f16_128x64x64_pingpong",
-    "igemm_wgmma_bf16_128x64x64_pingpong",
-    "igemm_wgmma_f16_128x128x64_pingpong",
-    "igemm_wgmma_bf16_128x128x64_pingpong",
-    "igemm_wgmma_f16_128x64x64_pingpong_resident",
-    "igemm_wgmma_bf16_128x64x64_pingpong_resident",
-    "igemm_wmma_f16_128x128x64_3stage",
-    "igemm_wmma_bf16_128x128x64_3stage",
-    "igemm_wmma_f16_128x64x64_3stage",
-    "igemm_wmma_bf16_128x64x64_3stage",
-    "igemm_wmma_f16_256x16x64_3stage",
-    "igemm_wmma_bf16_256x16x64_3stage",
+// The tiles worth a padded row, in float16 and bfloat16: what selection takes for large, medium and
+// small layers.
+struct PaddedTile {
+  std::string_view family, tile;
+};
+constexpr PaddedTile kTiles[] = {
+    {"igemm_wgmma", "128x256x64"},
+    {"igemm_wgmma", "256x128x64"},
+    {"igemm_wgmma", "192x128x64"},
+    {"igemm_wgmma", "128x64x64_pingpong"},
+    {"igemm_wgmma", "128x128x64_pingpong"},
+    {"igemm_wgmma", "256x64x64_columns"},
+    {"igemm_wgmma", "256x64x64_columns_rows"},
+    {"igemm_wgmma", "128x64x64_columns_resident"},
+    {"igemm_wgmma", "192x64x128_rows"},
+    {"igemm_wmma", "128x128x64_3stage"},
+    {"igemm_wmma", "128x64x64_3stage"},
+    {"igemm_wmma", "256x16x64_3stage"},
 };
 constexpr int64_t kWidth = 8;  // elements of 16 bytes
 constexpr int64_t kAlignment = 1024;
@@ -141,8 +139,16 @@ Status Launch(const KernelRow& row, const ConvProblem& problem, const KernelArgs
 std::vector<KernelRow> PaddedRows(const std::vector<KernelRow>& rows) {
   std::vector<KernelRow> result;
   for (const KernelRow& row : rows) {
-    const std::string_view tile = std::string_view(row.name).substr(row.name.find('_') + 1);
-    if (std::find(std::begin(kTiles), std::end(kTiles), tile) == std::end(kTiles)) continue;
+    const auto named = [&row](const PaddedTile& tile) {
+      if (row.family != tile.family) return false;
+      for (DType dtype : {DType::kF16, DType::kBF16}) {
+        const std::string name = std::string(Name(row.op)) + "_" + row.family + "_" + Name(dtype) +
+                                 "_" + std::string(tile.tile);
+        if (row.name == name) return true;
+      }
+      return false;
+    };
+    if (std::none_of(std::begin(kTiles), std::end(kTiles), named)) continue;
     KernelRow padded = row;
     padded.name += "_padded";
     padded.can_implement = [row](const ConvProblem& problem) {

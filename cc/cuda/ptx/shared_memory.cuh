@@ -44,18 +44,12 @@ __device__ __forceinline__ void StoreChunk(uint32_t address, const uint32_t (&wo
                "r"(word[1]), "r"(word[2]), "r"(word[3])
                : "memory");
 }
-__device__ __forceinline__ void LoadChunk(uint32_t address, uint32_t (&word)[4]) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(address));
-}
 __device__ __forceinline__ uint4 LoadChunk(uint32_t address) {
-  uint32_t word[4];
-  LoadChunk(address, word);
-  return make_uint4(word[0], word[1], word[2], word[3]);
-}
-__device__ __forceinline__ void LoadPair(uint32_t address, uint32_t& first, uint32_t& second) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address));
+  uint4 chunk;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+               : "r"(address));
+  return chunk;
 }
 __device__ __forceinline__ void LoadPair(uint32_t address, float* first, float* second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(*first), "=f"(*second) : "r"(address));
