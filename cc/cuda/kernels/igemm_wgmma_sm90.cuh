@@ -951,8 +951,9 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
   if (error == cudaSuccess) {
     // With a resident filter a CTA keeps its columns.
     const int columns = Tile::kResident > 0 ? static_cast<int>(params.n_tiles.divisor) : 1;
-    error = LaunchOverlapping(kernel, std::min(params.tiles, sm_count / columns * columns),
-                              Tile::kThreads, Tile::kSharedBytes, 1, stream, params, maps);
+    const int ctas = std::max(1, sm_count / columns) * columns;
+    error = LaunchOverlapping(kernel, std::min(params.tiles, ctas), Tile::kThreads,
+                              Tile::kSharedBytes, 1, stream, params, maps);
   }
   if (error != cudaSuccess) {
     cudaGetLastError();
