@@ -20,7 +20,6 @@
 #ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_CLUSTER_SM90_CUH_
 #define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_CLUSTER_SM90_CUH_
 
-#include <string>
 
 #include "cuda/device/epilogue.cuh"
 #include "cuda/kernels/igemm_wgmma_sm90.cuh"
@@ -251,19 +250,12 @@ Status LaunchIgemmWgmmaClusterWith(const IgemmWgmmaParams& params, const WgmmaOp
   const Status encoded = EncodeWgmmaMaps<kOp, kType, kTile>(params, operands, &maps);
   if (!encoded.ok()) return encoded;
   auto kernel = IgemmWgmmaCluster<kOp, typename ElementOf<kType>::Type, kTile, Epilogue>;
-  constexpr int kShared = kWgmmaClusterSharedBytes<Tile>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (error == cudaSuccess) {
-    const unsigned cluster = params.cluster.divisor;
-    error = LaunchOverlapping(kernel, params.tiles * cluster, Tile::kThreads, kShared, cluster,
-                              stream, params, maps);
-  }
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return Status::Internal(std::string("igemm_wgmma: ") + cudaGetErrorString(error));
-  }
-  return {};
+  OverlappingLaunch launch;
+  launch.cluster = params.cluster.divisor;
+  launch.grid = params.tiles * launch.cluster;
+  launch.threads = Tile::kThreads;
+  launch.shared_bytes = kWgmmaClusterSharedBytes<Tile>;
+  return Launch(kernel, launch, stream, params, maps);
 }
 
 template <Op kOp, DType kType, WgmmaTileId kTile>

@@ -43,7 +43,6 @@
 #define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_SM90_CUH_
 
 #include <algorithm>
-#include <string>
 #include <type_traits>
 
 #include "cuda/device/element.cuh"
@@ -938,28 +937,15 @@ Status LaunchIgemmWgmmaWith(const IgemmWgmmaParams& params, const WgmmaOperands&
   WgmmaMaps maps{};
   const Status encoded = EncodeWgmmaMaps<kOp, kType, kTile>(params, operands, &maps);
   if (!encoded.ok()) return encoded;
-  auto kernel = IgemmWgmma<kOp, T, kTile, Epilogue>;
-  int device = 0, sm_count = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 Tile::kSharedBytes);
-  }
-  if (error == cudaSuccess) {
-    // With a resident filter a CTA keeps its columns.
-    const int columns = Tile::kResident > 0 ? static_cast<int>(params.n_tiles.divisor) : 1;
-    const int ctas = std::max(1, sm_count / columns) * columns;
-    error = LaunchOverlapping(kernel, std::min(params.tiles, ctas), Tile::kThreads,
-                              Tile::kSharedBytes, 1, stream, params, maps);
-  }
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return Status::Internal(std::string("igemm_wgmma: ") + cudaGetErrorString(error));
-  }
-  return {};
+  int sm_count = 0;
+  JAXCONV_RETURN_IF_ERROR(CountMultiprocessors(&sm_count));
+  // With a resident filter a CTA keeps its columns.
+  const int columns = Tile::kResident > 0 ? static_cast<int>(params.n_tiles.divisor) : 1;
+  OverlappingLaunch launch;
+  launch.grid = std::min(params.tiles, std::max(1, sm_count / columns) * columns);
+  launch.threads = Tile::kThreads;
+  launch.shared_bytes = Tile::kSharedBytes;
+  return Launch(IgemmWgmma<kOp, T, kTile, Epilogue>, launch, stream, params, maps);
 }
 
 template <Op kOp, DType kType, WgmmaTileId kTile>

@@ -32,13 +32,13 @@
 #define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_WGRAD_SM90_CUH_
 
 #include <algorithm>
-#include <string>
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/igemm_wgmma_params.h"
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/kernels/igemm_wgmma.h"
 #include "cuda/kernels/igemm_wgmma_sm90.cuh"
+#include "cuda/kernels/overlapping_launch.cuh"
 #include "cuda/kernels/tensor_map.h"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -310,26 +310,14 @@ Status LaunchWgmmaWgradRows(const IgemmWgmmaParams& params, const WgmmaOperands&
   using T = typename ElementOf<kType>::Type;
   WgradRowsMaps maps{};
   JAXCONV_RETURN_IF_ERROR(EncodeWgradRowsMaps(params, operands, kType, &maps));
-  auto kernel = WgmmaWgradRows<T>;
-  int device = 0, sm_count = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 WgradRowsTile::kSharedBytes);
-  }
-  if (error == cudaSuccess) {
-    kernel<<<std::min(params.tiles, sm_count), WgradRowsTile::kThreads, WgradRowsTile::kSharedBytes,
-             static_cast<cudaStream_t>(stream)>>>(params, maps);
-    error = cudaGetLastError();
-  }
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return Status::Internal(std::string("igemm_wgmma: ") + cudaGetErrorString(error));
-  }
-  return {};
+  int sm_count = 0;
+  JAXCONV_RETURN_IF_ERROR(CountMultiprocessors(&sm_count));
+  OverlappingLaunch launch;
+  launch.grid = std::min(params.tiles, sm_count);
+  launch.threads = WgradRowsTile::kThreads;
+  launch.shared_bytes = WgradRowsTile::kSharedBytes;
+  launch.overlaps = false;
+  return Launch(WgmmaWgradRows<T>, launch, stream, params, maps);
 }
 
 }  // namespace jaxconv

@@ -12,27 +12,60 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <string>
+
+#include "core/status.h"
 
 namespace jaxconv {
 
+struct OverlappingLaunch {
+  unsigned grid = 1, threads = 1;
+  size_t shared_bytes = 0;  // dynamic; more than 48 KB is asked for
+  unsigned cluster = 1;     // CTAs of a thread block cluster
+  bool overlaps = true;     // false: an ordinary launch
+};
+
+inline Status OverlappingLaunchStatus(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();
+  return Status::Internal(std::string("igemm_wgmma: ") + cudaGetErrorString(error));
+}
+
+// Multiprocessors of the current device.
+inline Status CountMultiprocessors(int* count) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return OverlappingLaunchStatus(error);
+}
+
 template <typename... Params>
-cudaError_t LaunchOverlapping(void (*kernel)(Params...), unsigned grid, unsigned threads,
-                              size_t shared_bytes, unsigned cluster, void* stream,
-                              const Params&... params) {
+Status Launch(void (*kernel)(Params...), const OverlappingLaunch& launch, void* stream,
+              const Params&... params) {
   cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
+  if (launch.overlaps) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = launch.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  config.gridDim = dim3(launch.grid);
+  config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, params...);
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(launch.shared_bytes));
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, params...);
+  return OverlappingLaunchStatus(error);
 }
 
 }  // namespace jaxconv
