@@ -127,6 +127,13 @@ def test_every_layer_parses_back_from_its_numbers():
         assert layer_set.names and set(layer_set.names) <= set(layers.LAYERS), name
 
 
+def test_the_network_example_agrees_with_lax(tmp_path):
+    arguments = ["--batch", "1", "--size", "32", "--dtype", "float32", "--repetitions", "1"]
+    done = run(str(REPOSITORY / "examples" / "resnet50.py"), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"inference lax / jaxconv [\d.]+, largest difference", done.stdout)
+
+
 def test_the_training_example_learns(tmp_path):
     """Few epochs, so not yet the 97 % that the example demands, but as far as lax's convolution."""
     for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
