@@ -6,19 +6,18 @@
 // loads where ldmatrix would want rows of 16 bytes. A CTA takes every gridDim.x-th tile; several
 // CTAs share an SM and hide each other's loads.
 //
-//     fprop  y[(n,p,q), k]: rows are 128 pixels, the reduction the runs of a window: S C
-//     neighbouring
-//            elements under each filter row. A run is padded to pairs, whose odd half is masked
-//            away (it is the next pixel's, and may be NaN). The filter stays in shared memory.
-//            Pixels at odd elements read a copy of the patch that is shifted by one.
-//     wgrad  dw[(r,s,c), k]: the reduction is 128 pixels; pairs of it are neighbouring pixels, so
-//     the
-//            patch is stored by channel and residue of the column modulo the stride. Slices of the
-//            tiles are added in order by splitk_reduce.cu.
-//     dgrad  z[(n,h,q), (s,c)] = sum over r, k of dy[n, p(h,r), q, k] w[r,s,c,k] in the
-//     accumulators,
-//            then dx[n,h,w,c] = sum over s of z[n, h, q(w,s), s, c] out of shared memory: 3
-//            channels fill 21 of 24 columns of a 7x7 filter instead of 3 of 16.
+// fprop, y[(n,p,q), k]: rows are 128 pixels, the reduction the runs of a window, S C neighbouring
+// elements under each filter row. A run is padded to pairs, whose odd half is masked away (it is
+// the next pixel's, and may be NaN). The filter stays in shared memory. Pixels at odd elements read
+// a copy of the patch that is shifted by one.
+//
+// wgrad, dw[(r,s,c), k]: the reduction is 128 pixels; pairs of it are neighbouring pixels, so the
+// patch is stored by channel and residue of the column modulo the stride. Slices of the tiles are
+// added in order by splitk_reduce.cu.
+//
+// dgrad, z[(n,h,q), (s,c)] = sum over r, k of dy[n, p(h,r), q, k] w[r,s,c,k] in the accumulators,
+// then dx[n,h,w,c] = sum over s of z[n, h, q(w,s), s, c] out of shared memory: 3 channels fill 21
+// of 24 columns of a 7x7 filter instead of 3 of 16.
 //
 // Refuses: groups; lhs_dilation; rank 3; patches beyond 100 KB of shared memory; results in
 // float32, as all narrow copies do; K not a multiple of 8 (dgrad, wgrad).
