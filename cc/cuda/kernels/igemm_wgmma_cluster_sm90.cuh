@@ -20,7 +20,6 @@
 #ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_CLUSTER_SM90_CUH_
 #define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_CLUSTER_SM90_CUH_
 
-
 #include "cuda/device/epilogue.cuh"
 #include "cuda/kernels/igemm_wgmma_sm90.cuh"
 #include "cuda/kernels/overlapping_launch.cuh"
