@@ -10,7 +10,8 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jaxconv._src.spec import Op
 from jaxconv.bench import environment, layers, peer, regret, report
@@ -135,60 +136,57 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
     return list(problems)
 
 
-def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) -> list[Row]:
+def _each(
+    problems: list[Problem],
+    one: Callable[[Problem], Any],
+    line_of: Callable[[Any], str],
+    header: Iterable[str] = (),
+) -> list:
     """Measures every problem and prints its line; stops early on Ctrl-C."""
-    peers = {}
-    if "torch" in arguments.peer:
-        peers["torch"] = functools.partial(peer.program, platform=platform)
-    seconds = arguments.seconds
-    if seconds is None:
-        seconds = 0.4 if platform == "cpu" else 0.1
-    table, rows = report.Table(problems, platform, arguments.peer), []
-    progress = report.Progress(len(problems))
+    progress, found = report.Progress(len(problems)), []
     try:
-        for line in table.header():
+        for line in header:
             progress.write(line)
         for problem in problems:
             progress.start(f"{problem.name} {problem.op.value} {problem.dtype_label}")
-            row = measure(
-                problem,
-                repetitions=arguments.reps,
-                seconds=seconds,
-                seed=arguments.seed,
-                im2col="im2col" in arguments.peer,
-                peers=peers,
-            )
-            rows.append(row)
-            progress.write(table.row(row))
-            progress.advance()
-    except KeyboardInterrupt:
-        progress.write("interrupted; what was measured so far:")
-    finally:
-        progress.close()
-    return rows
-
-
-def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
-    """Measures every problem's kernels and prints its line; stops early on Ctrl-C."""
-    progress, found = report.Progress(len(problems)), []
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    try:
-        for problem in problems:
-            progress.start(f"{problem.name} {problem.op.value} {problem.dtype_label}")
-            result = regret.measure_regret(
-                problem, repetitions=arguments.reps, seed=arguments.seed, threads=threads
-            )
-            if result is None:
-                progress.write(f"{problem.name} {problem.op.value}: no kernel takes it")
-            else:
-                found.append(result)
-                progress.write(regret.line(result))
+            found.append(one(problem))
+            progress.write(line_of(found[-1]))
             progress.advance()
     except KeyboardInterrupt:
         progress.write("interrupted; what was measured so far:")
     finally:
         progress.close()
     return found
+
+
+def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) -> list[Row]:
+    """Both libraries, and the peers asked for, on every problem."""
+    peers = {}
+    if "torch" in arguments.peer:
+        peers["torch"] = functools.partial(peer.program, platform=platform)
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = 0.4 if platform == "cpu" else 0.1
+    table = report.Table(problems, platform, arguments.peer)
+    one = functools.partial(
+        measure,
+        repetitions=arguments.reps,
+        seconds=seconds,
+        seed=arguments.seed,
+        im2col="im2col" in arguments.peer,
+        peers=peers,
+    )
+    return _each(problems, one, table.row, table.header())
+
+
+def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
+    """Every kernel that takes a problem; problems that none takes are left out."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    one = functools.partial(
+        regret.measure_regret, repetitions=arguments.reps, seed=arguments.seed, threads=threads
+    )
+    found = _each(problems, one, regret.line)
+    return [result for result in found if result.seconds]
 
 
 def _write_json(path: str, facts: dict[str, str], rows: list[Row]) -> None:

@@ -33,7 +33,7 @@ class Regret:
     """Every accepting instance's time for one problem, in seconds for one convolution."""
 
     problem: Problem
-    chosen: str
+    chosen: str | None  # None, and no seconds, where no kernel takes the problem
     seconds: dict[str, float]
 
     @property
@@ -83,7 +83,7 @@ def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
 
 def measure_regret(
     problem: Problem, *, repetitions: int = 10, seed: int = 0, threads: int = 1
-) -> Regret | None:
+) -> Regret:
     """Times every instance that takes the problem, in turns, on JAX's default device.
 
     Args:
@@ -91,14 +91,11 @@ def measure_regret(
         repetitions: runs of each program.
         seed: of the random operands.
         threads: how many programs are compiled at a time.
-
-    Returns:
-        None where no kernel takes the problem.
     """
     platform = kernel_platform()
     chosen, names = accepting(problem, platform)
     if chosen is None:
-        return None
+        return Regret(problem, None, {})
     result = problem.layer.size(problem.op.roles[2]) * problem.out_dtype.itemsize
     copies = _PROGRAM_BYTES.get(platform, 2e8) / (problem.nbytes + result)
     pairs = measure.operands(problem, int(np.clip(copies, 2, _MOST_COPIES)), seed)
@@ -150,6 +147,8 @@ def random_layers(count: int, seed: int = 0) -> dict[str, layers.Layer]:
 def line(regret: Regret) -> str:
     """One line of the report."""
     problem, seconds = regret.problem, regret.seconds
+    if not seconds:
+        return f"{problem.name:34} {problem.op.value} {problem.dtype_label:5} no kernel takes it"
     return (
         f"{problem.name:34} {problem.op.value} {problem.dtype_label:5} "
         f"{seconds[regret.chosen] * 1e6:9.1f} us {regret.chosen}, regret {regret.value:6.1%}"
