@@ -250,16 +250,23 @@ void TestPinnedChoices() {
   ExpectChoice(Layer(Op::kWgrad, 4, 64, 320, 320, 3), "wgrad_igemm_simt_f32_64x64x8_vec");
 }
 
+// A problem without its operation and dtypes, and what each operation takes.
+struct Choices {
+  const char* line;
+  const char* fprop;
+  const char* dgrad;
+  const char* wgrad;
+};
+
+template <typename Choice>
+const char* Of(const Choice& choice, Op op) {
+  return op == Op::kFprop ? choice.fprop : op == Op::kDgrad ? choice.dgrad : choice.wgrad;
+}
+
 // Channel counts that are not multiples of 8 on an H200: few channels go through patches, others
 // are padded for a row that copies 16 bytes, or a row with narrow copies takes them.
 void TestNarrowChoices() {
-  struct Choice {
-    const char* line;
-    const char* fprop;
-    const char* dgrad;
-    const char* wgrad;
-  };
-  static const Choice kChoices[] = {
+  static const Choices kChoices[] = {
       {"b1 n64 g1 c3 k64 i224x224 f7x7 o112x112 s2x2 l1x1 d1x1 p3_3x3_3", "_128x64_patch",
        "_256x24_patch", "_192x64_patch"},
       {"b1 n32 g1 c3 k64 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1", "_128x64_patch",
@@ -271,14 +278,12 @@ void TestNarrowChoices() {
       {"b1 n32 g1 c64 k10 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1", "_padded", "_padded",
        "_192x64x128_rows_padded"},
   };
-  for (const Choice& choice : kChoices) {
+  for (const Choices& choice : kChoices) {
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
       const ConvProblem problem =
           Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
       const std::string instance = SelectOk(problem, PortableTarget(9, 0)).instance;
-      const std::string end = op == Op::kFprop   ? choice.fprop
-                              : op == Op::kDgrad ? choice.dgrad
-                                                 : choice.wgrad;
+      const std::string end = Of(choice, op);
       Expect(instance.size() > end.size() &&
                  instance.compare(instance.size() - end.size(), end.size(), end) == 0,
              problem.ToString() + ": expected an end of " + end + ", got " + instance);
@@ -386,9 +391,7 @@ void TestTensorCoreChoices() {
       const ConvProblem problem =
           Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
       const Selection selection = SelectOk(problem, WithoutWgmma());
-      const std::string tile = op == Op::kFprop   ? choice.fprop
-                               : op == Op::kDgrad ? choice.dgrad
-                                                  : choice.wgrad;
+      const std::string tile = Of(choice, op);
       const std::string expected =
           std::string(Name(op)) + (tile[0] == 'i' ? "_" + tile : "_igemm_wmma_bf16_" + tile);
       Expect(selection.instance == expected,
@@ -400,13 +403,7 @@ void TestTensorCoreChoices() {
 }
 
 void TestWgmmaChoices() {
-  struct Choice {
-    const char* line;
-    const char* fprop;
-    const char* dgrad;
-    const char* wgrad;
-  };
-  static const Choice kChoices[] = {
+  static const Choices kChoices[] = {
       {"b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
        "wgmma_bf16_256x64x64_columns", "wgmma_bf16_256x64x64_columns", "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
@@ -465,13 +462,11 @@ void TestWgmmaChoices() {
        "wgmma_bf16_256x64x64_columns", "wgmma_bf16_256x64x64_columns_rows",
        "wgmma_bf16_128x64x64_pingpong"},
   };
-  for (const Choice& choice : kChoices) {
+  for (const Choices& choice : kChoices) {
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
       const ConvProblem problem =
           Parse(std::string(Name(op)) + " bf16:bf16:bf16 default " + choice.line);
-      const std::string tile = op == Op::kFprop   ? choice.fprop
-                               : op == Op::kDgrad ? choice.dgrad
-                                                  : choice.wgrad;
+      const std::string tile = Of(choice, op);
       const std::string expected = std::string(Name(op)) + "_igemm_" + tile;
       const Selection selection = SelectOk(problem, PortableTarget(9, 0));
       Expect(selection.instance == expected,
@@ -526,13 +521,7 @@ void TestClusterChoices() {
 }
 
 void TestTf32Choices() {
-  struct Choice {
-    const char* line;
-    const char* fprop;
-    const char* dgrad;
-    const char* wgrad;
-  };
-  static const Choice kChoices[] = {
+  static const Choices kChoices[] = {
       {"b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0", "wgmma_f32_256x128x32",
        "wgmma_f32_256x128x32", "wgmma_f32_128x64x32_mma"},
       {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
@@ -579,13 +568,10 @@ void TestTf32Choices() {
       {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
        "wgmma_f32_256x128x32", "wgmma_f32_256x128x32", "wgmma_f32_256x128x32_mma"},
   };
-  for (const Choice& choice : kChoices) {
+  for (const Choices& choice : kChoices) {
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
       ConvProblem problem = Parse(std::string(Name(op)) + " f32:f32:f32 default " + choice.line);
-      const std::string expected = std::string(Name(op)) + "_igemm_" +
-                                   (op == Op::kFprop   ? choice.fprop
-                                    : op == Op::kDgrad ? choice.dgrad
-                                                       : choice.wgrad);
+      const std::string expected = std::string(Name(op)) + "_igemm_" + Of(choice, op);
       const Selection selection = SelectOk(problem, PortableTarget(9, 0));
       Expect(selection.instance == expected,
              problem.ToString() + ": expected " + expected + ", got " + selection.instance);
