@@ -62,7 +62,7 @@ __device__ __forceinline__ void ProduceWgmmaPart(const IgemmWgmmaParams& params,
                                                  int32_t warp, uint32_t ring,
                                                  const WgmmaBarriers<Tile>& barriers) {
   constexpr int kProducers = 4;
-  const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, place.batch);
+  const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, phase.rows, place.batch);
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
   const int32_t a_channel = place.group * params.a_group + phase.channel0;

@@ -174,10 +174,11 @@ struct RingPlace {
 struct WgmmaPixel {
   int32_t x = 0, y = 0, z = 0, image = 0;
 
+  // Pixel m of `pixels` of a batch.
   __device__ __forceinline__ WgmmaPixel(const IgemmWgmmaParams& params, const WgmmaPhase& phase,
-                                        int32_t m, int32_t batch) {
+                                        int32_t m, int32_t pixels, int32_t batch) {
     if (params.rank == 0) {
-      x = batch * phase.rows + m;
+      x = batch * pixels + m;
     } else {
       phase.count[0].Divmod(m, &m, &x);
       phase.count[1].Divmod(m, &m, &y);
@@ -219,18 +220,11 @@ struct WgmmaStep {
   }
 };
 
-// A step's box of pixels from `at` on, a line of those channels from `channel` on.
-template <typename T, bool kRows>
-__device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
-                                                const WgmmaPhase& phase,
-                                                const WgmmaStep<kRows>& step, uint32_t shared,
-                                                const CUtensorMap* map, uint32_t barrier,
-                                                int32_t channel, const WgmmaPixel& at) {
-  const int32_t c = channel + step.slab * kWgmmaStepChannels<T>;
-  const uint16_t off0 = kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0];
-  const uint16_t off1 = phase.offset0[1] + step.t1 * phase.offset_step[1];
-  const uint16_t off2 = phase.offset0[2] + step.t2 * phase.offset_step[2];
-  switch (params.rank) {
+// A box of pixels from `at` on, a line of those channels from `c` on.
+__device__ __forceinline__ void CopyWgmmaBox(int32_t rank, uint32_t shared, const CUtensorMap* map,
+                                             uint32_t barrier, int32_t c, const WgmmaPixel& at,
+                                             uint16_t off0, uint16_t off1, uint16_t off2) {
+  switch (rank) {
     case 0:
       CopyTile2d(shared, map, barrier, c, at.x);
       break;
@@ -243,6 +237,19 @@ __device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
     default:
       CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1, off2);
   }
+}
+
+// A step's pixels from `at` on, a line of those channels from `channel` on.
+template <typename T, bool kRows>
+__device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
+                                                const WgmmaPhase& phase,
+                                                const WgmmaStep<kRows>& step, uint32_t shared,
+                                                const CUtensorMap* map, uint32_t barrier,
+                                                int32_t channel, const WgmmaPixel& at) {
+  CopyWgmmaBox(params.rank, shared, map, barrier, channel + step.slab * kWgmmaStepChannels<T>, at,
+               kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0],
+               phase.offset0[1] + step.t1 * phase.offset_step[1],
+               phase.offset0[2] + step.t2 * phase.offset_step[2]);
 }
 
 // Boxes wholly past the last column are not loaded; what lies in their place is not stored.
@@ -290,7 +297,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     const WgmmaPhase& phase = params.phase[place.phase];
     if (place.m_tile * Tile::kTileM >= phase.rows) continue;
     if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) continue;
-    const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, place.batch);
+    const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, phase.rows, place.batch);
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
     const int32_t first = place.slice * params.steps_per_slice;
@@ -374,14 +381,7 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
     const int32_t steps = min(params.steps_per_slice, phase.steps - first);
     for (int32_t step = 0; step < steps; ++step) {
       const int32_t pixel = (first + step) * 64;
-      int32_t m = pixel, x, y, z, image;
-      phase.count[0].Divmod(m, &m, &x);
-      phase.count[1].Divmod(m, &m, &y);
-      phase.count[2].Divmod(m, &image, &z);
-      x = phase.lower[0] + x * params.src_step[0];
-      y = phase.lower[1] + y * params.src_step[1];
-      z = phase.lower[2] + z * params.src_step[2];
-      image += place.batch * params.images;
+      const WgmmaPixel at(params, phase, pixel, params.pixels, place.batch);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
@@ -389,21 +389,8 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
 #pragma unroll
       for (int i = 0; i < kBoxesA; ++i) {
         if (i >= boxes_a) break;
-        const uint32_t to = shared + i * 8192;
-        switch (params.rank) {
-          case 0:
-            CopyTile2d(to, map_a, barrier, channel[i], place.batch * params.pixels + pixel);
-            break;
-          case 1:
-            CopyIm2col1d(to, map_a, barrier, channel[i], x, image, offset[i][0]);
-            break;
-          case 2:
-            CopyIm2col2d(to, map_a, barrier, channel[i], x, y, image, offset[i][0], offset[i][1]);
-            break;
-          default:
-            CopyIm2col3d(to, map_a, barrier, channel[i], x, y, z, image, offset[i][0], offset[i][1],
-                         offset[i][2]);
-        }
+        CopyWgmmaBox(params.rank, shared + i * 8192, map_a, barrier, channel[i], at, offset[i][0],
+                     offset[i][1], offset[i][2]);
       }
       for (int i = 0; i < boxes; ++i) {
         CopyTile3d(shared + Tile::kBytesA + i * 8192, &maps.b, barrier, k + i * 64, pixel,
@@ -724,14 +711,7 @@ __device__ __forceinline__ void ProduceMmaWgradStages(const IgemmWgmmaParams& pa
     const int32_t steps = min(params.steps_per_slice, phase.steps - first);
     for (int32_t step = 0; step < steps; ++step) {
       const int32_t pixel = (first + step) * Tile::kPixels;
-      int32_t m = pixel, x, y, z, image;
-      phase.count[0].Divmod(m, &m, &x);
-      phase.count[1].Divmod(m, &m, &y);
-      phase.count[2].Divmod(m, &image, &z);
-      x = phase.lower[0] + x * params.src_step[0];
-      y = phase.lower[1] + y * params.src_step[1];
-      z = phase.lower[2] + z * params.src_step[2];
-      image += place.batch * params.images;
+      const WgmmaPixel at(params, phase, pixel, params.pixels, place.batch);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + Tile::kRingAt + stage.slot * Tile::kStageBytes;
@@ -739,22 +719,9 @@ __device__ __forceinline__ void ProduceMmaWgradStages(const IgemmWgmmaParams& pa
       CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_slab, place.batch);
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
-        const uint32_t to = shared + i * Tile::kBoxBytes;
         const uint4 box = LoadChunk(ring + Tile::kBoxesAt + i * 16);
-        const int32_t c = static_cast<int32_t>(box.x);
-        switch (params.rank) {
-          case 0:
-            CopyTile2d(to, map_a, barrier, c, place.batch * params.pixels + pixel);
-            break;
-          case 1:
-            CopyIm2col1d(to, map_a, barrier, c, x, image, box.y);
-            break;
-          case 2:
-            CopyIm2col2d(to, map_a, barrier, c, x, y, image, box.y, box.z);
-            break;
-          default:
-            CopyIm2col3d(to, map_a, barrier, c, x, y, z, image, box.y, box.z, box.w);
-        }
+        CopyWgmmaBox(params.rank, shared + i * Tile::kBoxBytes, map_a, barrier,
+                     static_cast<int32_t>(box.x), at, box.y, box.z, box.w);
       }
       stage.Next();
     }
