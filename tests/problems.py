@@ -223,6 +223,10 @@ EDGE = [
         padding=((0, 1), (1, 1), (1, 0)),
     ),
     problem("tall_window", (16, 6), (5, 1), c=16, k=16, padding=((2, 2), (0, 0))),
+    # Output channels in multiples of 32, of which some kernels want whole copies.
+    problem("wide_strided", (15, 14), 3, c=20, k=32, stride=2, padding=1),
+    problem("wide_pointwise", 9, 1, c=40, k=96),
+    problem("wide_pointwise_1d", (37,), 1, c=24, k=64),
 ]
 
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.

@@ -461,10 +461,20 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
   work.taps_of_load = plan.taps_of_load;
   work.gemm_n = plan.params.gemm_n;
   work.n_tiles = plan.params.n_tiles.divisor;
-  work.m_tiles = plan.params.m_tiles.divisor;
   work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                         problem.w_elements() * ByteWidth(problem.w_dtype) +
                                         problem.y_elements() * ByteWidth(problem.y_dtype));
+  work.written_bytes =
+      static_cast<double>(OutputElements(problem) * ByteWidth(problem.output_dtype()));
+  const int64_t x_pitch = problem.c * ByteWidth(problem.x_dtype);
+  const int64_t y_pitch = problem.k * ByteWidth(problem.y_dtype);
+  work.pitch_a = problem.op == Op::kDgrad ? y_pitch : x_pitch;
+  work.pitch_b = TransposesFilter(problem) ? x_pitch / problem.groups : y_pitch;
+  work.pitch_out = problem.op == Op::kDgrad ? x_pitch : y_pitch;
+  if (problem.op != Op::kWgrad) {
+    work.filter_bytes = static_cast<double>(problem.taps() * problem.c_per_group() *
+                                            problem.k_per_group() * ByteWidth(problem.w_dtype));
+  }
   work.partial_bytes = static_cast<double>(PartialBytes(instance, problem, slices));
   work.out_bytes =
       work.partial_bytes > 0 ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));

@@ -1,6 +1,6 @@
 // Rows of other families for channel counts that are not multiples of 8: the operands are copied
-// into the workspace with their channels rounded up, a row that copies 16 bytes at a time computes
-// there, and its result is copied back without the padding. Plain C++.
+// into the workspace with their channels rounded up to 16, a row that copies 16 bytes at a time
+// computes there, and its result is copied back without the padding. Plain C++.
 //
 // The copies cost two passes over a tensor; what they buy is a row's whole rate, where narrow
 // copies reach a third to a half of it. Padding never meets the result: zeros are multiplied with

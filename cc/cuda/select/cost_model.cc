@@ -9,7 +9,7 @@ namespace {
 // The clock of an H200 under this load; other families predict at theirs, and only ratios matter.
 constexpr double kCyclesPerMicrosecond = 1750;
 // From the end of one kernel of a CUDA graph to the start of the next.
-constexpr double kLaunchCycles = 1500;
+constexpr double kLaunchCycles = 3000;
 // Per clock and SM. 127.7 bytes were measured for shared memory alone, 43 to 55 for tiles that many
 // SMs read from L2 at about the same time.
 constexpr double kSharedBytesPerCycle = 128;

@@ -1,8 +1,8 @@
 // Predicted time of a persistent, warp-specialised wgmma kernel.
 //
-// A step (128 bytes of the reduction) passes through the tensor cores, out of L2, and through the
-// thread that issues its copies; the slowest sets the pace, because the ring decouples them. The
-// epilogue stands alone: math warpgroups store what they multiplied. Constants have names and were
+// A step (128 bytes of the reduction) passes through the tensor cores, line by line through the copy
+// engine, and through the thread that issues its copies; the slowest sets the pace, because the ring
+// decouples them. The epilogue stands alone: math warpgroups store what they multiplied. Constants have names and were
 // measured (docs/notes/hopper.md).
 #ifndef JAXCONV_CUDA_SELECT_WGMMA_COST_H_
 #define JAXCONV_CUDA_SELECT_WGMMA_COST_H_
@@ -26,12 +26,16 @@ struct WgmmaWork {
   double taps = 0;          // 128-byte pieces of a tile's reduction
   double taps_of_load = 1;  // that share a load of activations
   int64_t gemm_n = 0;
-  // SMs that want the same activations, and the same of the other operand.
-  int64_t n_tiles = 1, m_tiles = 1;
+  // Tiles that want the same activations.
+  int64_t n_tiles = 1;
   // Wgrad in rows: rows of the tile that a line of a load serves, pieces of a step.
   double rows_of_load = 1, pieces_of_step = 1;
-  double extra_copies = 0;   // of a piece, beside one of activations and those of the columns
+  double extra_copies = 0;  // of a piece, beside one of activations and those of the columns
+  // Bytes from one line of a box to the next in global memory, of both operands; and of the output.
+  int64_t pitch_a = 128, pitch_b = 128, pitch_out = 128;
+  double filter_bytes = 0;   // of a group, where the other operand is the filter
   double dram_bytes = 0;     // every tensor once
+  double written_bytes = 0;  // of them
   double partial_bytes = 0;  // split-K: what the slices write and the reduction reads again
   double out_bytes = 2;      // of an element that a tile stores
   bool tf32 = false;
