@@ -50,7 +50,7 @@ class Explanation:
                     ", ".join(c.operands),
                     c.result,
                     c.precision,
-                    c.instance or "XLA",
+                    (c.instance or "XLA") + (" (krsc)" if c.problem.endswith(" krsc") else ""),
                     f"{c.workspace_bytes / 1e6:.3g}",
                     _scaled(c.flops, 1e9),
                     _scaled(c.bytes, 1e6),

@@ -29,8 +29,9 @@ DTYPES = {
     "s8": (np.dtype(np.int8), np.dtype(np.int32)),
 }
 
-# Where the channel axis of each tensor lies: last, or first with filters (K, C, ...).
-LAYOUTS = ("last", "first")
+# Where the channel axis of each tensor lies: last, or first with filters (K, C, ...); "krsc": last,
+# with filters (K, ..., C).
+LAYOUTS = ("last", "first", "krsc")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,10 @@ class Problem:
     def axes(self, role: str, layout: str) -> tuple[int, ...]:
         """Array position of every canonical axis."""
         rank = self.rank
-        if layout == "last":
+        if layout == "last" or (layout == "krsc" and role != "w"):
             axes = tuple(range(rank + 2))
+        elif layout == "krsc":  # canonical (*window, c, k), array (k, *window, c)
+            axes = (*range(1, rank + 2), 0)
         elif role == "w":  # canonical (*window, c, k), array (k, c, *window)
             axes = (*range(2, rank + 2), 1, 0)
         else:  # canonical (n, *spatial, c), array (n, c, *spatial)
@@ -223,10 +226,17 @@ EDGE = [
         padding=((0, 1), (1, 1), (1, 0)),
     ),
     problem("tall_window", (16, 6), (5, 1), c=16, k=16, padding=((2, 2), (0, 0))),
-    # Output channels in multiples of 32, of which some kernels want whole copies.
-    problem("wide_strided", (15, 14), 3, c=20, k=32, stride=2, padding=1),
+    # Channels of whole lines, which kernels read in a filter (K, ..., C) as it lies.
+    problem("lines_strided", (9, 8), 3, c=64, k=128, stride=2, padding=1),
+    problem(
+        "lines_dilated_asymmetric", (9, 7), 3, c=32, k=64, dilation=2, padding=((1, 3), (2, 1))
+    ),
+    problem("lines_lhs_dilation", (5, 4), 3, c=32, k=64, lhs_dilation=2, padding=1),
+    problem("lines_pointwise", 7, 1, c=96, k=40),
+    problem("lines_1d", (21,), 5, c=32, k=64, padding=2),
+    problem("lines_3d", (3, 4, 5), 3, n=1, c=32, k=64, padding=1),
+    problem("lines_groups", 6, 3, c=64, k=128, groups=2, padding=1),
     problem("wide_pointwise", 9, 1, c=40, k=96),
-    problem("wide_pointwise_1d", (37,), 1, c=24, k=64),
 ]
 
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from numerics import exact_operands, mismatch
-from problems import DTYPES, PROBLEMS, REPRESENTATIVE
+from problems import DTYPES, LAYOUTS, PROBLEMS, REPRESENTATIVE
 
 from jaxconv._src import native
 from jaxconv._src.lowering import select
@@ -56,7 +56,7 @@ def test_exact_or_refused(platform_name, instance):
     failures, accepted = [], 0
     for problem in PROBLEMS:
         for dtype, (operand, result) in DTYPES.items():
-            for layout in ("last", "first") if problem in REPRESENTATIVE else ("last",):
+            for layout in LAYOUTS if problem in REPRESENTATIVE else ("last", "krsc"):
                 spec = problem.spec(algorithm=instance, layout=layout)
                 shapes = [
                     problem.to_layout(role, np.empty(problem.canonical_shape(role)), layout).shape
@@ -64,7 +64,9 @@ def test_exact_or_refused(platform_name, instance):
                 ]
                 sizes = spec.sizes(op, *shapes)
                 chosen, line = select(platform_name, op, spec, sizes, operand, result)
-                assert line == problem.line(op, dtype)
+                assert line == problem.line(op, dtype) + " krsc" * chosen.krsc
+                if layout == "krsc" and not chosen.krsc:
+                    continue  # then the filter is transposed for the kernel, as in "first"
                 if chosen.instance is None:
                     if not chosen.refusals or not all(r.reason.strip() for r in chosen.refusals):
                         failures.append(f"{line}\n  refused without a reason: {chosen.refusals}")

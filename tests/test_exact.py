@@ -98,6 +98,18 @@ def test_channels_first(platform, problem):
         assert_exact(actual, expected, f"channels first: {problem.line(op, 'f32')}")
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=names(PROBLEMS))
+def test_filters_with_output_channels_first(platform, problem, dtype):
+    """OHWI and the like, which kernels read as they lie, or XLA transposes for them."""
+    if platform == "cpu" and problem not in REPRESENTATIVE:
+        pytest.skip("no CPU kernel reads them")
+    for op in Op:
+        lhs, rhs, expected = exact_operands(op, problem, dtype)
+        actual = run(op, problem, dtype, lhs, rhs, layout="krsc")
+        assert_exact(actual, expected, f"K first: {problem.line(op, dtype)}")
+
+
 @pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
 def test_adjoint_identity(platform, problem):
     """<conv(x, w), dy> = <x, dgrad(dy, w)> = <w, wgrad(x, dy)>: ties the three kernels together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import re
@@ -48,8 +49,67 @@ def test_one_custom_call_with_its_instance_and_no_transpose(platform, native_ker
     assert f'problem = "{PLAIN.line(op, "f32")}"' in text
     assert "stablehlo.transpose" not in text and "stablehlo.convolution" not in text
     # Minor to major, channels fastest: 3,2,1,0 channels-last, and C (axis 1) first channels-first.
-    fastest = {"last": "dense<[3, 2, 1, 0]>", "first": "dense<[1, 3, 2, 0]>"}[layout]
+    fastest = "dense<[1, 3, 2, 0]>" if layout == "first" else "dense<[3, 2, 1, 0]>"
     assert f"operand_layouts = [{fastest}" in text
+
+
+class OneKernel:
+    """A platform with one kernel an operation, which may read filters stored as krsc."""
+
+    def __init__(self, reads_krsc: bool):
+        self.reads_krsc = reads_krsc
+
+    def select(self, line: str, algorithm: str, target: str) -> native.Selection:
+        if line.endswith(" krsc") and not self.reads_krsc:
+            return native.Selection(None, refusals=(native.Refusal("kernel", "rsck only"),))
+        return native.Selection(f"{line.split()[0]}_kernel")
+
+
+@pytest.mark.parametrize(
+    ("letters", "window", "rsck", "lies_as_krsc"),
+    [
+        ("OHWI", (3, 3), [0, 3, 2, 1], True),
+        ("OIHW", (1, 1), [0, 1, 3, 2], True),
+        ("HWIO", (3, 3), [3, 2, 1, 0], False),
+        ("OIHW", (3, 3), [0, 1, 3, 2], False),
+        ("HWIO", (1, 1), [3, 2, 1, 0], False),
+    ],
+)
+@pytest.mark.parametrize("reads_krsc", [False, True])
+def test_a_filter_is_read_as_it_lies(
+    native_cpu, monkeypatch, letters, window, rsck, lies_as_krsc, reads_krsc
+):
+    """(k, spatial, c) where the kernel can and the array lies so; the other order elsewhere."""
+    monkeypatch.setattr(native, "load", lambda name: OneKernel(reads_krsc))
+    extents = dict(zip("OIHW", (16, 8, *window), strict=True))
+    x = jax.ShapeDtypeStruct((2, 9, 9, 8), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct([extents[letter] for letter in letters], jnp.bfloat16)
+
+    def step(x, w):
+        y, vjp = jax.vjp(functools.partial(conv, dimension_numbers=("NHWC", letters, "NHWC")), x, w)
+        return y, *vjp(y)
+
+    def conv(x, w, **options):
+        return jaxconv.conv_general_dilated(x, w, (1, 1), "SAME", **options)
+
+    found = {}
+    with jax.default_device(jax.devices("cpu")[0]):
+        text = jax.jit(step).lower(x, w).as_text()
+        explained = str(jaxconv.explain(step, x, w))
+        compiled = jax.jit(lambda x, w: step(x, w)[0]).lower(x, w).compile().as_text()
+    for call in (line for line in text.splitlines() if CALL.search(line)):
+        (op,), (line,) = CALL.findall(call), re.findall(r'problem = "([^"]+)"', call)
+        layouts = re.findall(r"dense<(\[[\d, ]+\])>", call[call.index("operand_layouts") :])
+        found[op] = line.endswith(" krsc"), [json.loads(layout) for layout in layouts]
+    as_krsc = reads_krsc and lies_as_krsc
+    for op in ("fprop", "dgrad"):
+        said, layouts = found[f"jaxconv_{op}"]
+        assert said == as_krsc and layouts[1] == ([3, 2, 1, 0] if as_krsc else rsck), op
+        assert (f"{op}_kernel (krsc)" in explained) == as_krsc
+    said, layouts = found["jaxconv_wgrad"]
+    assert not said and layouts[2] == rsck, "wgrad writes one order"
+    assert "stablehlo.transpose" not in text
+    assert ("copy" in compiled) == (letters != "HWIO" and not as_krsc), compiled
 
 
 def test_training_step_is_three_custom_calls(platform, native_kernels):

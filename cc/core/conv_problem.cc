@@ -9,6 +9,7 @@ namespace {
 constexpr const char* kOpNames[] = {"fprop", "dgrad", "wgrad"};
 constexpr const char* kDTypeNames[] = {"f32", "f16", "bf16", "s8", "s32"};
 constexpr const char* kPrecisionNames[] = {"default", "high", "highest"};
+constexpr const char* kFilterLayoutNames[] = {"rsck", "krsc"};
 
 // Reads one line token by token; the first failure is kept and everything after it is skipped.
 class LineReader {
@@ -49,6 +50,7 @@ class LineReader {
   }
 
   bool ok() const { return status_.ok(); }
+  bool AtEnd() const { return rest_.empty(); }
   Status Finish() {
     if (ok() && !rest_.empty()) Fail("unexpected '" + std::string(rest_) + "' at the end");
     return status_;
@@ -125,6 +127,7 @@ Status RequirePositive(const char* name, int64_t value) {
 const char* Name(Op op) { return kOpNames[static_cast<int>(op)]; }
 const char* Name(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
 const char* Name(Precision precision) { return kPrecisionNames[static_cast<int>(precision)]; }
+const char* Name(FilterLayout layout) { return kFilterLayoutNames[static_cast<int>(layout)]; }
 
 int64_t ByteWidth(DType dtype) {
   switch (dtype) {
@@ -183,7 +186,17 @@ Status ConvProblem::Validate() const {
           std::to_string(expected) + ", got " + std::to_string(out[axis]));
     }
   }
+  if (op == Op::kWgrad && filter_layout != FilterLayout::kRsck) {
+    return Status::InvalidArgument(std::string("filter layout: wgrad writes rsck, got ") +
+                                   Name(filter_layout));
+  }
   return {};
+}
+
+Status ConvProblem::RequireRsck() const {
+  if (filter_layout == FilterLayout::kRsck) return {};
+  return Status::Unimplemented(std::string("reads filters stored as rsck, got ") +
+                               Name(filter_layout));
 }
 
 std::string ConvProblem::ToString() const {
@@ -214,6 +227,7 @@ std::string ConvProblem::ToString() const {
   add_axes('p', [&](int axis) {
     return std::to_string(pad_lo[axis]) + "_" + std::to_string(pad_hi[axis]);
   });
+  if (filter_layout != FilterLayout::kRsck) line += std::string(" ") + Name(filter_layout);
   return line;
 }
 
@@ -240,6 +254,9 @@ Status ConvProblem::Parse(std::string_view line, ConvProblem* problem) {
     same_rank &= reader.ReadSpatial(key, value) == parsed.rank;
   }
   same_rank &= reader.ReadPadding(&parsed.pad_lo, &parsed.pad_hi) == parsed.rank;
+  if (!reader.AtEnd()) {
+    reader.ReadEnum(kFilterLayoutNames, "filter layout", ' ', &parsed.filter_layout);
+  }
   JAXCONV_RETURN_IF_ERROR(reader.Finish());
   if (!same_rank) {
     return Status::InvalidArgument("convolution problem: the spatial fields differ in rank");

@@ -13,8 +13,9 @@
 // (c runs over one group's C / groups channels, k over its K / groups). `b` counts independent
 // convolutions of the same shape, each with its own filter: what vmap over both operands makes.
 //
-// Physical layouts are fixed, row-major and dense: x (batch, n, spatial, C), y (batch, n, spatial,
-// K), w (batch, spatial, C / groups, K), where the K of w runs group by group.
+// Physical layouts are row-major and dense: x (batch, n, spatial, C), y (batch, n, spatial, K), w
+// (batch, spatial, C / groups, K), where the K of w runs group by group; or, as an operand, w
+// (batch, K, spatial, C / groups), which not every kernel reads.
 #ifndef JAXCONV_CORE_CONV_PROBLEM_H_
 #define JAXCONV_CORE_CONV_PROBLEM_H_
 
@@ -32,10 +33,13 @@ enum class Op { kFprop, kDgrad, kWgrad };
 enum class DType { kF32, kF16, kBF16, kS8, kS32 };
 // As jax.lax.Precision: the least accuracy the caller accepts for float32 operands.
 enum class Precision { kDefault, kHigh, kHighest };
+// How the filter lies in memory, outermost first.
+enum class FilterLayout { kRsck, kKrsc };
 
 const char* Name(Op op);
 const char* Name(DType dtype);
 const char* Name(Precision precision);
+const char* Name(FilterLayout layout);
 int64_t ByteWidth(DType dtype);
 
 // Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index
@@ -61,7 +65,8 @@ struct ConvProblem {
   Spatial lhs_dilation{1, 1, 1};
   Spatial dilation{1, 1, 1};
   Spatial pad_lo{0, 0, 0};
-  Spatial pad_hi{0, 0, 0};  // may be negative, as pad_lo may
+  Spatial pad_hi{0, 0, 0};                           // may be negative, as pad_lo may
+  FilterLayout filter_layout = FilterLayout::kRsck;  // of dw always
 
   int64_t c_per_group() const { return c / groups; }
   int64_t k_per_group() const { return k / groups; }
@@ -83,19 +88,22 @@ struct ConvProblem {
   DType lhs_dtype() const { return op == Op::kDgrad ? y_dtype : x_dtype; }
   DType rhs_dtype() const { return op == Op::kWgrad ? y_dtype : w_dtype; }
 
-  // Dense row-major extents of x, w and y: (batch, n, spatial..., C), (batch, spatial..., C /
-  // groups, K), (batch, n, spatial..., K), with `rank` spatial entries.
+  // Extents of x, w and y: (batch, n, spatial..., C), (batch, spatial..., C / groups, K), (batch,
+  // n, spatial..., K), with `rank` spatial entries; of w whatever its layout.
   std::vector<int64_t> x_shape() const;
   std::vector<int64_t> w_shape() const;
   std::vector<int64_t> y_shape() const;
 
-  // Sizes positive, groups dividing both channel counts, and `out` the extent that the window
-  // implies.
+  // Sizes positive, groups dividing both channel counts, `out` the extent that the window implies,
+  // and a dw in the layout that kernels write.
   Status Validate() const;
+  // For kernels that do not read the other layout.
+  Status RequireRsck() const;
 
   // The one-line form, also the custom call's attribute and the tests' repro line:
   //   fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1
-  // (dtypes of x, w, y; then precision; p is lo_hi by axis).
+  // (dtypes of x, w, y; then precision; p is lo_hi by axis), with " krsc" at the end where w lies
+  // so.
   std::string ToString() const;
   // The inverse of ToString; validates.
   static Status Parse(std::string_view line, ConvProblem* problem);

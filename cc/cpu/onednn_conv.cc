@@ -875,6 +875,10 @@ Status Guarded(const Body& body) {
 // Plan or refusal; an error only where oneDNN itself failed.
 Status FindPlan(const ConvProblem& problem, size_t row, int64_t slices,
                 std::shared_ptr<const Plan>* plan, std::string* refusal) {
+  if (const Status layout = problem.RequireRsck(); !layout.ok()) {
+    *refusal = layout.message();
+    return {};
+  }
   PlanKey key = MakeKey(problem, row, slices);
   *plan = Plans().Find(key);
   if (*plan != nullptr) return {};

@@ -2,8 +2,9 @@
 //
 // Operands and result have the axis order of the caller's arrays; `*_axes[i]` is the array position
 // of canonical axis i, and the layout constraint put on the call stores the array in canonical
-// order. Everything is compared with the problem that the call carries: a mismatch is an
-// INVALID_ARGUMENT that names the buffer, what was expected and what was found.
+// order, the filter in the problem's layout. Everything is compared with the problem that the call
+// carries: a mismatch is an INVALID_ARGUMENT that names the buffer, what was expected and what was
+// found.
 #ifndef JAXCONV_FFI_CALL_H_
 #define JAXCONV_FFI_CALL_H_
 

@@ -80,6 +80,19 @@ def _no_kernel(algorithm: str, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype) 
     return f"no kernel for dtype {unknown[0]}" if unknown else ""
 
 
+def _lies_as_krsc(spec: ConvSpec, sizes: Sizes) -> bool:
+    """True of a filter such as OHWI, or OI11: row by row it is (batch?, k, *spatial, c)."""
+    *batch_spatial, c, k = spec.w_axes
+    shape = spec.shape("w", sizes)
+
+    def in_order(*axes: int) -> bool:
+        extended = [axis for axis in axes if shape[axis] > 1]
+        return extended == sorted(extended)
+
+    batch, spatial = batch_spatial[: -spec.rank], batch_spatial[-spec.rank :]
+    return in_order(*batch, k, *spatial, c) and not in_order(*spec.w_axes)
+
+
 def select(
     platform: str,
     op: Op,
@@ -89,6 +102,9 @@ def select(
     out_dtype: np.dtype,
 ) -> tuple[native.Selection, str]:
     """Chooses the kernel instance for one operation on one platform.
+
+    A filter that lies as (k, spatial, c) is read so where the chosen instance can, which costs it
+    nothing; elsewhere XLA transposes it.
 
     Returns:
         The selection, and the problem's one-line form ("" where a dtype has none).
@@ -108,7 +124,13 @@ def select(
         return native.Selection(None, refusals=(kernels,)), line
     if not _applies(algorithm, op):
         algorithm = "auto"
-    return kernels.select(line, algorithm, native.target()), line
+    chosen = kernels.select(line, algorithm, native.target())
+    if chosen.instance and op is not Op.WGRAD and _lies_as_krsc(spec, sizes):
+        as_it_lies = problem_line(op, spec, sizes, operand_dtype, out_dtype, krsc=True)
+        again = kernels.select(as_it_lies, chosen.instance, native.target())
+        if again.instance:
+            return again._replace(krsc=True), as_it_lies
+    return chosen, line
 
 
 def reasons(refusals: tuple[native.Refusal, ...]) -> str:
@@ -202,9 +224,10 @@ def _with_explicit_input(
     return primitive.bind(x, rhs, spec=explicit, out_dtype=out_dtype)
 
 
-def _layout(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Minor-to-major order that stores an array in its canonical axis order."""
-    return tuple(reversed(axes))
+def _layout(spec: ConvSpec, role: str, krsc: bool = False) -> tuple[int, ...]:
+    """Minor-to-major: stores an array in its canonical axis order, a krsc filter as it lies."""
+    axes = spec.axes(role)
+    return tuple(reversed(range(len(axes)) if krsc and role == "w" else axes))
 
 
 def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
@@ -252,8 +275,8 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
     workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
     call = jax.ffi.ffi_lowering(
         call_target(op),
-        operand_layouts=[_layout(spec.axes(role)) for role in op.roles[:2]],
-        result_layouts=[_layout(spec.axes(op.roles[2])), (0,)],
+        operand_layouts=[_layout(spec, role, chosen.krsc) for role in op.roles[:2]],
+        result_layouts=[_layout(spec, op.roles[2]), (0,)],
     )
     results = call(
         ctx.replace(avals_out=[*ctx.avals_out, workspace]),

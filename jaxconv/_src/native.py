@@ -27,12 +27,16 @@ class Refusal(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The plan of one custom call; ``instance`` is None where no kernel takes the problem."""
+    """The plan of one custom call; ``instance`` is None where no kernel takes the problem.
+
+    ``krsc``: it reads the filter as (k, spatial, c), not as (spatial, c, k).
+    """
 
     instance: str | None
     workspace_bytes: int = 0
     slices: int = 1
     refusals: tuple[Refusal, ...] = ()
+    krsc: bool = False
 
 
 def runtime_ffi_version() -> tuple[int, int]:

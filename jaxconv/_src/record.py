@@ -20,7 +20,8 @@ class Convolution:
         operands: dtype and shape of both operands, such as "f32[8,28,28,64]".
         result: dtype and shape of the result.
         platform: "cpu" or "cuda".
-        problem: the problem in one line, or "" where no kernel came into question.
+        problem: the problem in one line, or "" where no kernel came into question; it ends in
+            "krsc" where the kernel reads the filter so, as it lies.
         precision: the demanded precision, "default", "high" or "highest".
         instance: the kernel instance, or None where XLA computes it.
         workspace_bytes: memory that the kernel needs beside its operands and result.

@@ -222,9 +222,16 @@ def flops(spec: ConvSpec, sizes: Sizes) -> int:
 
 
 def problem_line(
-    op: Op, spec: ConvSpec, sizes: Sizes, operand_dtype: np.dtype, out_dtype: np.dtype
+    op: Op,
+    spec: ConvSpec,
+    sizes: Sizes,
+    operand_dtype: np.dtype,
+    out_dtype: np.dtype,
+    krsc: bool = False,
 ) -> str:
     """The one-line form that ``cc/core/conv_problem.h`` defines and parses.
+
+    ``krsc`` is said of a filter that lies in memory as (k, spatial, c).
 
     Raises:
         KeyError: a dtype has no name there.
@@ -252,5 +259,6 @@ def problem_line(
             f"l{spatial(spec.lhs_dilation)}",
             f"d{spatial(spec.dilation)}",
             f"p{spatial([f'{lo}_{hi}' for lo, hi in spec.padding])}",
+            *(["krsc"] if krsc else []),
         )
     )

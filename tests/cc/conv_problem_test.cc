@@ -26,7 +26,7 @@ bool Equal(const ConvProblem& a, const ConvProblem& b) {
          a.batch == b.batch && a.n == b.n && a.groups == b.groups && a.c == b.c && a.k == b.k &&
          a.in == b.in && a.filter == b.filter && a.out == b.out && a.stride == b.stride &&
          a.lhs_dilation == b.lhs_dilation && a.dilation == b.dilation && a.pad_lo == b.pad_lo &&
-         a.pad_hi == b.pad_hi;
+         a.pad_hi == b.pad_hi && a.filter_layout == b.filter_layout;
 }
 
 void CheckOneLine() {
@@ -57,6 +57,20 @@ void CheckOneLine() {
          "w_shape of a grouped problem");
 }
 
+// The layout of the filter is named where it is not the usual one, and only of an operand.
+void CheckFilterLayout() {
+  ConvProblem problem;
+  Expect(ConvProblem::Parse(kLine, &problem).ok(), kLine);
+  Expect(problem.RequireRsck().ok(), "rsck refused");
+  const std::string krsc = std::string(kLine) + " krsc";
+  Expect(ConvProblem::Parse(krsc, &problem).ok(), krsc);
+  Expect(problem.filter_layout == FilterLayout::kKrsc && problem.ToString() == krsc, krsc);
+  Expect(!problem.RequireRsck().ok(), "krsc accepted");
+  problem.op = Op::kWgrad;
+  const Status status = problem.Validate();
+  Expect(status.message() == "filter layout: wgrad writes rsck, got krsc", status.message());
+}
+
 void CheckRandomRoundTrips() {
   std::mt19937 random(7);
   auto draw = [&](int64_t low, int64_t high) {
@@ -70,6 +84,9 @@ void CheckRandomRoundTrips() {
     problem.w_dtype = static_cast<DType>(draw(0, 4));
     problem.y_dtype = static_cast<DType>(draw(0, 4));
     problem.precision = static_cast<Precision>(draw(0, 2));
+    if (problem.op != Op::kWgrad) {
+      problem.filter_layout = static_cast<FilterLayout>(draw(0, 1));
+    }
     problem.rank = static_cast<int>(draw(1, 3));
     problem.batch = draw(1, 5);
     problem.n = draw(1, int64_t{1} << 40);
@@ -138,7 +155,8 @@ void CheckRefusals() {
       {"d1x1", "d1x-1", "dilation"},
       {"p1_1x1_1", "p1x1", "p: cannot read"},
       {"p1_1x1_1", "p1_1", "rank"},
-      {"p1_1x1_1", "p1_1x1_1 extra", "unexpected 'extra'"},
+      {"p1_1x1_1", "p1_1x1_1 extra", "filter layout: 'extra' is not known"},
+      {"p1_1x1_1", "p1_1x1_1 krsc extra", "unexpected 'extra'"},
       {" p1_1x1_1", "", "'p'"},
   };
   for (const Refused& refused : cases) {
@@ -204,6 +222,7 @@ void CheckOutputExtent() {
 int main() {
   using namespace jaxconv;
   CheckOneLine();
+  CheckFilterLayout();
   CheckRandomRoundTrips();
   CheckRefusals();
   CheckDamagedLines();

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cc/naive_conv.h"
@@ -18,10 +19,12 @@ namespace jaxconv {
 
 IgemmWgmmaParams launched;
 WgmmaOperands operands;
+Op launched_op;
 
 template <Op kOp, DType kType, WgmmaTileId kTile>
 Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& of, void*) {
   launched = params;
+  launched_op = kOp;
   operands = of;
   return {};
 }
@@ -125,13 +128,16 @@ void Fail(const ConvProblem& problem, const std::string& what) {
   if (++failures < 20) std::printf("FAIL %s: %s\n", problem.ToString().c_str(), what.c_str());
 }
 
-// The kernel's sums, one output element at a time; the filter's channels run as in the problem.
+// The kernel's sums, one output element at a time.
 std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::vector<double>& lhs,
                              const std::vector<double>& rhs) {
   const IgemmWgmmaParams& p = launched;
   const bool dgrad = problem.op == Op::kDgrad;
   const int64_t channels = dgrad ? problem.k_per_group() : problem.c_per_group();
   const int64_t results = dgrad ? problem.x_elements() : problem.y_elements();
+  const bool strided = operands.b_row_stride > 0;
+  const int64_t row_stride = strided ? operands.b_row_stride : operands.b_columns;
+  const int64_t tap_stride = strided ? operands.b_tap_stride : operands.b_rows * operands.b_columns;
   std::vector<double> out(results, NAN);
   for (int64_t batch = 0; batch < problem.batch; ++batch) {
     for (int q = 0; q < p.phases; ++q) {
@@ -194,13 +200,19 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
                           operands.a_extent[0] +
                       src[0];
                   for (int64_t c = 0; c < channels; ++c) {
-                    // K, of all groups, runs along the columns, of a transposed filter down.
-                    const int64_t of_k = group * p.b_group + (dgrad ? c : n), of_c = dgrad ? n : c;
-                    const int64_t row_b = transposed > 0 ? of_k : of_c;
-                    const int64_t column = transposed > 0 ? of_c : of_k;
+                    // The kernel's lines run along the columns in fprop, else along the reduction.
+                    const bool fprop = launched_op == Op::kFprop;
+                    const int64_t of_n = n + (fprop ? group * p.b_group : 0);
+                    const int64_t of_c = c + (fprop ? 0 : group * p.b_group);
+                    const bool column_lines = fprop && problem.w_dtype != DType::kF32;
+                    const int64_t row_b = column_lines ? of_c : of_n;
+                    const int64_t column = column_lines ? of_n : of_c;
+                    if (row_b >= operands.b_rows || column >= operands.b_columns) {
+                      Fail(problem, "a place outside the filter");
+                      continue;
+                    }
                     sum += lhs[pixel * operands.a_channels + group * p.a_group + c] *
-                           rhs[((batch * p.filter_taps + tap) * operands.b_rows + row_b) *
-                                   operands.b_columns +
+                           rhs[(batch * p.filter_taps + tap) * tap_stride + row_b * row_stride +
                                column];
                   }
                 }
@@ -378,9 +390,11 @@ void Check(const ConvProblem& problem, bool rows, int* accepted) {
     Fail(problem, status.message());
     return;
   }
-  if ((transposed > 0) != (problem.op == Op::kFprop && f32)) {
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
+  if ((transposed > 0) != (problem.op == Op::kFprop && f32 && !krsc)) {
     Fail(problem, "TF32 takes the filter of fprop, and no other, transposed");
   }
+  if (problem.batch > 1 && krsc) Fail(problem, "batched filters accepted as krsc");
   const std::vector<double> expected = NaiveConv(problem, lhs, rhs);
   std::vector<double> b = rhs;
   for (int64_t i = 0; i < transposed; ++i) {
@@ -450,6 +464,33 @@ void CheckRefusals() {
     f32.precision = precision;
     if (tf32.can_implement(f32).ok()) Fail(f32, "accepted, though TF32 is too coarse");
   }
+  ConvProblem krsc = problem;
+  krsc.filter_layout = FilterLayout::kKrsc;
+  for (Op op : {Op::kFprop, Op::kDgrad}) {
+    krsc.op = op;
+    for (const KernelRow& any : IgemmWgmmaRows()) {
+      if (any.op != op || any.name.find("bf16") == std::string::npos) continue;
+      // What takes the problem takes it with either layout.
+      ConvProblem rsck = krsc;
+      rsck.filter_layout = FilterLayout::kRsck;
+      if (any.can_implement(krsc).ok() != any.can_implement(rsck).ok()) Fail(krsc, any.name);
+    }
+  }
+  krsc.op = Op::kFprop;
+  krsc.batch = 2;
+  refused(krsc, "krsc of one group and one batch only");
+  krsc.batch = 1;
+  krsc.c = 48;
+  refused(krsc, "C/groups 48 of a filter stored as krsc is not a multiple of 32");
+  krsc.c = 64;
+  krsc.op = Op::kDgrad;
+  krsc.filter[2] = 3;
+  krsc.pad_lo[2] = krsc.pad_hi[2] = 1;
+  for (auto [k, taken] : {std::pair{64, true}, {40, true}, {32, false}}) {
+    krsc.k = k;
+    const Status status = RowOf(Op::kDgrad, "bf16_128x128").can_implement(krsc);
+    if (status.ok() != taken) Fail(krsc, "K where the last step's rows are few");
+  }
   const KernelRow& resident = RowOf(Op::kFprop, "_resident");
   ConvProblem large = problem;
   large.k = 128;
@@ -498,7 +539,7 @@ int main() {
   auto draw = [&](int low, int high) {
     return low + static_cast<int>(random() % (high - low + 1));
   };
-  int accepted = 0, accepted_in_rows = 0, checked = 0;
+  int accepted = 0, accepted_in_rows = 0, accepted_as_krsc = 0, checked = 0;
   while (checked < 1200) {
     ConvProblem problem;
     problem.op = checked % 3 == 0   ? jaxconv::Op::kFprop
@@ -533,9 +574,16 @@ int main() {
     jaxconv::Check(problem, true, &accepted_in_rows);
     jaxconv::CheckCluster(problem);
     ++checked;
+    if (problem.op == jaxconv::Op::kWgrad || problem.groups > 1 || problem.rank == 3) continue;
+    problem.filter_layout = jaxconv::FilterLayout::kKrsc;
+    problem.c = 32 * draw(1, 2);
+    problem.k = problem.op == jaxconv::Op::kDgrad && draw(0, 1) == 0 ? 64 : 8 * draw(1, 3);
+    jaxconv::Check(problem, false, &accepted_as_krsc);
+    jaxconv::Check(problem, true, &accepted_as_krsc);
   }
   jaxconv::CheckRefusals();
-  std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d failures\n", checked,
-              accepted, accepted_in_rows, jaxconv::failures);
-  return jaxconv::failures != 0 || accepted < 600 || accepted_in_rows < 200;
+  std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d as krsc, %d failures\n",
+              checked, accepted, accepted_in_rows, accepted_as_krsc, jaxconv::failures);
+  return jaxconv::failures != 0 || accepted < 600 || accepted_in_rows < 200 ||
+         accepted_as_krsc < 200;
 }

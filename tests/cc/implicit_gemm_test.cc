@@ -94,6 +94,29 @@ void CheckGather(const ConvProblem& problem, const ImplicitGemm& gemm) {
   if (terms != Definition(problem)) Fail(problem, "the terms are not those of the definition");
 }
 
+// Where the algebra looks for an element of the filter.
+void CheckFilter(ConvProblem problem) {
+  for (FilterLayout layout : {FilterLayout::kRsck, FilterLayout::kKrsc}) {
+    problem.filter_layout = layout;
+    ImplicitGemm gemm;
+    if (!MakeImplicitGemm(problem, &gemm).ok()) Fail(problem, "refused");
+    const bool dgrad = problem.op == Op::kDgrad, krsc = layout == FilterLayout::kKrsc;
+    const int64_t cg = problem.c_per_group(), kg = problem.k_per_group();
+    for (int64_t tap = 0; tap < problem.taps(); ++tap) {
+      for (int64_t c = 0; c < cg; ++c) {
+        for (int64_t k = 0; k < problem.k; ++k) {
+          const int64_t found = k / kg * gemm.b_group + tap * gemm.b_tap +
+                                (dgrad ? k % kg : c) * gemm.b_reduce +
+                                (dgrad ? c : k % kg) * gemm.b_column;
+          const int64_t expected =
+              krsc ? (k * problem.taps() + tap) * cg + c : (tap * cg + c) * problem.k + k;
+          if (found != expected) Fail(problem, "another element of the filter");
+        }
+      }
+    }
+  }
+}
+
 void CheckWgrad(const ConvProblem& problem, const ImplicitGemm& gemm) {
   std::set<Term> terms;
   for (int32_t m = 0; m < gemm.gemm_m; ++m) {
@@ -133,6 +156,7 @@ void Check(ConvProblem problem) {
       CheckWgrad(problem, gemm);
     } else {
       CheckGather(problem, gemm);
+      CheckFilter(problem);
     }
   }
 }
@@ -161,8 +185,9 @@ int main() {
     ConvProblem problem;
     problem.rank = draw(1, 3);
     problem.n = draw(1, 2);
-    problem.c = draw(1, 3);
-    problem.k = draw(1, 3);
+    problem.groups = draw(1, 2);
+    problem.c = problem.groups * draw(1, 3);
+    problem.k = problem.groups * draw(1, 3);
     for (int a = 3 - problem.rank; a < 3; ++a) {
       problem.in[a] = draw(1, problem.rank == 3 ? 4 : 9);
       problem.filter[a] = draw(1, 4);

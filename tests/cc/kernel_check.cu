@@ -95,9 +95,13 @@ struct Window {
   Op op;
   int64_t n, groups, c, k;
   int64_t in[3], filter[3], out[3], stride[3], lhs_dilation[3], dilation[3], pad_lo[3];
+  int64_t to_k, to_c;  // of the filter, between neighbours along K and along C
 
   explicit Window(const ConvProblem& problem)
       : op(problem.op), n(problem.n), groups(problem.groups), c(problem.c), k(problem.k) {
+    const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
+    to_k = krsc ? problem.taps() * problem.c_per_group() : 1;
+    to_c = krsc ? 1 : problem.k;
     for (int a = 0; a < 3; ++a) {
       in[a] = problem.in[a], filter[a] = problem.filter[a], out[a] = problem.out[a];
       stride[a] = problem.stride[a], lhs_dilation[a] = problem.lhs_dilation[a];
@@ -166,18 +170,18 @@ __device__ double Element(const Window& window, int64_t index, const void* lhs, 
   for (int64_t t = 0; t < taps; ++t) {
     Window::Split(t, window.filter, tap);
     if (!(fprop ? window.Input(out_at, tap, in_at) : window.Output(in_at, tap, out_at))) continue;
-    const int64_t w = ((image / window.n * taps + t) * c_group) * window.k;
+    const int64_t w = (image / window.n * taps * window.k + t * window.to_c) * c_group;
     if (fprop) {
       const int64_t x = (image * in_pixels + Window::Pixel(window.in, in_at)) * window.c;
+      const int64_t row = w + channel * window.to_k;
       for (int64_t c = 0; c < c_group; ++c) {
-        sum +=
-            Get(lhs, x + group * c_group + c, dtype) * Get(rhs, w + c * window.k + channel, dtype);
+        sum += Get(lhs, x + group * c_group + c, dtype) * Get(rhs, row + c * window.to_c, dtype);
       }
     } else {
       const int64_t y = (image * out_pixels + Window::Pixel(window.out, out_at)) * window.k;
-      const int64_t row = w + channel % c_group * window.k;
+      const int64_t row = w + channel % c_group * window.to_c;
       for (int64_t k = group * k_group; k < (group + 1) * k_group; ++k) {
-        sum += Get(lhs, y + k, dtype) * Get(rhs, row + k, dtype);
+        sum += Get(lhs, y + k, dtype) * Get(rhs, row + k * window.to_k, dtype);
       }
     }
   }

@@ -11,8 +11,8 @@
 
 namespace jaxconv {
 
-// `lhs` and `rhs` are the operation's operands as dense arrays; so is the result. Every index
-// relation is the one in core/conv_problem.h, sums are in double.
+// `lhs` and `rhs` are the operation's operands as dense arrays, the filter in the problem's layout;
+// so is the result. Every index relation is the one in core/conv_problem.h, sums are in double.
 inline std::vector<double> NaiveConv(const ConvProblem& p, const std::vector<double>& lhs,
                                      const std::vector<double>& rhs) {
   bool fprop = p.op == Op::kFprop, dgrad = p.op == Op::kDgrad;
@@ -44,10 +44,13 @@ inline std::vector<double> NaiveConv(const ConvProblem& p, const std::vector<dou
           int64_t image = b * p.n + n;
           int64_t x0 = (image * p.in_pixels() + pixel(p.in, in)) * p.c;
           int64_t y0 = (image * p.out_pixels() + pixel(p.out, out)) * p.k;
-          int64_t w0 = (b * p.taps() + pixel(p.filter, tap)) * c_per_group * p.k;
+          bool krsc = p.filter_layout == FilterLayout::kKrsc;
+          int64_t to_k = krsc ? p.taps() * c_per_group : 1, to_c = krsc ? 1 : p.k;
+          int64_t w0 = b * p.taps() * c_per_group * p.k + pixel(p.filter, tap) * c_per_group * to_c;
           for (int64_t k = 0; k < p.k; ++k) {
             for (int64_t c = 0; c < c_per_group; ++c) {
-              int64_t x = x0 + k / k_per_group * c_per_group + c, w = w0 + c * p.k + k, y = y0 + k;
+              int64_t x = x0 + k / k_per_group * c_per_group + c, y = y0 + k;
+              int64_t w = w0 + c * to_c + k * to_k;
               if (fprop) {
                 result[y] += lhs[x] * rhs[w];
               } else if (dgrad) {

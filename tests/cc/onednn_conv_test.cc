@@ -278,6 +278,9 @@ void CheckSelect() {
     EXPECT(cpu::Select(p, algorithm, 2, &s).ok() && s.instance == "fprop_onednn_f32", algorithm);
     EXPECT(s.slices == 2, algorithm);
   }
+  p.filter_layout = FilterLayout::kKrsc;  // after a plan of the same sizes was made
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
+  p.filter_layout = FilterLayout::kRsck;
   EXPECT(cpu::Select(p, "wgrad_onednn_f32", 2, &s).ok() && s.instance.empty(), "");
   EXPECT(cpu::Select(p, "depthwise", 2, &s).ok() && s.instance.empty() && !s.refusals.empty(), "");
   p.op = Op::kDgrad;

@@ -326,6 +326,53 @@ void TestNarrowChoices() {
          "the workspace holds the padded tensors");
 }
 
+// Filters stored as krsc: the same kernels as of rsck where they read both, and no others.
+void TestFilterLayouts() {
+  const DeviceInfo h200 = PortableTarget(9, 0);
+  for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (Op op : {Op::kFprop, Op::kDgrad}) {
+      for (const ConvProblem& layer :
+           {Layer(op, 64, 56, 64, 64, 3), Layer(op, 64, 56, 64, 256, 1),
+            Layer(op, 1, 7, 512, 512, 3), Layer(op, 64, 28, 128, 128, 3),
+            Layer(op, 64, 56, 256, 512, 1, 2), Layer(op, 32, 56, 36, 64, 3),
+            Layer(op, 64, 224, 3, 64, 7, 2)}) {
+        ConvProblem rsck = layer;
+        rsck.x_dtype = rsck.w_dtype = rsck.y_dtype = dtype;
+        ConvProblem krsc = rsck;
+        krsc.filter_layout = FilterLayout::kKrsc;
+        for (const KernelRow& row : KernelTable()) {
+          if (row.op != op || !row.can_implement(krsc).ok()) continue;
+          Expect((row.family == "igemm_wgmma" || row.family == "igemm_wmma") &&
+                     row.name.find("_patch") == std::string::npos,
+                 row.name + " takes " + krsc.ToString());
+          Expect(row.can_implement(rsck).ok(), row.name + " refuses " + rsck.ToString());
+        }
+        if (dtype == DType::kF32 || rsck.c < 64) continue;
+        // Phases without taps are only dgrad's own kernel's business.
+        const bool read = op == Op::kFprop || rsck.taps() > 1 || rsck.stride[2] == 1;
+        const std::string choice = SelectOk(rsck, h200).instance;
+        Expect((SelectOk(krsc, h200, choice).instance == choice) == read,
+               choice + (read ? " takes " : " refuses ") + krsc.ToString());
+      }
+    }
+  }
+  auto taken = [](Op op, int filter, DType dtype, const DeviceInfo& device, const char* family) {
+    ConvProblem krsc = Layer(op, 64, 56, 64, 256, filter);
+    krsc.x_dtype = krsc.w_dtype = krsc.y_dtype = dtype;
+    krsc.filter_layout = FilterLayout::kKrsc;
+    const Selection selection = SelectOk(krsc, device, family);
+    Expect(selection.workspace_bytes == 0, "no copy of the filter for " + krsc.ToString());
+    return !selection.instance.empty();
+  };
+  const DeviceInfo a100 = PortableTarget(8, 0);
+  Expect(taken(Op::kFprop, 3, DType::kBF16, a100, "igemm_wmma"), "igemm_wmma: fprop");
+  Expect(taken(Op::kDgrad, 1, DType::kBF16, a100, "igemm_wmma"), "igemm_wmma: dgrad of one tap");
+  Expect(!taken(Op::kDgrad, 3, DType::kBF16, a100, "igemm_wmma"), "igemm_wmma: no other dgrad");
+  // TF32 multiplies lines along the reduction.
+  Expect(taken(Op::kFprop, 3, DType::kF32, h200, "igemm_wgmma"), "TF32: fprop");
+  Expect(!taken(Op::kDgrad, 3, DType::kF32, h200, "igemm_wgmma"), "TF32: no dgrad");
+}
+
 // The choice for every layer of the benchmark's set "all" in bfloat16, on an H200.
 // Hopper's rates without Hopper's own family: a capability that no GPU has.
 DeviceInfo WithoutWgmma() { return PortableTarget(9, 1); }
@@ -726,6 +773,7 @@ int main() {
   jaxconv::TestClusterChoices();
   jaxconv::TestTf32Choices();
   jaxconv::TestNarrowChoices();
+  jaxconv::TestFilterLayouts();
   jaxconv::TestTensorCoreRefusals();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();

@@ -79,9 +79,10 @@ struct WgmmaOperands {
   int64_t a_extent[3] = {1, 1, 1};  // pixels, innermost first
   int64_t a_images = 0;             // all batches
   int32_t a_upper[kMaxWgmmaPhases][3] = {};
-  // The filter as a tensor (taps of all batches, C / groups, K), transposed (taps, K, C / groups);
-  // wgrad: dy as (batch, pixels, K).
+  // The filter as a tensor (taps of all batches, C / groups, K), transposed or stored as krsc
+  // (taps, K, C / groups); wgrad: dy as (batch, pixels, K). Strides in elements, 0: dense.
   int64_t b_columns = 0, b_rows = 0, b_taps = 0;
+  int64_t b_row_stride = 0, b_tap_stride = 0;
   // wgrad in rows: dy's pixels, innermost first, and how far its walk runs past a row's end.
   int64_t b_extent[3] = {1, 1, 1};
   int32_t b_upper = 0;

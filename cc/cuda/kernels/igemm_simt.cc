@@ -108,6 +108,7 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     return Status::Unimplemented(std::string("expected an output of type ") + Name(dtype) +
                                  " or f32, got " + Name(problem.output_dtype()));
   }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
   if (instance.vec) {
     JAXCONV_RETURN_IF_ERROR(RequireMultipleOf4("C/groups", problem.c_per_group()));
     JAXCONV_RETURN_IF_ERROR(RequireMultipleOf4("K/groups", problem.k_per_group()));

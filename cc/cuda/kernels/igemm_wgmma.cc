@@ -147,7 +147,7 @@ int64_t OutputElements(const ConvProblem& problem) {
 
 // wgmma takes TF32 K-major only: fprop reads the filter transposed.
 bool TransposesFilter(const ConvProblem& problem) {
-  return problem.op == Op::kFprop && problem.w_dtype == DType::kF32;
+  return KernelOp(problem) == Op::kFprop && problem.w_dtype == DType::kF32;
 }
 
 int64_t TransposedFilterBytes(const ConvProblem& problem) {
@@ -235,6 +235,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   ImplicitGemm gemm;
   JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &gemm));
   const bool dgrad = problem.op == Op::kDgrad, wgrad = problem.op == Op::kWgrad;
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
   const int64_t channels = wgrad ? gemm.row_channels : gemm.reduce_channels;
   auto multiple = [](const char* what, int64_t value, int64_t of) {
     if (value % of == 0) return Status();
@@ -282,6 +283,26 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   operands.b_rows = problem.c_per_group();
   if (TransposesFilter(problem)) std::swap(operands.b_columns, operands.b_rows);
   operands.b_taps = problem.taps() * problem.batch;
+  if (krsc) {
+    if (problem.batch * problem.groups > 1) {
+      // To the kernel a group is somewhere along what is K in rsck, a batch so many taps further
+      // on.
+      return Status::Unimplemented("a filter stored as krsc of one group and one batch only");
+    }
+    if (TransposesFilter(problem)) {
+      return Status::Unimplemented("dgrad in TF32 reads filters stored as rsck, got krsc");
+    }
+    JAXCONV_RETURN_IF_ERROR(CheckKrscLines(problem));
+    if (dgrad && problem.taps() > 1 && problem.k % 16 == 0) {
+      // The last step's rows past K cost as much as others, where lines past K cost nothing: 81 us
+      // and not 65 for 3x3 with C = 256 and K = 32. With odd multiples of 8 the lines of rsck are
+      // ragged and cost more than that: 123 us and not 94 for C = 128 and K = 1000.
+      JAXCONV_RETURN_IF_ERROR(multiple("K of a filter stored as krsc", problem.k, step_channels));
+    }
+    std::swap(operands.b_columns, operands.b_rows);
+    operands.b_row_stride = problem.taps() * problem.c;
+    operands.b_tap_stride = problem.c;
+  }
 
   if (wgrad) {
     if (!gemm.Dense()) return Status::Unimplemented("wgrad with lhs_dilation");
@@ -377,6 +398,12 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
             "a window from " + std::to_string(lower) + " to " + std::to_string(upper + span) +
             " beyond the tensor's end, wider than the copy engine's fields");
       }
+    }
+    if (empty && krsc && dgrad && !instance.rows && !instance.cluster && !instance.cost.columns) {
+      // fprop's kernel takes a step of zeros where dgrad's stores them at once (kStoresZeros in
+      // igemm_wgmma_sm90.cuh): 52 us and not 46 for 1x1 of 512 channels, more than XLA needs to
+      // transpose the filter.
+      return Status::Unimplemented("a filter stored as krsc only where every phase has taps");
     }
     if (phase_rows > kMaxRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
     phase.rows = static_cast<int32_t>(phase_rows);
@@ -697,10 +724,11 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
                                                   problem.c_per_group(), problem.k, args.workspace,
                                                   args.stream));
   }
+  const Op kernel = KernelOp(problem);
   const Status status =
-      op == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, plan, args.stream)
-      : op == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, plan, args.stream)
-                         : LaunchType<Op::kWgrad>(dtype, instance.id, plan, args.stream);
+      kernel == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, plan, args.stream)
+      : kernel == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, plan, args.stream)
+                             : LaunchType<Op::kWgrad>(dtype, instance.id, plan, args.stream);
   if (!status.ok() || !split) return status;
   return LaunchSplitkReduce(partial, OutputElements(problem), args.slices, args.out,
                             problem.output_dtype(), args.stream);

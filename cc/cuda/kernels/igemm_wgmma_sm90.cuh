@@ -11,8 +11,9 @@
 // 64 boxes of 64 x 64 out of (tap, C, K): for fprop the lines run along columns (MN-major B), for
 // dgrad along the reduction (K-major). wgmma takes TF32 K-major only, so fprop in float32 gets the
 // filter transposed, (tap, K, C), and wgrad, where both operands would have to be transposed,
-// multiplies by mma.sync (device/mma_wgrad_tile_sm90.cuh). A 1x1 convolution without stride and
-// padding is a matrix, loaded as one.
+// multiplies by mma.sync (device/mma_wgrad_tile_sm90.cuh). A filter stored as (K, tap, C) is read
+// by the other operation's kernel (KernelOp in core/implicit_gemm.h). A 1x1 convolution without
+// stride and padding is a matrix, loaded as one.
 //
 //     CTA: one producer warpgroup, of which one thread issues the copies, and two or three math
 //     warpgroups: one above the other in a tile (cooperative), or taking turns at tiles of their
@@ -260,7 +261,8 @@ __device__ __forceinline__ int WgmmaFilterBoxes(const IgemmWgmmaParams& params, 
 
 // The filter under one tap: `boxes` of 64 columns from column n on, a step of the reduction from
 // `channel` on. fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C,
-// tap), or (C, K, tap) for fprop in float32. A group's part begins somewhere along K.
+// tap), or (C, K, tap) for fprop in float32 and for a filter stored as krsc, which has one group. A
+// group's part begins somewhere along K.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorMap* map,
                                                 uint32_t barrier, int boxes, int32_t n,
@@ -880,6 +882,8 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
   b.extent[0] = operands.b_columns;
   b.extent[1] = operands.b_rows;
   b.extent[2] = operands.b_taps;
+  b.stride[1] = operands.b_row_stride;
+  b.stride[2] = operands.b_tap_stride;
   if constexpr (Tile::kMma) {
     // Columns in slabs of a line, pixels, slabs: one copy brings a tile's boxes.
     b.rank = 4;

@@ -108,6 +108,7 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &params.gemm));
   const ImplicitGemm& gemm = params.gemm;
   const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
   const int64_t element_bytes = ByteWidth(problem.lhs_dtype());
   const int64_t tile_k = instance.cost.tile_k_bytes / element_bytes;
   if (wgrad && !gemm.Dense()) {
@@ -146,10 +147,11 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   params.n_tiles = FastDivmod(n_tiles);
   params.m_tiles = FastDivmod(m_tiles);
   params.batch_groups = FastDivmod(batch_groups);
-  params.all_taps = problem.op == Op::kFprop && gemm.Dense();
+  params.all_taps = KernelOp(problem) == Op::kFprop && gemm.Dense();
   params.a_copy_bytes =
       CopyBytes(dgrad ? problem.k_per_group() : problem.c_per_group(), element_bytes);
-  params.b_copy_bytes = CopyBytes(problem.k_per_group(), element_bytes);
+  params.b_copy_bytes =
+      CopyBytes(krsc ? problem.c_per_group() : problem.k_per_group(), element_bytes);
   return {};
 }
 
@@ -158,6 +160,22 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
 bool HasRow(const Instance& instance, Op op, DType dtype) {
   if (op == Op::kDgrad && instance.a_copy != instance.b_copy) return false;
   return dtype != DType::kF32 || (instance.a_copy == 16 && instance.b_copy == 16);
+}
+
+// What of a filter stored as krsc the kernels can read.
+Status CheckKrsc(const Instance& instance, DType dtype, const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckKrscLines(problem));
+  if (!HasRow(instance, KernelOp(problem), dtype)) {
+    return Status::Unimplemented("this tile reads filters stored as rsck, got krsc");
+  }
+  if (problem.op == Op::kDgrad && (problem.taps() > 1 || problem.stride != Spatial{1, 1, 1})) {
+    // fprop's kernel reads its taps as one matrix, which krsc is in one tap only.
+    return Status::Unimplemented("dgrad reads filters stored as krsc of one tap and stride 1 only");
+  }
+  if (problem.taps() * problem.c_per_group() > kMaxChannels) {
+    return Status::Unimplemented("more than 2^28 elements of a filter for one output channel");
+  }
+  return {};
 }
 
 Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProblem& problem) {
@@ -188,10 +206,14 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
                                  " is not a multiple of " + std::to_string(width));
   };
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
+  if (krsc) JAXCONV_RETURN_IF_ERROR(CheckKrsc(instance, dtype, problem));
   if (op != Op::kDgrad) {
     JAXCONV_RETURN_IF_ERROR(require("C/groups", problem.c_per_group(), instance.a_copy));
   }
-  JAXCONV_RETURN_IF_ERROR(require("K/groups", problem.k_per_group(), instance.b_copy));
+  if (op != Op::kFprop || !krsc) {
+    JAXCONV_RETURN_IF_ERROR(require("K/groups", problem.k_per_group(), instance.b_copy));
+  }
   if (std::max(problem.c, problem.k) > kMaxChannels) {
     return Status::Unimplemented("more than 2^28 channels");
   }
@@ -201,7 +223,7 @@ Status CanImplement(const Instance& instance, Op op, DType dtype, const ConvProb
     return Status::Unimplemented(std::to_string(plan.taps) + " taps, expected at most " +
                                  std::to_string(kMaxTableTaps));
   }
-  if (op == Op::kFprop && !plan.params.all_taps &&
+  if (KernelOp(problem) == Op::kFprop && !plan.params.all_taps &&
       instance.cost.warps_m * instance.cost.warps_n > 4) {
     return Status::Unimplemented("fprop with lhs_dilation is left to tiles of four warps");
   }
@@ -328,10 +350,12 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
   params.blocks_per_slice = static_cast<int32_t>(CeilDiv(plan.blocks, args.slices));
   params.slice_elements = workspace_bytes > 0 ? OutputElements(problem) : 0;
   const int64_t ctas = plan.tiles * args.slices;
-  const Status status =
-      op == Op::kFprop   ? LaunchType<Op::kFprop>(dtype, instance.id, params, ctas, args.stream)
-      : op == Op::kDgrad ? LaunchType<Op::kDgrad>(dtype, instance.id, params, ctas, args.stream)
-                         : LaunchType<Op::kWgrad>(dtype, instance.id, params, ctas, args.stream);
+  const Op kernel = KernelOp(problem);
+  const Status status = kernel == Op::kFprop
+                            ? LaunchType<Op::kFprop>(dtype, instance.id, params, ctas, args.stream)
+                        : kernel == Op::kDgrad
+                            ? LaunchType<Op::kDgrad>(dtype, instance.id, params, ctas, args.stream)
+                            : LaunchType<Op::kWgrad>(dtype, instance.id, params, ctas, args.stream);
   if (!status.ok() || workspace_bytes == 0) return status;
   return LaunchSplitkReduce(static_cast<const float*>(args.workspace), OutputElements(problem),
                             args.slices, args.out, problem.output_dtype(), args.stream);

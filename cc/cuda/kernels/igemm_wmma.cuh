@@ -23,6 +23,7 @@
 // Copies are 16 bytes where the channels allow, 8 in "half" instances; "thin" ones copy any width
 // of B, "narrow" ones of both, elements of an odd count of 16-bit channels through registers. Few
 // channels have kernels of their own in igemm_wmma_patch.cuh.
+// A filter stored as (k, r, c) is read by the other operation's kernel: strides are parameters.
 // Split-K, in all three operations: slices write float32 partial results, splitk_reduce.cu adds
 // them in order.
 //

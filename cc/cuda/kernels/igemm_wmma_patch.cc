@@ -268,6 +268,7 @@ Status CanImplement(const Instance& instance, DType dtype, const ConvProblem& pr
                                    ", got " + Name(of));
     }
   }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
   if (problem.groups != 1) return Status::Unimplemented("patches of one group only");
   if (problem.in[0] != 1 || problem.filter[0] != 1 || problem.out[0] != 1) {
     return Status::Unimplemented("patches have two axes");

@@ -104,6 +104,7 @@ Status CanPad(const ConvProblem& problem) {
   if (problem.c % kCopied == 0 && problem.k % kCopied == 0) {
     return Status::Unimplemented("C and K are multiples of 8: nothing to pad");
   }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
   if (problem.groups != 1) return Status::Unimplemented("pads the channels of one group only");
   for (DType dtype : {problem.x_dtype, problem.w_dtype, problem.y_dtype}) {
     if (ByteWidth(dtype) != 2) {
