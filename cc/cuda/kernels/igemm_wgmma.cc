@@ -343,7 +343,8 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
       phase.taps[i] = empty ? 1 : on.tap_count;
       const int64_t reach = int64_t{phase.taps[i] - 1} * axis.src_per_t;
       const int64_t span = reach < 0 ? -reach : reach;
-      // In rows the walk covers the padded row, so that a tap is the pixel that much further on.
+      const int64_t src0 = empty ? 0 : on.src0;
+      const int64_t lower = src0 + std::min<int64_t>(0, reach);
       int64_t walked = on.dst_count;
       if (i == 0) {
         phase.width = on.dst_count;
@@ -354,13 +355,14 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
                 "over at most " +
                 std::to_string(kMaxWgmmaSpan) + " pixels");
           }
-          walked += span;
+          // The walk covers the padded row, so that a tap is the pixel that much further on; but
+          // zeros behind a row and before the next are the same ones.
+          walked = std::min(walked + span,
+                            std::max({walked, axis.src_extent - lower, walked + span + lower}));
         }
       }
       phase.count[i] = FastDivmod(walked);
       phase_rows *= walked;
-      const int64_t src0 = empty ? 0 : on.src0;
-      const int64_t lower = src0 + std::min<int64_t>(0, reach);
       phase.offset0[i] = static_cast<int32_t>(src0 - lower);
       phase.offset_step[i] = axis.src_per_t;
       phase.filter0 += static_cast<int32_t>(on.first_tap * filter_pitch * !empty);

@@ -28,6 +28,7 @@
 //
 // "Rows": the taps of a filter row share one load. The pixels are those of the padded image, so a
 // tap's operand begins that many lines further on; the padding's columns are computed and dropped.
+// Rows share their padding: the zeros behind one are those before the next.
 //
 // Full(s): the producer announces a stage's bytes, math waits. Empty(s): each math warpgroup that
 // reads the stage arrives when its wgmma has retired, one step late, so that one step is always in
