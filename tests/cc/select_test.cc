@@ -89,6 +89,7 @@ JAXCONV_STUBS(k128x64Pingpong);
 JAXCONV_STUBS(k128x128PingpongRows);
 JAXCONV_STUBS(k256x64Columns);
 JAXCONV_STUBS(k256x64ColumnsRows);
+JAXCONV_STUBS(k224x64ColumnsRows);
 JAXCONV_STUBS(k192x64ColumnsResident);
 JAXCONV_STUBS(k128x64ColumnsResident);
 JAXCONV_STUBS(k64x256PingpongOneTap);
@@ -420,7 +421,7 @@ void TestWgmmaChoices() {
       {"b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_192x128x64",
        "wgmma_bf16_192x128x64", "wgmma_bf16_128x256x64"},
       {"b1 n64 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_128x128x64_pingpong_rows",
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
        "wgmma_bf16_128x192x64"},
       {"b1 n64 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0",
        "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_128x128x64_pingpong",
@@ -450,14 +451,22 @@ void TestWgmmaChoices() {
       {"b1 n16 g1 c512 k512 i3000 f3 o3000 s1 l1 d1 p1_1", "wgmma_bf16_128x128x64_pingpong_rows",
        "wgmma_bf16_128x128x64_pingpong_rows", "wgmma_bf16_192x64x128_rows"},
       {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
-       "wgmma_bf16_256x128x64", "wgmma_bf16_256x128x64", "wgmma_bf16_192x64x128_rows"},
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
+       "wgmma_bf16_192x64x128_rows"},
+      // Few maps of few pixels: a tile for every SM and no more.
+      {"b1 n32 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
+       "wgmma_bf16_192x128x64"},
+      {"b1 n16 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
+       "wgmma_bf16_192x64x128_rows"},
       // Few output channels without a filter that resides: more than 64 channels in, groups,
       // phases.
       {"b1 n8 g1 c128 k64 i128x128 f3x3 o128x128 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_128x128x64_pingpong_rows",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n64 g2 c128 k128 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_256x64x64_columns_rows",
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n32 g1 c64 k64 i112x112 f7x7 o56x56 s2x2 l1x1 d1x1 p3_3x3_3",
        "wgmma_bf16_256x64x64_columns", "wgmma_bf16_256x64x64_columns_rows",

@@ -82,6 +82,7 @@ constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
     MakeInstance(WgmmaTileId::k256x64Columns, "_columns", 256, 64, true, false, 0, true),
     MakeInstance(WgmmaTileId::k256x64ColumnsRows, "_columns_rows", 256, 64, true, true, 0, true),
+    MakeInstance(WgmmaTileId::k224x64ColumnsRows, "_columns_rows", 224, 64, true, true, 0, true),
     MakeInstance(WgmmaTileId::k192x64ColumnsResident, "_columns_resident", 192, 64, true, true, 9,
                  true),
     MakeInstance(WgmmaTileId::k128x64ColumnsResident, "_columns_resident", 128, 64, true, true, 9,
@@ -571,6 +572,12 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
     case WgmmaTileId::k256x64ColumnsRows:
       if constexpr (kOp != Op::kWgrad) {
         return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64ColumnsRows>(params, operands,
+                                                                             stream);
+      }
+      break;
+    case WgmmaTileId::k224x64ColumnsRows:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k224x64ColumnsRows>(params, operands,
                                                                              stream);
       }
       break;

@@ -20,8 +20,8 @@
 //     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
 //     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
 //
-// "Columns": for few output channels the tile is the other way round, 64 channels by up to 256
-// pixels in pingpong (wgmma_columns_sm90.cuh).
+// "Columns": for few output channels or few pixels the tile is the other way round, 64 channels by
+// up to 256 pixels in pingpong (wgmma_columns_sm90.cuh).
 //
 // "One tap": the filter's steps for a CTA's columns stay in shared memory, for 1x1 convolutions
 // that write much more than they read: what L2 gives is spent on activations alone.
@@ -98,6 +98,8 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k256x64Columns> : WgmmaColumnsTile<256, 5> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k256x64ColumnsRows> : WgmmaColumnsTile<256, 4, 8> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k224x64ColumnsRows> : WgmmaColumnsTile<224, 4, 10> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k192x64ColumnsResident> : WgmmaColumnsTile<192, 5, 0, 9> {};
 template <>

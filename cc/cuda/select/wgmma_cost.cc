@@ -23,18 +23,20 @@ constexpr double kL2Exposed = 0.17;
 // The issuing thread: wait, announce, first copy; every further copy.
 constexpr double kLoadCycles = 337;
 constexpr double kCopyCycles = 120;
-// Filling the ring and the first trip to DRAM, the last tile's way out.
-constexpr double kPrologueCycles = 4600;
+// The first step's way from L2, beside what kLaunchCycles has of it.
+constexpr double kPrologueCycles = 1600;
 constexpr double kEpilogueCycles = 150;
 constexpr double kEpilogueBytesPerCycle = 230;
 // Results of wgrad in rows: 32 bytes here and there.
 constexpr double kSectorBytesPerCycle = 10;
-// Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
+// Partial results of split-K: written by all SMs at once, read again by a kernel of its own, whose
+// launch comes beside.
 constexpr double kPartialBytesPerCycle = 40;
 constexpr double kReduceBytesPerCycle = 17;
-// Of pixels as columns, whose result is turned on its way out beside busy tensor cores; and what a
-// change of turns costs them.
-constexpr double kColumnsEpilogueBytesPerCycle = 15;
+// Of pixels as columns, whose result is turned on its way out: of a CTA's only tile, or beside busy
+// tensor cores; and what a change of turns costs those.
+constexpr double kColumnsEpilogueBytesPerCycle = 22;
+constexpr double kColumnsBesideBytesPerCycle = 15;
 constexpr double kColumnsTurnCycles = 200;
 constexpr double kTf32EpilogueBytesPerCycle = 120;  // 1.1 % over the best tile with it, 1.5 without
 // Sectors stored one by one take this much more of DRAM's time than whole lines.
@@ -81,18 +83,20 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
                         (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0)) /
                        work.pieces_of_step;
   const double tap = std::max({tensor, l2, issue}) + (tile.resident ? 0 : kL2Exposed * l2);
+  // With a resident filter a CTA keeps its columns.
+  const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
+  const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
+  const double tiles = static_cast<double>((work.tiles + ctas - 1) / ctas);
   const bool turned = tile.columns && tensor >= std::max(l2, issue);
-  const double out_bytes_per_cycle = turned                   ? kColumnsEpilogueBytesPerCycle
+  const bool beside = turned && tiles > 1;
+  const double out_bytes_per_cycle = beside                   ? kColumnsBesideBytesPerCycle
+                                     : turned                 ? kColumnsEpilogueBytesPerCycle
                                      : work.partial_bytes > 0 ? kPartialBytesPerCycle
                                      : work.tf32              ? kTf32EpilogueBytesPerCycle
                                      : work.rows_of_load > 1  ? kSectorBytesPerCycle
                                                               : kEpilogueBytesPerCycle;
   const double epilogue = kEpilogueCycles + tile_m * columns * work.out_bytes / out_bytes_per_cycle;
-  // With a resident filter a CTA keeps its columns.
-  const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
-  const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
-  const double tiles = static_cast<double>((work.tiles + ctas - 1) / ctas);
-  const double mainloop = work.taps * tap + (turned ? kColumnsTurnCycles : 0);
+  const double mainloop = work.taps * tap + (beside ? kColumnsTurnCycles : 0);
   const double sm = tile.pingpong ? tiles * std::max(mainloop, epilogue / 2) + epilogue
                                   : tiles * (mainloop + epilogue);
   const double dram = (work.dram_bytes + kSectorExcess * work.sector_bytes + work.partial_bytes) /
@@ -100,9 +104,7 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   double cycles =
       std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
   if (work.partial_bytes > 0) {
-    // The fit to TF32 has a launch beside it.
-    cycles += (work.tf32 ? kLaunchCycles : 0) +
-              work.partial_bytes / (kReduceBytesPerCycle * device.sm_count);
+    cycles += kLaunchCycles + work.partial_bytes / (kReduceBytesPerCycle * device.sm_count);
   }
   if (work.transposed_bytes > 0) {
     // Read and written; the filter comes out of DRAM then, and out of L2 later.
