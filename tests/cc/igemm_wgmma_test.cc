@@ -50,6 +50,7 @@ JAXCONV_STUB_TYPES(k128x64Pingpong)
 JAXCONV_STUB_TYPES(k128x128PingpongRows)
 JAXCONV_STUB_TYPES(k256x64Columns)
 JAXCONV_STUB_TYPES(k256x64ColumnsRows)
+JAXCONV_STUB_TYPES(k224x64ColumnsRows)
 JAXCONV_STUB_TYPES(k192x64ColumnsResident)
 JAXCONV_STUB_TYPES(k128x64ColumnsResident)
 JAXCONV_STUB_TYPES(k64x256PingpongOneTap)
@@ -143,15 +144,13 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
     for (int q = 0; q < p.phases; ++q) {
       const WgmmaPhase& phase = p.phase[q];
       for (int32_t row = 0; row < phase.rows; ++row) {
-        int32_t rest = row, j[3], image;
-        for (int i = 0; i < 3; ++i) phase.count[i].Divmod(rest, &rest, &j[i]);
-        image = rest;
-        int64_t base[3];
+        int32_t image = row, j[3];
+        for (int i = 0; i < 3; ++i) phase.count[i].Divmod(image, &image, &j[i]);
         for (int i = 0; i < 3; ++i) {
-          base[i] = phase.lower[i] + int64_t{j[i]} * p.src_step[i];
+          const int64_t base = phase.lower[i] + int64_t{j[i]} * p.src_step[i];
           // The copy engine faults on a base outside the box, and drops what lies beyond it.
-          if (p.rank > i && (base[i] < phase.lower[i] ||
-                             base[i] >= operands.a_extent[i] + operands.a_upper[q][i])) {
+          if (p.rank > i &&
+              (base < phase.lower[i] || base >= operands.a_extent[i] + operands.a_upper[q][i])) {
             Fail(problem, "a base pixel outside the box");
           }
           if (p.rank > i) {
@@ -180,23 +179,24 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
                   if (!rows || t0 == 0) steps += p.slabs.divisor;
                   const int32_t t[3] = {t0, t1, t2};
                   int64_t src[3], tap = phase.filter0;
-                  bool inside = phase.channel0 == 0;
+                  // In rows a tap is a pixel of the walk further on, maybe of the next row.
+                  int32_t walked = row, at[3];
+                  if (rows) walked += phase.offset0[0] + t0 * phase.offset_step[0];
+                  if (walked > row + kMaxWgmmaSpan) Fail(problem, "a tap reaches out of the load");
+                  for (int i = 0; i < 3; ++i) phase.count[i].Divmod(walked, &walked, &at[i]);
+                  const int64_t from = batch * p.images + walked;
+                  bool inside = phase.channel0 == 0 && from < operands.a_images;
                   for (int i = 0; i < 3; ++i) {
                     const int64_t offset = phase.offset0[i] + int64_t{t[i]} * phase.offset_step[i];
                     if (p.rank > 0 && offset < 0) Fail(problem, "a negative offset");
-                    if (rows && i == 0 &&
-                        j[0] + offset >= static_cast<int64_t>(phase.count[0].divisor)) {
-                      Fail(problem, "a tap reaches out of its padded row");
-                    }
-                    src[i] = base[i] + (p.rank > 0 ? offset : 0);
+                    src[i] = phase.lower[i] + int64_t{at[i]} * p.src_step[i] +
+                             (p.rank == 0 || (rows && i == 0) ? 0 : offset);
                     tap += int64_t{t[i]} * phase.filter_step[i];
                     inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
                   }
                   if (!inside) continue;
                   const int64_t pixel =
-                      (((batch * p.images + image) * operands.a_extent[2] + src[2]) *
-                           operands.a_extent[1] +
-                       src[1]) *
+                      ((from * operands.a_extent[2] + src[2]) * operands.a_extent[1] + src[1]) *
                           operands.a_extent[0] +
                       src[0];
                   for (int64_t c = 0; c < channels; ++c) {

@@ -89,6 +89,7 @@ JAXCONV_STUBS(k128x64Pingpong);
 JAXCONV_STUBS(k128x128PingpongRows);
 JAXCONV_STUBS(k256x64Columns);
 JAXCONV_STUBS(k256x64ColumnsRows);
+JAXCONV_STUBS(k224x64ColumnsRows);
 JAXCONV_STUBS(k192x64ColumnsResident);
 JAXCONV_STUBS(k128x64ColumnsResident);
 JAXCONV_STUBS(k64x256PingpongOneTap);
@@ -498,6 +499,13 @@ void TestWgmmaChoices() {
        "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_192x64x128_rows"},
       {"b1 n2 g1 c128 k128 i16x56x56 f3x3x3 o16x56x56 s1x1x1 l1x1x1 d1x1x1 p1_1x1_1x1_1",
        "wgmma_bf16_256x128x64", "wgmma_bf16_256x128x64", "wgmma_bf16_192x64x128_rows"},
+      // Few maps of few pixels: a tile for every SM and no more.
+      {"b1 n32 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
+       "wgmma_bf16_192x128x64"},
+      {"b1 n16 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
+       "wgmma_bf16_192x64x128_rows"},
       // Few output channels without a filter that resides: more than 64 channels in, groups,
       // phases.
       {"b1 n8 g1 c128 k64 i128x128 f3x3 o128x128 s1x1 l1x1 d1x1 p1_1x1_1",

@@ -82,6 +82,7 @@ constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
     MakeInstance(WgmmaTileId::k256x64Columns, "_columns", 256, 64, true, false, 0, true),
     MakeInstance(WgmmaTileId::k256x64ColumnsRows, "_columns_rows", 256, 64, true, true, 0, true),
+    MakeInstance(WgmmaTileId::k224x64ColumnsRows, "_columns_rows", 224, 64, true, true, 0, true),
     MakeInstance(WgmmaTileId::k192x64ColumnsResident, "_columns_resident", 192, 64, true, true, 9,
                  true),
     MakeInstance(WgmmaTileId::k128x64ColumnsResident, "_columns_resident", 128, 64, true, true, 9,
@@ -364,7 +365,8 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
       phase.taps[i] = empty ? 1 : on.tap_count;
       const int64_t reach = int64_t{phase.taps[i] - 1} * axis.src_per_t;
       const int64_t span = reach < 0 ? -reach : reach;
-      // In rows the walk covers the padded row, so that a tap is the pixel that much further on.
+      const int64_t src0 = empty ? 0 : on.src0;
+      const int64_t lower = src0 + std::min<int64_t>(0, reach);
       int64_t walked = on.dst_count;
       if (i == 0) {
         phase.width = on.dst_count;
@@ -375,13 +377,14 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
                 "over at most " +
                 std::to_string(kMaxWgmmaSpan) + " pixels");
           }
-          walked += span;
+          // The walk covers the padded row, so that a tap is the pixel that much further on; but
+          // zeros behind a row and before the next are the same ones.
+          walked = std::min(walked + span,
+                            std::max({walked, axis.src_extent - lower, walked + span + lower}));
         }
       }
       phase.count[i] = FastDivmod(walked);
       phase_rows *= walked;
-      const int64_t src0 = empty ? 0 : on.src0;
-      const int64_t lower = src0 + std::min<int64_t>(0, reach);
       phase.offset0[i] = static_cast<int32_t>(src0 - lower);
       phase.offset_step[i] = axis.src_per_t;
       phase.filter0 += static_cast<int32_t>(on.first_tap * filter_pitch * !empty);
@@ -606,6 +609,12 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
     case WgmmaTileId::k256x64ColumnsRows:
       if constexpr (kOp != Op::kWgrad) {
         return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64ColumnsRows>(params, operands,
+                                                                             stream);
+      }
+      break;
+    case WgmmaTileId::k224x64ColumnsRows:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k224x64ColumnsRows>(params, operands,
                                                                              stream);
       }
       break;

@@ -29,6 +29,7 @@ enum class WgmmaTileId {
   k128x128PingpongRows,
   k256x64Columns,
   k256x64ColumnsRows,
+  k224x64ColumnsRows,
   k192x64ColumnsResident,
   k128x64ColumnsResident,
   k64x256PingpongOneTap,

@@ -21,21 +21,24 @@
 //     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
 //     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
 //
-// "Columns": for few output channels the tile is the other way round, 64 channels by up to 256
-// pixels in pingpong (wgmma_columns_sm90.cuh).
+// "Columns": for few output channels or few pixels the tile is the other way round, 64 channels by
+// up to 256 pixels in pingpong (wgmma_columns_sm90.cuh).
 //
 // "One tap": the filter's steps for a CTA's columns stay in shared memory, for 1x1 convolutions
 // that write much more than they read: what L2 gives is spent on activations alone.
 //
 // "Rows": the taps of a filter row share one load. The pixels are those of the padded image, so a
 // tap's operand begins that many lines further on; the padding's columns are computed and dropped.
+// Rows share their padding: the zeros behind one are those before the next.
 //
 // Full(s): the producer announces a stage's bytes, math waits. Empty(s): each math warpgroup that
 // reads the stage arrives when its wgmma has retired, one step late, so that one step is always in
 // flight; the producer waits. While math stores a tile, the producer fills the ring for the next.
 //
 // All of that is set up while the kernel before this one in the stream ends
-// (overlapping_launch.cuh). Where tiles are few: igemm_wgmma_cluster_sm90.cuh.
+// (overlapping_launch.cuh): the producer waits for that before its first copy, with the step's
+// bytes on their way to L2, and math before its first tile. Where tiles are few:
+// igemm_wgmma_cluster_sm90.cuh.
 //
 // Refused, with a reason: channels not of 16-byte pitches, groups of channels that are not
 // multiples of a step's, more than eight phases, corners or offsets beyond the maps' fields,
@@ -96,6 +99,8 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k256x64Columns> : WgmmaColumnsTile<256, 5> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k256x64ColumnsRows> : WgmmaColumnsTile<256, 4, 8> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k224x64ColumnsRows> : WgmmaColumnsTile<224, 4, 10> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k192x64ColumnsResident> : WgmmaColumnsTile<192, 5, 0, 9> {};
 template <>
@@ -222,35 +227,37 @@ struct WgmmaStep {
 };
 
 // A box of pixels from `at` on, a line of those channels from `c` on.
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyWgmmaBox(int32_t rank, uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, const WgmmaPixel& at,
                                              uint16_t off0, uint16_t off1, uint16_t off2) {
   switch (rank) {
     case 0:
-      CopyTile2d(shared, map, barrier, c, at.x);
+      CopyTile2d<kTarget>(shared, map, barrier, c, at.x);
       break;
     case 1:
-      CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
+      CopyIm2col1d<kTarget>(shared, map, barrier, c, at.x, at.image, off0);
       break;
     case 2:
-      CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
+      CopyIm2col2d<kTarget>(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
       break;
     default:
-      CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1, off2);
+      CopyIm2col3d<kTarget>(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1, off2);
   }
 }
 
 // A step's pixels from `at` on, a line of those channels from `channel` on.
-template <typename T, bool kRows>
+template <typename T, BoxTarget kTarget = BoxTarget::kShared, bool kRows>
 __device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
                                                 const WgmmaPhase& phase,
                                                 const WgmmaStep<kRows>& step, uint32_t shared,
                                                 const CUtensorMap* map, uint32_t barrier,
                                                 int32_t channel, const WgmmaPixel& at) {
-  CopyWgmmaBox(params.rank, shared, map, barrier, channel + step.slab * kWgmmaStepChannels<T>, at,
-               kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0],
-               phase.offset0[1] + step.t1 * phase.offset_step[1],
-               phase.offset0[2] + step.t2 * phase.offset_step[2]);
+  CopyWgmmaBox<kTarget>(params.rank, shared, map, barrier,
+                        channel + step.slab * kWgmmaStepChannels<T>, at,
+                        kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0],
+                        phase.offset0[1] + step.t1 * phase.offset_step[1],
+                        phase.offset0[2] + step.t2 * phase.offset_step[2]);
 }
 
 // Boxes wholly past the last column are not loaded; what lies in their place is not stored.
@@ -263,7 +270,7 @@ __device__ __forceinline__ int WgmmaFilterBoxes(const IgemmWgmmaParams& params, 
 // `channel` on. fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C,
 // tap), or (C, K, tap) for fprop in float32 and for a filter stored as krsc, which has one group. A
 // group's part begins somewhere along K.
-template <Op kOp, typename T, class Tile>
+template <Op kOp, typename T, class Tile, BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorMap* map,
                                                 uint32_t barrier, int boxes, int32_t n,
                                                 int32_t channel, int32_t channel_of_group,
@@ -275,8 +282,8 @@ __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorM
   for (int i = 0; i < Tile::kTileN / 64; ++i) {
     if (i >= boxes) break;
     const int32_t column = n + i * 64;
-    CopyTile3d(shared + i * 8192, map, barrier, kColumnLines ? column : channel,
-               kColumnLines ? channel : column, tap);
+    CopyTile3d<kTarget>(shared + i * 8192, map, barrier, kColumnLines ? column : channel,
+                        kColumnLines ? channel : column, tap);
   }
 }
 
@@ -308,6 +315,16 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     const int32_t a_channel = place.group * params.a_group + phase.channel0;
     const int32_t b_channel = place.group * params.b_group;
     WgmmaStep<Tile::kRows> step(params, phase, first);
+    if (index == blockIdx.x) {
+      // What the first product needs, while the kernel before this one ends.
+      CopyWgmmaPixels<T, BoxTarget::kL2>(params, phase, step, 0, &maps.a[place.phase], 0, a_channel,
+                                         pixel);
+      CopyWgmmaFilter<kOp, T, Tile, BoxTarget::kL2>(
+          0, &maps.b, 0, boxes, n_first, phase.channel0 + step.slab * kWgmmaStepChannels<T>,
+          b_channel, tap_of_batch + step.Tap(phase));
+    }
+    // So late, because nothing before reads what that kernel may write.
+    WaitForPrecedingGrids();
     for (int32_t i = 0; i < steps; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
@@ -381,6 +398,7 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
     }
     const int32_t first = place.slice * params.steps_per_slice;
     const int32_t steps = min(params.steps_per_slice, phase.steps - first);
+    WaitForPrecedingGrids();
     for (int32_t step = 0; step < steps; ++step) {
       const int32_t pixel = (first + step) * 64;
       const WgmmaPixel at(params, phase, pixel, params.pixels, place.batch);
@@ -711,6 +729,7 @@ __device__ __forceinline__ void ProduceMmaWgradStages(const IgemmWgmmaParams& pa
     }
     const int32_t first = place.slice * params.steps_per_slice;
     const int32_t steps = min(params.steps_per_slice, phase.steps - first);
+    WaitForPrecedingGrids();
     for (int32_t step = 0; step < steps; ++step) {
       const int32_t pixel = (first + step) * Tile::kPixels;
       const WgmmaPixel at(params, phase, pixel, params.pixels, place.batch);
@@ -821,8 +840,6 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     PrefetchTensorMap(&maps.b);
   }
   __syncthreads();
-  WaitForPrecedingGrids();
-  LetNextGridStart();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
@@ -837,6 +854,8 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     }
   } else {
     RaiseRegisters<Tile::kMathRegisters>();
+    WaitForPrecedingGrids();
+    LetNextGridStart();
     if constexpr (Tile::kMma) {
       ConsumeMmaWgradStages<Tile>(params, ring, barriers);
     } else if (warpgroup == 1) {

@@ -1,11 +1,12 @@
 // Launches of kernels that may start before the kernel in front of them in the stream has ended
 // (programmatic dependent launch, sm_90), in clusters if wanted.
 //
-// Such a kernel calls WaitForPrecedingGrids() before its first access to global memory, and only
-// then LetNextGridStart(). So when it starts, the kernel in front of it has seen its own
-// predecessors end, at most two kernels are under way at a time, and what this kernel waits for
-// implies everything before it: A's results are C's to read in A -> B -> C. Kernels that know
-// nothing of this start when all before them has ended, and never let anything start early.
+// Such a kernel calls WaitForPrecedingGrids() before its first access to global memory (bringing
+// lines into L2 is none: whoever writes them writes them there), and only then LetNextGridStart().
+// So when it starts, the kernel in front of it has seen its own predecessors end, at most two
+// kernels are under way at a time, and what this kernel waits for implies everything before it: A's
+// results are C's to read in A -> B -> C. Kernels that know nothing of this start when all before
+// them has ended, and never let anything start early.
 #ifndef JAXCONV_CUDA_KERNELS_OVERLAPPING_LAUNCH_CUH_
 #define JAXCONV_CUDA_KERNELS_OVERLAPPING_LAUNCH_CUH_
 

@@ -1,6 +1,9 @@
 // cp.async.bulk.tensor: boxes of a tensor -> shared memory (sm_90). One thread issues; the bytes
 // arrive at an mbarrier. Coordinates and offsets run innermost first.
 //
+// cp.async.bulk.prefetch.tensor: the same boxes -> L2 and no further, for a copy to come. Nothing
+// is read as far as the program can tell, so others may be writing there.
+//
 // im2col: the box's pixels are walked from (w, h, d, n) on inside the corners of the map, and each
 // is displaced by the offsets, the filter tap. A base w, h or d outside the corners faults; an
 // image past the last gives zeros.
@@ -18,16 +21,32 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+enum class BoxTarget { kShared, kL2 };  // kL2: shared address and barrier are not used
+
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyTile2d(uint32_t shared, const CUtensorMap* map,
                                            uint32_t barrier, int32_t c0, int32_t c1) {
+  if constexpr (kTarget == BoxTarget::kL2) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+                 "r"(c0), "r"(c1)
+                 : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1)
       : "memory");
 }
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyTile3d(uint32_t shared, const CUtensorMap* map,
                                            uint32_t barrier, int32_t c0, int32_t c1, int32_t c2) {
+  if constexpr (kTarget == BoxTarget::kL2) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+                 "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared),
@@ -43,28 +62,54 @@ __device__ __forceinline__ void CopyTile4d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyIm2col1d(uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, int32_t w, int32_t n,
                                              uint16_t offset_w) {
+  if constexpr (kTarget == BoxTarget::kL2) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.3d.L2.global.im2col [%0, {%1, %2, %3}], {%4};" ::"l"(map),
+        "r"(c), "r"(w), "r"(n), "h"(offset_w)
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2], {%6};" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(n), "h"(offset_w)
       : "memory");
 }
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyIm2col2d(uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, int32_t w, int32_t h,
                                              int32_t n, uint16_t offset_w, uint16_t offset_h) {
+  if constexpr (kTarget == BoxTarget::kL2) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.im2col [%0, {%1, %2, %3, %4}], {%5, %6};" ::"l"(
+            map),
+        "r"(c), "r"(w), "r"(h), "r"(n), "h"(offset_w), "h"(offset_h)
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(offset_w), "h"(offset_h)
       : "memory");
 }
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyIm2col3d(uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, int32_t w, int32_t h,
                                              int32_t d, int32_t n, uint16_t offset_w,
                                              uint16_t offset_h, uint16_t offset_d) {
+  if constexpr (kTarget == BoxTarget::kL2) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.im2col [%0, {%1, %2, %3, %4, %5}], {%6, %7, "
+        "%8};" ::"l"(map),
+        "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(offset_w), "h"(offset_h), "h"(offset_d)
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};" ::"r"(shared),

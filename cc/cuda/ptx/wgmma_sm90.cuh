@@ -66,6 +66,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R32 JAXCONV_R30 ", %30, %31"
 #define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
 #define JAXCONV_R96 JAXCONV_R90 ", %90, %91, %92, %93, %94, %95"
+#define JAXCONV_R112 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", %110, %111"
 #define JAXCONV_R128 JAXCONV_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // A, B, accumulate and the transposition (which only 16-bit types have) follow the n / 2
@@ -92,11 +93,14 @@ JAXCONV_WGMMA_TYPES(64, JAXCONV_R32, 32, 33, 34, 35, 36, JAXCONV_D32(0))
 JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
 JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, 100, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D32(64))
+JAXCONV_WGMMA_TYPES(224, JAXCONV_R112, 112, 113, 114, 115, 116, JAXCONV_D32(0), JAXCONV_D32(32),
+                    JAXCONV_D32(64), JAXCONV_D16(96))
 JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D32(64), JAXCONV_D32(96))
 #undef JAXCONV_WGMMA_TYPES
 #undef JAXCONV_WGMMA
 #undef JAXCONV_R128
+#undef JAXCONV_R112
 #undef JAXCONV_R96
 #undef JAXCONV_R64
 #undef JAXCONV_R32
@@ -112,11 +116,12 @@ JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), 
 
 template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 224 || kN == 256);
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "TF32 operands are K-major");
   if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 224) Wgmma224<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 256) Wgmma256<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
 }
 

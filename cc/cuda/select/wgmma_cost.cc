@@ -39,8 +39,10 @@ constexpr double kSectorBytesPerCycle = 2.35;
 constexpr double kPartialBytesPerCycle = 16.7;
 constexpr double kReduceBytesPerCycle = 13.6;
 constexpr double kReduceLaunchCycles = 1940;
-// Of pixels as columns, whose result is turned on its way out beside busy tensor cores.
-constexpr double kColumnsEpilogueBytesPerCycle = 20.7;
+// Of pixels as columns, whose result is turned on its way out: of a CTA's only tile, or beside busy
+// tensor cores.
+constexpr double kColumnsEpilogueBytesPerCycle = 22;
+constexpr double kColumnsBesideBytesPerCycle = 20.7;
 constexpr double kTf32EpilogueBytesPerCycle = 31.8;
 // Sectors stored one by one take this much more of DRAM's time than whole lines; rows of the output
 // that CTAs share in the middle of a sector, 128 bytes each, this much.
@@ -99,17 +101,18 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
                         (work.taps_of_load > 1 && !tile.resident ? kLoadCycles / 2 : 0)) /
                        work.pieces_of_step;
   const double tap = std::max({tensor, lines, issue}) + (tile.resident ? 0 : kLinesExposed * lines);
+  // With a resident filter a CTA keeps its columns.
+  const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
+  const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
+  const double tiles = static_cast<double>((work.tiles + ctas - 1) / ctas);
   const bool turned = tile.columns && tensor >= std::max(lines, issue);
-  const double out_bytes_per_cycle = turned                   ? kColumnsEpilogueBytesPerCycle
+  const double out_bytes_per_cycle = turned && tiles > 1      ? kColumnsBesideBytesPerCycle
+                                     : turned                 ? kColumnsEpilogueBytesPerCycle
                                      : work.partial_bytes > 0 ? kPartialBytesPerCycle
                                      : work.tf32              ? kTf32EpilogueBytesPerCycle
                                      : work.rows_of_load > 1  ? kSectorBytesPerCycle
                                                               : kEpilogueBytesPerCycle;
   const double epilogue = tile_m * columns * work.out_bytes / out_bytes_per_cycle;
-  // With a resident filter a CTA keeps its columns.
-  const int64_t columns_of_grid = tile.resident ? work.n_tiles : 1;
-  const int64_t ctas = std::max<int64_t>(1, device.sm_count / columns_of_grid) * columns_of_grid;
-  const double tiles = static_cast<double>((work.tiles + ctas - 1) / ctas);
   const double mainloop = work.taps * tap + kTileCycles;
   const double sm = tile.pingpong ? tiles * std::max(mainloop, epilogue / 2) + epilogue
                                   : tiles * (mainloop + epilogue);

@@ -5,6 +5,8 @@ template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x64Co
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k256x64ColumnsRows>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k224x64ColumnsRows>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k192x64ColumnsResident>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x64ColumnsResident>(
