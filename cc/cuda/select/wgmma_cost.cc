@@ -39,6 +39,8 @@ constexpr double kColumnsTurnCycles = 200;
 constexpr double kTf32EpilogueBytesPerCycle = 120;  // 1.1 % over the best tile with it, 1.5 without
 // Sectors stored one by one take this much more of DRAM's time than whole lines.
 constexpr double kSectorExcess = 0.25;
+// Of DRAM's time, where tiles are drawn and no SM is waited for.
+constexpr double kDrawnShare = 0.95;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.03;
 
@@ -95,8 +97,8 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
   const double mainloop = work.taps * tap + (turned ? kColumnsTurnCycles : 0);
   const double sm = tile.pingpong ? tiles * std::max(mainloop, epilogue / 2) + epilogue
                                   : tiles * (mainloop + epilogue);
-  const double dram = (work.dram_bytes + kSectorExcess * work.sector_bytes + work.partial_bytes) /
-                      (kDramBytesPerCycle * device.sm_count);
+  const double dram = (work.dram_bytes + kSectorExcess * work.sector_bytes + work.partial_bytes) *
+                      (work.drawn ? kDrawnShare : 1) / (kDramBytesPerCycle * device.sm_count);
   double cycles =
       std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
   if (work.partial_bytes > 0) {
