@@ -34,7 +34,9 @@ foreach(op fprop dgrad wgrad)
   endforeach()
 endforeach()
 # Files named _sm90 are compiled for sm_90a alone: wgmma and setmaxnreg exist nowhere else.
-set(JAXCONV_CUDA_SM90_SOURCES cc/cuda/kernels/instances/igemm_wgmma_wgrad_f32_mma_sm90.cu)
+set(JAXCONV_CUDA_SM90_SOURCES
+    cc/cuda/kernels/wgmma_draw_reset_sm90.cu
+    cc/cuda/kernels/instances/igemm_wgmma_wgrad_f32_mma_sm90.cu)
 foreach(op fprop dgrad)
   foreach(tiles large pingpong rows)
     list(APPEND JAXCONV_CUDA_SM90_SOURCES

@@ -54,6 +54,9 @@ JAXCONV_STUB_TYPES(k224x64ColumnsRows)
 JAXCONV_STUB_TYPES(k192x64ColumnsResident)
 JAXCONV_STUB_TYPES(k128x64ColumnsResident)
 JAXCONV_STUB_TYPES(k64x256PingpongOneTap)
+JAXCONV_STUB_TYPES(k64x256PingpongOneTapC128)
+JAXCONV_STUB_TYPES(k128x128PingpongOneTap)
+JAXCONV_STUB_TYPES(k256x64ColumnsOneTap)
 JAXCONV_STUB_TYPES(k128x64PingpongResidentF32)
 JAXCONV_STUB_WGRAD(k128x256)
 JAXCONV_STUB_WGRAD(k256x128)
@@ -118,6 +121,13 @@ Status LaunchFilterTranspose(const void*, int64_t matrices, int64_t rows, int64_
   transposed = matrices;
   transposed_rows = rows;
   transposed_columns = columns;
+  return {};
+}
+
+// The counters that the last launch had cleared; none: null.
+int32_t* cleared;
+Status LaunchWgmmaDrawReset(int32_t* drawn, void*) {
+  cleared = drawn;
   return {};
 }
 
@@ -497,6 +507,37 @@ void CheckRefusals() {
   if (resident.can_implement(large).ok()) Fail(large, "a filter too large to reside was accepted");
 }
 
+// Tiles are drawn, with counters that are cleared before, where memory is the limit and there are
+// many.
+void CheckDrawn() {
+  alignas(16) static char buffer[16];
+  for (const char* part : {"bf16_64x256x64_pingpong_one_tap_c128", "bf16_256x64x64_columns_one_tap",
+                           "bf16_128x128x64_pingpong_one_tap"}) {
+    for (const bool many : {false, true}) {
+      for (const int64_t channels : {64, 128, 1024}) {
+        ConvProblem problem;
+        problem.x_dtype = problem.w_dtype = problem.y_dtype = DType::kBF16;
+        problem.n = many ? 256 : 64;
+        problem.c = problem.k = channels;
+        problem.in = problem.out = {1, 56, 56};
+        const KernelRow& row = RowOf(Op::kFprop, part);
+        if (!row.can_implement(problem).ok()) continue;
+        KernelArgs args;
+        args.lhs = args.rhs = args.out = args.workspace = buffer;
+        args.workspace_bytes = row.workspace_bytes(problem, 1);
+        cleared = nullptr;
+        if (!row.launch(problem, args).ok()) Fail(problem, std::string(part) + " is refused");
+        const bool drawn = 2 * problem.x_elements() * 2 >= 200'000'000;
+        if (drawn != (args.workspace_bytes > 0) || drawn != (launched.drawn != nullptr)) {
+          Fail(problem,
+               std::string(part) + ": drawn where it should not be, or not where it should");
+        }
+        if (launched.drawn != cleared) Fail(problem, "counters that nobody clears");
+      }
+    }
+  }
+}
+
 // A cluster's CTAs split every phase's steps without gaps, in no workspace.
 void CheckCluster(const ConvProblem& problem) {
   const KernelRow& row = RowOf(problem.op, "bf16_64x64x64_cluster");
@@ -582,6 +623,7 @@ int main() {
     jaxconv::Check(problem, true, &accepted_as_krsc);
   }
   jaxconv::CheckRefusals();
+  jaxconv::CheckDrawn();
   std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d as krsc, %d failures\n",
               checked, accepted, accepted_in_rows, accepted_as_krsc, jaxconv::failures);
   return jaxconv::failures != 0 || accepted < 600 || accepted_in_rows < 200 ||

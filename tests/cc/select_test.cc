@@ -93,6 +93,9 @@ JAXCONV_STUBS(k224x64ColumnsRows);
 JAXCONV_STUBS(k192x64ColumnsResident);
 JAXCONV_STUBS(k128x64ColumnsResident);
 JAXCONV_STUBS(k64x256PingpongOneTap);
+JAXCONV_STUBS(k64x256PingpongOneTapC128);
+JAXCONV_STUBS(k128x128PingpongOneTap);
+JAXCONV_STUBS(k256x64ColumnsOneTap);
 JAXCONV_STUBS(k128x64PingpongResidentF32);
 JAXCONV_STUB(Op::kWgrad, DType::kBF16, k128x256);
 JAXCONV_STUB(Op::kWgrad, DType::kF16, k128x256);
@@ -153,6 +156,11 @@ JAXCONV_STUB(kFprop, kF16);
 JAXCONV_STUB(kDgrad, kBF16);
 JAXCONV_STUB(kDgrad, kF16);
 #undef JAXCONV_STUB
+
+Status LaunchWgmmaDrawReset(int32_t*, void*) {
+  ++launches;
+  return {};
+}
 
 template <DType kType>
 Status LaunchWgmmaWgradRows(const IgemmWgmmaParams&, const WgmmaOperands&, void*) {
@@ -453,13 +461,13 @@ void TestTensorCoreChoices() {
 void TestWgmmaChoices() {
   static const Choices kChoices[] = {
       {"b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
-       "wgmma_bf16_256x64x64_columns", "wgmma_bf16_256x64x64_columns",
-       "wgmma_bf16_128x64x64_pingpong"},
+       "wgmma_bf16_256x64x64_columns_one_tap", "wgmma_bf16_256x64x64_columns_one_tap",
+       "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x64x64_columns_resident", "wgmma_bf16_128x64x64_columns_resident",
        "wgmma_bf16_192x64x128_rows"},
       {"b1 n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
-       "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_256x64x64_columns",
+       "wgmma_bf16_64x256x64_pingpong_one_tap_c128", "wgmma_bf16_256x64x64_columns_one_tap",
        "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64"},
@@ -506,6 +514,19 @@ void TestWgmmaChoices() {
       {"b1 n16 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_224x64x64_columns_rows", "wgmma_bf16_224x64x64_columns_rows",
        "wgmma_bf16_192x64x128_rows"},
+      // 1x1 layers of many bytes and few operations, whose tiles are drawn.
+      {"b1 n256 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_64x256x64_pingpong_one_tap_c128", "wgmma_bf16_256x64x64_columns_one_tap",
+       "wgmma_bf16_128x128x64"},
+      {"b1 n256 g1 c256 k128 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_128x128x64_pingpong_one_tap", "wgmma_bf16_64x256x64_pingpong_one_tap_c128",
+       "wgmma_bf16_128x64x64_pingpong"},
+      {"b1 n256 g1 c512 k128 i28x28 f1x1 o28x28 s1x1 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_64x256x64_pingpong_one_tap_c128",
+       "wgmma_bf16_128x128x64"},
+      {"b1 n256 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0",
+       "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_128x64x64_pingpong"},
       // Few output channels without a filter that resides: more than 64 channels in, groups,
       // phases.
       {"b1 n8 g1 c128 k64 i128x128 f3x3 o128x128 s1x1 l1x1 d1x1 p1_1x1_1",

@@ -20,6 +20,8 @@ inline constexpr int kMaxWgmmaSpan = 8;
 inline constexpr int kWgradRowTaps = 3;
 inline constexpr int kWgradRowsPixels = 128;
 
+// Ranges of columns, each with a counter of tiles that are drawn.
+inline constexpr int kWgmmaDrawCounters = 16;
 // CTAs of a cluster that every device has room for.
 inline constexpr int kMaxWgmmaCluster = 8;
 
@@ -69,6 +71,9 @@ struct IgemmWgmmaParams {
   int64_t slice_elements = 0;  // of one slice's partial result; 0: the output itself is written
   EpilogueParams epilogue;
   WgmmaPhase phase[kMaxWgmmaPhases];
+  // One tap: how many tiles of each range of columns are taken, beyond every CTA's first; null:
+  // tiles go round by turns.
+  int32_t* drawn = nullptr;
 };
 
 // What the tensor maps need beside the parameters.

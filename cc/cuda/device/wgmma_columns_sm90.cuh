@@ -14,14 +14,17 @@
 #include "cuda/device/wgmma_tile_sm90.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tensor_copy_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv {
 
 // Two warpgroups in pingpong, each with 64 channels by kTileM pixels of its own. The rest as in
 // WgmmaLayout.
-template <int kTileM_, int kStages_, int kSlotsB_ = 0, int kResident_ = 0>
-struct WgmmaColumnsTile : WgmmaLayout<2, true, kTileM_, 64, kStages_, kSlotsB_, kResident_, 2048> {
+template <int kTileM_, int kStages_, int kSlotsB_ = 0, int kResident_ = 0,
+          int kStagingBytes_ = 2048, bool kOneTap_ = false>
+struct WgmmaColumnsTile
+    : WgmmaLayout<2, true, kTileM_, 64, kStages_, kSlotsB_, kResident_, kStagingBytes_, kOneTap_> {
   static constexpr bool kColumns = true;
   static constexpr int kOwnPixels = 0;
 
@@ -90,6 +93,37 @@ __device__ __forceinline__ void StoreRoundedColumns(const float (&acc)[kCount], 
             chunk[h];
       }
     }
+  }
+}
+
+// The same by the copy engine, which leaves the warps free and ends sooner: all of a tile is laid
+// down, as the map's swizzle has it, and leaves as boxes of kStoredPixels. `map`: (channels, rows).
+inline constexpr int kStoredPixels = 64;
+
+template <int kBarrier, typename T, int kCount>
+__device__ __forceinline__ void StoreColumnBoxes(const float (&acc)[kCount], uint32_t staging,
+                                                 const CUtensorMap* map, int32_t channel,
+                                                 int32_t row) {
+  constexpr int kPixels = kCount * 2;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
+  if (warp == 0 && ElectOne()) WaitForStoresToRead();
+  NamedBarrierSync(kBarrier, 128);
+  const uint32_t store =
+      staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
+#pragma unroll
+  for (int p = 0; p < kPixels; p += 16) {
+    const float* d = acc + p / 2;
+    StoreMatricesTransposed(store + p * 128, PackPair<T>(d[0], d[1]), PackPair<T>(d[2], d[3]),
+                            PackPair<T>(d[4], d[5]), PackPair<T>(d[6], d[7]));
+  }
+  FenceForCopies();
+  NamedBarrierSync(kBarrier, 128);
+  if (warp == 0 && ElectOne()) {
+#pragma unroll
+    for (int p = 0; p < kPixels; p += kStoredPixels) {
+      StoreTile2d(map, staging + p * 128, channel, row + p);
+    }
+    CommitStores();
   }
 }
 

@@ -34,6 +34,7 @@ struct WgmmaLayout {
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
   static constexpr int kStages = kStages_;
   static constexpr int kSlotsB = kSlotsB_, kResident = kResident_;
+  static constexpr bool kOneTap = kOneTap_;
   static constexpr bool kRows = !kOneTap_ && (kSlotsB > 0 || kResident > 0);
   static constexpr bool kFilterApart = kRows || kResident > 0;  // not in the activations' stages
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
@@ -63,6 +64,7 @@ struct WgmmaTile
     : WgmmaLayout<kWarpgroups_, kPingpong_, (kPingpong_ ? 1 : kWarpgroups_) * kBlocks_ * 64,
                   kN0_ + kN1_, kStages_, kSlotsB_, kResident_, kStagingBytes_, kOneTap_> {
   static constexpr bool kColumns = false;
+  static constexpr bool kWholeRows = false;  // stored as such, where a step or two is all there is
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
   // From one warpgroup's part of a cooperative tile to the next.
@@ -155,6 +157,40 @@ __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging,
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     if (inside && dst[p] >= 0) *reinterpret_cast<uint4*>(out + dst[p]) = chunk[p];
+  }
+}
+
+// Sixteen rows of 256 columns -> 16-bit output, nothing added, like StoreRounded but in whole rows:
+// a store of a warp is one piece of 512 bytes, which memory takes up to 5 % faster than four pieces
+// of 128. Through 4 KB, eight rows at a time. `row_offset(r)`: output offset of row r's column 0,
+// or negative.
+template <typename T, typename RowOffset>
+__device__ __forceinline__ void StoreRoundedRows(const float (&acc)[128], uint32_t staging, T* out,
+                                                 RowOffset row_offset, int columns) {
+  const int lane = threadIdx.x % 32;
+  auto chunk_address = [&](int row, int chunk) {
+    return staging + row * 512 + (chunk ^ row % 8) * 16;
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 32; j += 4) {
+      const float* d = acc + 4 * j + 2 * half;
+      StoreMatrices(chunk_address(lane % 8, j + lane / 8), PackPair<T>(d[0], d[1]),
+                    PackPair<T>(d[4], d[5]), PackPair<T>(d[8], d[9]), PackPair<T>(d[12], d[13]));
+    }
+    __syncwarp();
+    uint4 chunk[8];
+#pragma unroll
+    for (int row = 0; row < 8; ++row) chunk[row] = LoadChunk(chunk_address(row, lane));
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const int64_t offset = row_offset(half * 8 + row);
+      if (offset >= 0 && lane * 8 < columns) {
+        *reinterpret_cast<uint4*>(out + offset + lane * 8) = chunk[row];
+      }
+    }
   }
 }
 

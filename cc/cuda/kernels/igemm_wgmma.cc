@@ -19,6 +19,7 @@ struct Instance {
   const char* suffix;
   bool rows;               // the taps of a filter row share a load
   bool one_tap;            // takes filters of one tap only
+  bool drawn;              // and, where there are many, draws its tiles
   int64_t resident_steps;  // of the filter in shared memory; 0: none
   bool cluster;            // slices are the CTAs of a cluster
   bool wgrad_rows;         // rows in wgrad, a kernel of its own
@@ -41,11 +42,13 @@ constexpr Instance MakeInstance(WgmmaTileId id, const char* suffix, int64_t tile
   return instance;
 }
 
-constexpr Instance MakeOneTapInstance(WgmmaTileId id, int64_t tile_m, int64_t tile_n,
-                                      int64_t resident_steps) {
+constexpr Instance MakeOneTapInstance(WgmmaTileId id, const char* suffix, int64_t tile_m,
+                                      int64_t tile_n, int64_t resident_steps, bool drawn,
+                                      bool columns = false) {
   Instance instance =
-      MakeInstance(id, "_pingpong_one_tap", tile_m, tile_n, true, false, resident_steps);
+      MakeInstance(id, suffix, tile_m, tile_n, true, false, resident_steps, columns);
   instance.one_tap = true;
+  instance.drawn = drawn;
   return instance;
 }
 
@@ -89,7 +92,12 @@ constexpr Instance kInstances[] = {
                  true),
     MakeInstance(WgmmaTileId::k128x64PingpongResidentF32, "_pingpong_resident", 128, 64, true, true,
                  18),
-    MakeOneTapInstance(WgmmaTileId::k64x256PingpongOneTap, 64, 256, 4),
+    MakeOneTapInstance(WgmmaTileId::k128x128PingpongOneTap, "_pingpong_one_tap", 128, 128, 0, true),
+    MakeOneTapInstance(WgmmaTileId::k64x256PingpongOneTapC128, "_pingpong_one_tap_c128", 64, 256, 2,
+                       true),
+    MakeOneTapInstance(WgmmaTileId::k64x256PingpongOneTap, "_pingpong_one_tap", 64, 256, 4, false),
+    MakeOneTapInstance(WgmmaTileId::k256x64ColumnsOneTap, "_columns_one_tap", 256, 64, 4, true,
+                       true),
     MakeClusterInstance(WgmmaTileId::k64x64Cluster, 64, 64),
     MakeWgradRowsInstance(),
     // The last: a share of wgmma's pace. Measured 0.7, 0.7 and 0.3; a sixth more, because
@@ -133,8 +141,13 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice shorter than this spends more time on filling the ring than on its sum.
 constexpr int64_t kMinStepsPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
+// Tiles are drawn from so many bytes of activations on, those that are read and written: 205 MB are
+// 3 to 5 % faster so, 128 MB 4 % slower. And, without a resident filter, up to so many operations a
+// byte: 85 are 10 % faster, 102 1 % slower.
+constexpr int64_t kDrawnFromBytes = 200'000'000;
+constexpr int64_t kDrawnOperationsPerByte = 100;
 // Ranges of columns that CTAs with resident filters keep to: at least four CTAs each.
-constexpr int64_t kMostResidentColumns = 16;
+constexpr int64_t kMostResidentColumns = kWgmmaDrawCounters;
 // Row and pixel numbers of a tile past the end still fit.
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
 
@@ -160,9 +173,25 @@ int64_t PartialBytes(const Instance& instance, const ConvProblem& problem, int64
                                          : 0;
 }
 
-// The transposed filter, then the partial results.
+// The counters of tiles that are drawn; 0: they go round by turns. SMs do not get on equally fast;
+// drawn tiles end at the same time all the same, at the price of a launch that clears the counters.
+int64_t DrawBytes(const Instance& instance, const ConvProblem& problem) {
+  if (!instance.drawn) return 0;
+  // A stride steps over pixels of x.
+  const int64_t pixels = problem.batch * problem.n * problem.out_pixels();
+  const int64_t bytes =
+      std::min(problem.x_elements(), pixels * problem.c) * ByteWidth(problem.x_dtype) +
+      problem.y_elements() * ByteWidth(problem.y_dtype);
+  const bool drawn =
+      bytes >= kDrawnFromBytes &&
+      (instance.resident_steps > 0 || problem.flops() < kDrawnOperationsPerByte * bytes);
+  return drawn ? kWgmmaDrawCounters * int64_t{sizeof(int32_t)} : 0;
+}
+
+// The transposed filter, then the partial results; or the counters of tiles.
 int64_t WorkspaceBytes(const Instance& instance, const ConvProblem& problem, int64_t slices) {
-  return TransposedFilterBytes(problem) + PartialBytes(instance, problem, slices);
+  return TransposedFilterBytes(problem) + PartialBytes(instance, problem, slices) +
+         DrawBytes(instance, problem);
 }
 
 // The fields of a tensor map and of the copy instruction, by spatial rank.
@@ -436,7 +465,8 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.cost.tile_n);
   if (instance.resident_steps > 0) {
     const int64_t filter_steps = problem.taps() * slabs;
-    const int64_t most_tiles = instance.one_tap ? kMostResidentColumns : 1;
+    const int64_t most_tiles =
+        instance.one_tap && !instance.cost.columns ? kMostResidentColumns : 1;
     if (n_tiles > most_tiles || gemm.batches * gemm.groups > 1 || gemm.phases > 1 ||
         filter_steps > instance.resident_steps) {
       return Status::Unimplemented("the filter does not fit in shared memory: expected at most " +
@@ -445,6 +475,13 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
                                    " steps, got " + std::to_string(gemm.gemm_n) + " and " +
                                    std::to_string(filter_steps));
     }
+  }
+  if (instance.one_tap && instance.resident_steps == 0 &&
+      (gemm.phases > 1 || DrawBytes(instance, problem) == 0)) {
+    return Status::Unimplemented("tiles are drawn in one phase, from " +
+                                 std::to_string(kDrawnFromBytes) +
+                                 " bytes of activations on and below " +
+                                 std::to_string(kDrawnOperationsPerByte) + " operations a byte");
   }
   const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m);
   params.n_tiles = FastDivmod(n_tiles);
@@ -510,6 +547,7 @@ double SlicedCost(const Instance& instance, const ConvProblem& problem, const Pl
       work.partial_bytes > 0 ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   work.tf32 = problem.lhs_dtype() == DType::kF32;
   work.transposed_bytes = static_cast<double>(TransposedFilterBytes(problem));
+  work.drawn = DrawBytes(instance, problem) > 0;
   if (work.tf32 && instance.cost.pingpong) {
     work.sector_bytes = static_cast<double>(OutputElements(problem)) * work.out_bytes;
   }
@@ -546,7 +584,7 @@ bool NoneEmpty(const Instance& instance, const Plan& plan, int64_t slices) {
 int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const Plan& plan) {
   if (instance.cluster) return std::min<int64_t>(plan.steps, kMaxWgmmaCluster);
   // Phases have reductions of different lengths, and a resident filter is whole.
-  if (plan.params.phases > 1 || instance.resident_steps > 0) return 1;
+  if (plan.params.phases > 1 || instance.resident_steps > 0 || instance.one_tap) return 1;
   return std::max<int64_t>(
       1,
       std::min({static_cast<int64_t>(plan.steps * plan.pieces_of_step) / kMinStepsPerSlice,
@@ -577,6 +615,24 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
       if constexpr (kOp != Op::kWgrad) {
         return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k64x256PingpongOneTap>(params, operands,
                                                                                 stream);
+      }
+      break;
+    case WgmmaTileId::k128x128PingpongOneTap:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128PingpongOneTap>(params, operands,
+                                                                                 stream);
+      }
+      break;
+    case WgmmaTileId::k64x256PingpongOneTapC128:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k64x256PingpongOneTapC128>(
+            params, operands, stream);
+      }
+      break;
+    case WgmmaTileId::k256x64ColumnsOneTap:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k256x64ColumnsOneTap>(params, operands,
+                                                                               stream);
       }
       break;
     case WgmmaTileId::k128x256:
@@ -728,6 +784,10 @@ Status Launch(const Instance& instance, Op op, DType dtype, const ConvProblem& p
   params.steps_per_slice = static_cast<int32_t>(CeilDiv(plan.steps, slices));
   params.slice_elements = split ? OutputElements(problem) : 0;
   params.tiles = static_cast<int32_t>(plan.tiles * slices);
+  if (DrawBytes(instance, problem) > 0) {
+    params.drawn = static_cast<int32_t*>(args.workspace);
+    JAXCONV_RETURN_IF_ERROR(LaunchWgmmaDrawReset(params.drawn, args.stream));
+  }
   if (TransposesFilter(problem)) {
     JAXCONV_RETURN_IF_ERROR(LaunchFilterTranspose(args.rhs, problem.batch * problem.taps(),
                                                   problem.c_per_group(), problem.k, args.workspace,

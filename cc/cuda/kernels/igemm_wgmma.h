@@ -14,9 +14,10 @@ namespace jaxconv {
 
 // "Pingpong": the warpgroups take turns at tiles of their own. "Rows": the taps of a filter row
 // share a load of activations. "Columns": pixels are the columns of the product, in pingpong.
-// "Resident": rows, and the filter stays in shared memory. "One tap": it stays there too, for
-// filters of one tap. "Cluster": the CTAs of a cluster split a tile's reduction
-// (igemm_wgmma_cluster_sm90.cuh). "WgradRows": rows in wgrad, a kernel of its own.
+// "Resident": rows, and the filter stays in shared memory. "One tap": for filters of one tap, where
+// it stays there too, but in 128x128; "C128": of at most 128 channels. "Cluster": the CTAs of a
+// cluster split a tile's reduction (igemm_wgmma_cluster_sm90.cuh). "WgradRows": rows in wgrad, a
+// kernel of its own.
 enum class WgmmaTileId {
   k128x256,
   k256x128,
@@ -41,6 +42,9 @@ enum class WgmmaTileId {
   k128x256Mma,
   k256x128Mma,
   k128x64Mma,
+  k64x256PingpongOneTapC128,
+  k128x128PingpongOneTap,
+  k256x64ColumnsOneTap,
 };
 
 // Its rows of the kernel table.
@@ -55,6 +59,9 @@ Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& ope
 template <Op kOp, DType kType, WgmmaTileId kTile>
 Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
                                void* stream);
+
+// Counters of the tiles that are taken, all 0 when the kernel after it starts.
+Status LaunchWgmmaDrawReset(int32_t* drawn, void* stream);
 
 // The same for wgrad in rows (igemm_wgmma_wgrad_sm90.cuh).
 template <DType kType>

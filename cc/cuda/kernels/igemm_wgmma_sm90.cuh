@@ -24,8 +24,9 @@
 // "Columns": for few output channels or few pixels the tile is the other way round, 64 channels by
 // up to 256 pixels in pingpong (wgmma_columns_sm90.cuh).
 //
-// "One tap": the filter's steps for a CTA's columns stay in shared memory, for 1x1 convolutions
-// that write much more than they read: what L2 gives is spent on activations alone.
+// "One tap": for 1x1 convolutions, which memory bounds. The filter's steps for a CTA's columns stay
+// in shared memory (not in 128x128): what L2 gives is spent on activations alone. Tiles may be
+// drawn: SMs do not get on equally fast, and whoever is free takes the next tile.
 //
 // "Rows": the taps of a filter row share one load. The pixels are those of the padded image, so a
 // tap's operand begins that many lines further on; the padding's columns are computed and dropped.
@@ -88,13 +89,21 @@ struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128PingpongRows> : WgmmaTile<2, true, 2, 128, 0, 3, 8> {};
 template <>
+struct WgmmaTileOf<WgmmaTileId::k128x128PingpongOneTap>
+    : WgmmaTile<2, true, 2, 128, 0, 6, 0, 0, 4096, true> {};
+template <>
 struct WgmmaTileOf<WgmmaTileId::k64x256PingpongOneTap>
     : WgmmaTile<2, true, 1, 256, 0, 8, 0, 4, 4096, true> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k64x256PingpongOneTapC128>
+    : WgmmaTile<2, true, 1, 256, 0, 16, 0, 2, 4096, true> {
+  static constexpr bool kWholeRows = true;
+};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64PingpongResidentF32>
     : WgmmaTile<2, true, 2, 64, 0, 4, 0, 18, 0> {};
 
-//  pixels, stages, filter slots, resident
+//  pixels, stages, filter slots, resident, one tap
 template <>
 struct WgmmaTileOf<WgmmaTileId::k256x64Columns> : WgmmaColumnsTile<256, 5> {};
 template <>
@@ -105,6 +114,9 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k192x64ColumnsResident> : WgmmaColumnsTile<192, 5, 0, 9> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64ColumnsResident> : WgmmaColumnsTile<128, 7, 0, 9> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k256x64ColumnsOneTap> : WgmmaColumnsTile<256, 4, 0, 4, 8192, true> {
+};
 
 //  warps in m and n, rows and columns of each, stages
 template <>
@@ -127,6 +139,7 @@ inline constexpr int32_t kWgmmaStepPixels = 128 / sizeof(T);
 struct WgmmaMaps {
   CUtensorMap a[kMaxWgmmaPhases];
   CUtensorMap b;
+  CUtensorMap out;  // one tap and columns, 16 bits
 };
 
 // Where a tile lies.
@@ -146,7 +159,13 @@ struct WgmmaTilePlace {
 template <class Tile>
 struct WgmmaBarriers {
   static constexpr int kCount = 2 * Tile::kStages + 2 * Tile::kSlotsB + Tile::kResident;
+  // One tap: behind them, for each stage the tile that begins there, and whether all have ended.
+  static constexpr int kWords = kCount + (Tile::kOneTap ? Tile::kStages / 2 + 1 : 0);
   uint32_t first;
+  __device__ __forceinline__ uint32_t TileAt(uint32_t stage) const {
+    return first + kCount * 8 + stage * 4;
+  }
+  __device__ __forceinline__ uint32_t Ended() const { return TileAt(Tile::kStages); }
   __device__ __forceinline__ uint32_t Full(uint32_t stage) const { return first + stage * 8; }
   __device__ __forceinline__ uint32_t Empty(uint32_t stage) const {
     return first + (Tile::kStages + stage) * 8;
@@ -294,6 +313,33 @@ __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorM
 template <Op kOp, class Tile>
 inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kRows && !Tile::kColumns;
 
+// A CTA's tiles: by turns or, drawn, the next that no CTA has taken yet. A filter that stays keeps
+// a CTA to its columns, and each range of columns has a counter.
+template <class Tile>
+struct WgmmaTileOrder {
+  int32_t index = blockIdx.x;
+  int32_t next = 0, turn = 0;
+
+  // One tap: what is drawn takes a microsecond to come, so it is asked for while a tile is loaded,
+  // and not before the kernel in front has ended, which clears the counters.
+  __device__ __forceinline__ void Ask(const IgemmWgmmaParams& params) {
+    if constexpr (Tile::kOneTap) next = Draw(params);
+  }
+  __device__ __forceinline__ void Next() {
+    if constexpr (Tile::kOneTap) {
+      index = next;
+    } else {
+      index += gridDim.x;
+    }
+  }
+  __device__ __forceinline__ int32_t Draw(const IgemmWgmmaParams& params) {
+    if (params.drawn == nullptr) return blockIdx.x + ++turn * gridDim.x;
+    const int32_t ranges = Tile::kResident > 0 ? params.n_tiles.divisor : 1;
+    const int32_t range = blockIdx.x % ranges;
+    return gridDim.x + range + atomicAdd(params.drawn + range, 1) * ranges;
+  }
+};
+
 // The thread that issues the copies.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
@@ -301,11 +347,14 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
                                                    const WgmmaBarriers<Tile>& barriers) {
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  for (WgmmaTileOrder<Tile> order; order.index < params.tiles; order.Next()) {
+    const int32_t index = order.index;
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
-    if (place.m_tile * Tile::kTileM >= phase.rows) continue;
-    if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) continue;
+    if constexpr (!Tile::kOneTap) {  // that has one phase, of all tiles
+      if (place.m_tile * Tile::kTileM >= phase.rows) continue;
+      if (kStoresZeros<kOp, Tile> && phase.channel0 > 0) continue;
+    }
     const WgmmaPixel pixel(params, phase, place.m_tile * Tile::kTileM, phase.rows, place.batch);
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const int boxes = WgmmaFilterBoxes<Tile>(params, n_first);
@@ -325,10 +374,12 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     }
     // So late, because nothing before reads what that kernel may write.
     WaitForPrecedingGrids();
+    order.Ask(params);
     for (int32_t i = 0; i < steps; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      if (Tile::kOneTap && i == 0) StoreWord(barriers.TileAt(stage.slot), index);
       BarrierArriveExpect(barrier, Tile::kBytesA + (Tile::kFilterApart ? 0 : boxes * 8192));
       CopyWgmmaPixels<T>(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel,
                          pixel);
@@ -361,6 +412,11 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
       }
       step.Next(params, phase);
     }
+  }
+  if constexpr (Tile::kOneTap) {
+    BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+    StoreWord(barriers.TileAt(stage.slot), params.tiles);
+    BarrierArrive(barriers.Full(stage.slot));
   }
 }
 
@@ -471,6 +527,7 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
   const int channel0 = place.group * params.gemm_n + n_first;
   __syncwarp();
   constexpr bool kPlain = std::is_same_v<Epilogue, PlainEpilogue>;
+  constexpr bool kWholeRows = sizeof(T) == 2 && Tile::kWholeRows;
 #pragma unroll
   for (int i = 0; i < Tile::kBlocks; ++i) {
     if constexpr (sizeof(T) == 4 && Tile::kPingpong) {
@@ -485,22 +542,29 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
                        columns, channel0 + c * 64);
       }
     } else if (kPlain && (sizeof(T) == 4 || !params.out_is_f32)) {
-      constexpr int kColumns = 128 / sizeof(T), kVector = 16 / sizeof(T);
-      int64_t dst[4];
+      if constexpr (kWholeRows) {
+        static_assert(Tile::kTileN == 256);
+        StoreRoundedRows(
+            acc.first[i], staging, static_cast<T*>(params.out),
+            [&](int row) { return row_offset(i, row); }, params.gemm_n - n_first);
+      } else {
+        constexpr int kColumns = 128 / sizeof(T), kVector = 16 / sizeof(T);
+        int64_t dst[4];
 #pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        dst[p] = row_offset(i, 4 * p + lane / 8);
-        if (dst[p] >= 0) dst[p] += lane % 8 * kVector;
-      }
+        for (int p = 0; p < 4; ++p) {
+          dst[p] = row_offset(i, 4 * p + lane / 8);
+          if (dst[p] >= 0) dst[p] += lane % 8 * kVector;
+        }
 #pragma unroll
-      for (int c = 0; c < Tile::kTileN / kColumns; ++c) {
-        const float* chunk = c * kColumns < Tile::kN0
-                                 ? &acc.first[i][c * kColumns / 2]
-                                 : &acc.second[i][(c * kColumns - Tile::kN0) / 2];
-        if (n_first + c * kColumns >= params.gemm_n) break;
-        StoreRounded(chunk, staging + (i + c) % 2 * 2048,
-                     static_cast<T*>(params.out) + c * kColumns, dst,
-                     n_first + c * kColumns + lane % 8 * kVector < params.gemm_n);
+        for (int c = 0; c < Tile::kTileN / kColumns; ++c) {
+          const float* chunk = c * kColumns < Tile::kN0
+                                   ? &acc.first[i][c * kColumns / 2]
+                                   : &acc.second[i][(c * kColumns - Tile::kN0) / 2];
+          if (n_first + c * kColumns >= params.gemm_n) break;
+          StoreRounded(chunk, staging + (i + c) % 2 * 2048,
+                       static_cast<T*>(params.out) + c * kColumns, dst,
+                       n_first + c * kColumns + lane % 8 * kVector < params.gemm_n);
+        }
       }
     } else if constexpr (!kPlain || sizeof(T) == 2) {
 #pragma unroll
@@ -697,6 +761,72 @@ __device__ __forceinline__ void ConsumeWgmmaStages(const IgemmWgmmaParams& param
   }
 }
 
+// One tap: as above, but which tiles are this CTA's is for the thread that issues the copies to
+// say, and all have the same steps. A tile's number lies beside the stage at which it begins, and
+// is read before the product that gives the stage back. The warpgroup that meets one past the last
+// tile tells the other.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+__device__ __forceinline__ void ConsumeOneTapStages(const IgemmWgmmaParams& params,
+                                                    const WgmmaMaps& maps, uint32_t ring,
+                                                    const WgmmaBarriers<Tile>& barriers) {
+  static_assert(Tile::kPingpong && !Tile::kRows);
+  constexpr bool kBoxes = Tile::kColumns && std::is_same_v<Epilogue, PlainEpilogue>;
+  const int32_t steps = params.phase[0].steps;
+  RingPlace<Tile::kStages> stage;
+  if (kWarpgroup == 1) {
+    NamedBarrierArrive(1, 256);
+    stage.Skip(steps);
+  }
+  for (bool first = true;; first = false) {
+    NamedBarrierSync(1 + kWarpgroup, 256);
+    if (LoadWord(barriers.Ended()) != 0) break;
+    BarrierWait(barriers.Full(stage.slot), stage.parity);
+    const int32_t index = __shfl_sync(0xffffffff, LoadWord(barriers.TileAt(stage.slot)), 0);
+    if (index >= params.tiles) {
+      if (threadIdx.x % 128 == 0) StoreWord(barriers.Ended(), 1);
+      NamedBarrierArrive(2 - kWarpgroup, 256);
+      break;
+    }
+    typename Tile::Accumulators acc;
+    uint32_t last = 0;
+    for (int32_t step = 0; step < steps; ++step) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      uint32_t b = shared + Tile::kBytesA;
+      if constexpr (Tile::kResident > 0) {
+        if (first) BarrierWait(barriers.Resident(step), 0);
+        b = ring + Tile::kFilterAt + step * Tile::kBytesB;
+      }
+      Tile::template Multiply<T, false, kWgmmaColumnLines<kOp, T>>(acc, shared, b, step > 0);
+      WgmmaWait<1>();
+      if (step > 0 && threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(last));
+      last = stage.slot;
+      stage.Next();
+    }
+    NamedBarrierArrive(2 - kWarpgroup, 256);
+    WgmmaWait<0>();
+    if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(last));
+    const WgmmaTilePlace place(params, index);
+    if constexpr (Tile::kColumns) {
+      const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
+      if (kBoxes && !params.out_is_f32) {
+        StoreColumnBoxes<3 + kWarpgroup, T>(acc.of, staging, &maps.out, place.n_tile * 64,
+                                            place.m_tile * Tile::kTileM);
+      } else {
+        StoreWgmmaColumns<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, params.phase[0], acc,
+                                                              staging);
+      }
+    } else {
+      StoreWgmmaTile<kOp, T, Tile, Epilogue>(
+          params, place, params.phase[0], acc,
+          place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
+          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes);
+    }
+    stage.Skip(steps);
+  }
+  if constexpr (kBoxes) WaitForStoresToRead();
+}
+
 // wgrad by mma.sync, the thread that issues the copies. A tile's rows are boxes of the list of taps
 // times slabs of 32 channels; a step is 32 output pixels: of each box those pixels of x under its
 // tap, and of dy, in one copy, the tile's columns. What is known of a box is kept in shared memory:
@@ -817,7 +947,7 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
                const __grid_constant__ WgmmaMaps maps) {
   using Tile = WgmmaTileOf<kTile>;
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[WgmmaBarriers<Tile>::kCount];
+  __shared__ __align__(8) uint64_t barrier_words[WgmmaBarriers<Tile>::kWords];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
   WgmmaBarriers<Tile> barriers{SharedAddress(barrier_words)};
   // Of one base address: with two, the uniform registers overflow.
@@ -836,6 +966,7 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     }
     for (int s = 0; s < Tile::kResident; ++s) BarrierInit(barriers.Resident(s), 1);
     BarrierInitFence();
+    if constexpr (Tile::kOneTap) StoreWord(barriers.Ended(), 0);
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
   }
@@ -858,6 +989,12 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     LetNextGridStart();
     if constexpr (Tile::kMma) {
       ConsumeMmaWgradStages<Tile>(params, ring, barriers);
+    } else if constexpr (Tile::kOneTap) {
+      if (warpgroup == 1) {
+        ConsumeOneTapStages<kOp, T, Tile, Epilogue, 0>(params, maps, ring, barriers);
+      } else {
+        ConsumeOneTapStages<kOp, T, Tile, Epilogue, 1>(params, maps, ring, barriers);
+      }
     } else if (warpgroup == 1) {
       ConsumeWgmmaStages<kOp, T, Tile, Epilogue, 0>(params, ring, barriers);
     } else if (Tile::kWarpgroups == 2 || warpgroup == 2) {
@@ -914,6 +1051,16 @@ Status EncodeWgmmaMaps(const IgemmWgmmaParams& params, const WgmmaOperands& oper
     b.stride[3] = operands.b_rows * operands.b_columns;
     const int32_t box[4] = {kLine, kPixels, Tile::kTileN / kLine, 1};
     return EncodeTiledMap(b, box, &maps->b);
+  }
+  if (Tile::kOneTap && Tile::kColumns && !params.out_is_f32) {
+    DenseTensor out;
+    out.dtype = kType;
+    out.rank = 2;
+    out.address = params.out;
+    out.extent[0] = params.gemm_n;
+    out.extent[1] = params.phase[0].rows;
+    const int32_t out_box[2] = {kLine, kStoredPixels};
+    JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, out_box, &maps->out));
   }
   const int32_t box[3] = {kLine, 64, 1};
   return EncodeTiledMap(b, box, &maps->b);

@@ -1,5 +1,5 @@
-// cp.async.bulk.tensor: boxes of a tensor -> shared memory (sm_90). One thread issues; the bytes
-// arrive at an mbarrier. Coordinates and offsets run innermost first.
+// cp.async.bulk.tensor: boxes of a tensor -> shared memory, and back (sm_90). One thread issues;
+// the bytes of a load arrive at an mbarrier. Coordinates and offsets run innermost first.
 //
 // cp.async.bulk.prefetch.tensor: the same boxes -> L2 and no further, for a copy to come. Nothing
 // is read as far as the program can tell, so others may be writing there.
@@ -116,6 +116,27 @@ __device__ __forceinline__ void CopyIm2col3d(uint32_t shared, const CUtensorMap*
       "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(offset_w), "h"(offset_h),
       "h"(offset_d)
       : "memory");
+}
+
+// Shared memory -> a box of a tensor; what lies outside the tensor is left out. What ordinary
+// stores wrote is passed on by FenceForCopies() in every thread that wrote, then a barrier. Only
+// the thread that issued stores can wait for them: ElectOne() names the same one every time.
+__device__ __forceinline__ void FenceForCopies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void StoreTile2d(const CUtensorMap* map, uint32_t shared, int32_t c0,
+                                            int32_t c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(shared), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ __forceinline__ void CommitStores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until shared memory may be overwritten, or given up: the writes themselves end with the grid.
+__device__ __forceinline__ void WaitForStoresToRead() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 }  // namespace jaxconv

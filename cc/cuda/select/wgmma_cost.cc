@@ -48,6 +48,8 @@ constexpr double kTf32EpilogueBytesPerCycle = 31.8;
 // that CTAs share in the middle of a sector, 128 bytes each, this much.
 constexpr double kSectorExcess = 1.71;
 constexpr double kSharedSectorExcess = 1.62;
+// Of DRAM's time, where tiles are drawn and no SM is waited for.
+constexpr double kDrawnShare = 0.95;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.22;
 
@@ -121,8 +123,8 @@ double PredictWgmmaMicroseconds(const WgmmaTileCost& tile, const WgmmaWork& work
           ? kSharedSectorExcess * 128 / (static_cast<double>(tile.tile_n) * work.out_bytes)
           : 0;
   const double dram = (work.dram_bytes + shared_sectors * work.written_bytes +
-                       kSectorExcess * work.sector_bytes + work.partial_bytes) /
-                      (kDramBytesPerCycle * device.sm_count);
+                       kSectorExcess * work.sector_bytes + work.partial_bytes) *
+                      (work.drawn ? kDrawnShare : 1) / (kDramBytesPerCycle * device.sm_count);
   double cycles =
       std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles + kLaunchCycles;
   if (work.partial_bytes > 0) {

@@ -40,6 +40,7 @@ struct WgmmaWork {
   double out_bytes = 2;      // of an element that a tile stores
   bool tf32 = false;
   double sector_bytes = 0;      // of dram_bytes, those stored a sector at a time
+  bool drawn = false;           // tiles go to the SM that is free
   double transposed_bytes = 0;  // of a filter that a kernel of its own transposes before
 };
 

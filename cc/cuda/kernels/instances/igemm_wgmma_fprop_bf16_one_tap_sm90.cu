@@ -3,4 +3,10 @@
 namespace jaxconv {
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k64x256PingpongOneTap>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k256x64ColumnsOneTap>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k64x256PingpongOneTapC128>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k128x128PingpongOneTap>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv
