@@ -33,8 +33,9 @@
 // reads the stage arrives when its wgmma has retired, one step late, so that one step is always in
 // flight; the producer waits. While math stores a tile, the producer fills the ring for the next.
 //
-// All of that is set up while the kernel before this one in the stream ends
-// (overlapping_launch.cuh). Where tiles are few: igemm_wgmma_cluster_sm90.cuh.
+// All of that is set up, and the first step of the reduction on its way to L2, while the kernel
+// before this one in the stream ends (overlapping_launch.cuh). Where tiles are few:
+// igemm_wgmma_cluster_sm90.cuh.
 //
 // Refused, with a reason: channels not of 16-byte pitches, groups of channels that are not
 // multiples of a step's, more than eight phases, corners or offsets beyond the maps' fields,
@@ -191,27 +192,28 @@ struct WgmmaPixel {
   }
 };
 
-// Where in a tile's reduction a step lies: slab fastest, then taps. In rows the taps of a row share
-// a step, and t0 stays 0.
+// Where in a tile's reduction a step lies: taps fastest, then slabs, so that what no tap has read
+// before is spread over the reduction and not wanted at its beginning. In rows the taps of a row
+// share a step, and t0 stays 0.
 template <bool kRows>
 struct WgmmaStep {
   int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
 
-  __device__ __forceinline__ WgmmaStep(const IgemmWgmmaParams& params, const WgmmaPhase& phase,
-                                       int32_t first) {
+  __device__ __forceinline__ WgmmaStep(const WgmmaPhase& phase, int32_t first) {
     if (first == 0) return;
-    int32_t tap;
-    params.slabs.Divmod(first, &tap, &slab);
-    if constexpr (!kRows) t0 = tap % phase.taps[0], tap /= phase.taps[0];
-    t2 = tap / phase.taps[1];
-    t1 = tap - t2 * phase.taps[1];
+    if constexpr (!kRows) t0 = first % phase.taps[0], first /= phase.taps[0];
+    t1 = first % phase.taps[1], first /= phase.taps[1];
+    slab = first / phase.taps[2];
+    t2 = first - slab * phase.taps[2];
   }
-  __device__ __forceinline__ void Next(const IgemmWgmmaParams& params, const WgmmaPhase& phase) {
-    if (++slab < static_cast<int32_t>(params.slabs.divisor)) return;
-    slab = 0;
+  __device__ __forceinline__ void Next(const WgmmaPhase& phase) {
     if (!kRows && ++t0 < phase.taps[0]) return;
     t0 = 0;
-    if (++t1 == phase.taps[1]) t1 = 0, ++t2;
+    if (++t1 < phase.taps[1]) return;
+    t1 = 0;
+    if (++t2 < phase.taps[2]) return;
+    t2 = 0;
+    ++slab;
   }
   // The filter's linear tap.
   __device__ __forceinline__ int32_t Tap(const WgmmaPhase& phase) const {
@@ -220,36 +222,42 @@ struct WgmmaStep {
   }
 };
 
-// A box of pixels from `at` on, a line of those channels from `c` on.
+// A box of pixels from `at` on, a line of those channels from `c` on; kToL2: only fetched to L2,
+// without shared memory and a barrier.
+template <bool kToL2 = false>
 __device__ __forceinline__ void CopyWgmmaBox(int32_t rank, uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, const WgmmaPixel& at,
                                              uint16_t off0, uint16_t off1, uint16_t off2) {
   switch (rank) {
     case 0:
-      CopyTile2d(shared, map, barrier, c, at.x);
+      kToL2 ? PrefetchTile2d(map, c, at.x) : CopyTile2d(shared, map, barrier, c, at.x);
       break;
     case 1:
-      CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
+      kToL2 ? PrefetchIm2col1d(map, c, at.x, at.image, off0)
+            : CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
       break;
     case 2:
-      CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
+      kToL2 ? PrefetchIm2col2d(map, c, at.x, at.y, at.image, off0, off1)
+            : CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
       break;
     default:
-      CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1, off2);
+      kToL2 ? PrefetchIm2col3d(map, c, at.x, at.y, at.z, at.image, off0, off1, off2)
+            : CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1, off2);
   }
 }
 
 // A step's pixels from `at` on, a line of those channels from `channel` on.
-template <typename T, bool kRows>
+template <typename T, bool kRows, bool kToL2 = false>
 __device__ __forceinline__ void CopyWgmmaPixels(const IgemmWgmmaParams& params,
                                                 const WgmmaPhase& phase,
                                                 const WgmmaStep<kRows>& step, uint32_t shared,
                                                 const CUtensorMap* map, uint32_t barrier,
                                                 int32_t channel, const WgmmaPixel& at) {
-  CopyWgmmaBox(params.rank, shared, map, barrier, channel + step.slab * kWgmmaStepChannels<T>, at,
-               kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0],
-               phase.offset0[1] + step.t1 * phase.offset_step[1],
-               phase.offset0[2] + step.t2 * phase.offset_step[2]);
+  CopyWgmmaBox<kToL2>(params.rank, shared, map, barrier,
+                      channel + step.slab * kWgmmaStepChannels<T>, at,
+                      kRows ? 0 : phase.offset0[0] + step.t0 * phase.offset_step[0],
+                      phase.offset0[1] + step.t1 * phase.offset_step[1],
+                      phase.offset0[2] + step.t2 * phase.offset_step[2]);
 }
 
 // Boxes wholly past the last column are not loaded; what lies in their place is not stored.
@@ -261,7 +269,7 @@ __device__ __forceinline__ int WgmmaFilterBoxes(const IgemmWgmmaParams& params, 
 // The filter under one tap: `boxes` of 64 columns from column n on, a step of the reduction from
 // `channel` on. fprop walks K (n) by C (channel), dgrad K (channel) by C (n); the map is (K, C,
 // tap), or (C, K, tap) for fprop in float32. A group's part begins somewhere along K.
-template <Op kOp, typename T, class Tile>
+template <Op kOp, typename T, class Tile, bool kToL2 = false>
 __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorMap* map,
                                                 uint32_t barrier, int boxes, int32_t n,
                                                 int32_t channel, int32_t channel_of_group,
@@ -273,8 +281,9 @@ __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorM
   for (int i = 0; i < Tile::kTileN / 64; ++i) {
     if (i >= boxes) break;
     const int32_t column = n + i * 64;
-    CopyTile3d(shared + i * 8192, map, barrier, kColumnLines ? column : channel,
-               kColumnLines ? channel : column, tap);
+    const int32_t c0 = kColumnLines ? column : channel, c1 = kColumnLines ? channel : column;
+    kToL2 ? PrefetchTile3d(map, c0, c1, tap)
+          : CopyTile3d(shared + i * 8192, map, barrier, c0, c1, tap);
   }
 }
 
@@ -285,13 +294,22 @@ __device__ __forceinline__ void CopyWgmmaFilter(uint32_t shared, const CUtensorM
 template <Op kOp, class Tile>
 inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kRows && !Tile::kColumns;
 
-// The thread that issues the copies.
+// Every thread that touches global memory, once, before it does.
+__device__ __forceinline__ void StartAfterPrecedingGrids() {
+  WaitForPrecedingGrids();
+  LetNextGridStart();
+}
+
+// The thread that issues the copies. It finds its first tile while the kernel before this one ends,
+// and has that tile's first pixels and a tap of the filter brought to L2: each CTA another tap,
+// together all of them.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& params,
                                                    const WgmmaMaps& maps, uint32_t ring,
                                                    const WgmmaBarriers<Tile>& barriers) {
   RingPlace<Tile::kStages> stage;
   RingPlace<(Tile::kSlotsB > 0 ? Tile::kSlotsB : 1)> slot;
+  bool waiting = true;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const WgmmaTilePlace place(params, index);
     const WgmmaPhase& phase = params.phase[place.phase];
@@ -305,7 +323,16 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     const int32_t tap_of_batch = place.batch * params.filter_taps;
     const int32_t a_channel = place.group * params.a_group + phase.channel0;
     const int32_t b_channel = place.group * params.b_group;
-    WgmmaStep<Tile::kRows> step(params, phase, first);
+    WgmmaStep<Tile::kRows> step(phase, first);
+    if (waiting) {
+      CopyWgmmaPixels<T, Tile::kRows, true>(params, phase, step, 0, &maps.a[place.phase], 0,
+                                            a_channel, pixel);
+      CopyWgmmaFilter<kOp, T, Tile, true>(
+          0, &maps.b, 0, boxes, n_first, phase.channel0 + step.slab * kWgmmaStepChannels<T>,
+          b_channel, tap_of_batch + blockIdx.x % params.filter_taps);
+      StartAfterPrecedingGrids();
+      waiting = false;
+    }
     for (int32_t i = 0; i < steps; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
@@ -340,7 +367,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
                                         tap + t * phase.filter_step[0]);
         }
       }
-      step.Next(params, phase);
+      step.Next(phase);
     }
   }
 }
@@ -356,6 +383,7 @@ __device__ __forceinline__ void ProduceWgmmaWgradStages(const IgemmWgmmaParams& 
   constexpr int kBoxesA = Tile::kTileM / 64;
   const WgmmaPhase& phase = params.phase[0];
   const CUtensorMap* map_a = &maps.a[0];
+  StartAfterPrecedingGrids();
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const WgmmaTilePlace place(params, index);
@@ -689,6 +717,7 @@ __device__ __forceinline__ void ProduceMmaWgradStages(const IgemmWgmmaParams& pa
   static_assert(Tile::kBoxesAt + kBoxesA * 16 <= Tile::kRingAt);
   const WgmmaPhase& phase = params.phase[0];
   const CUtensorMap* map_a = &maps.a[0];
+  StartAfterPrecedingGrids();
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const WgmmaTilePlace place(params, index);
@@ -819,8 +848,6 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     PrefetchTensorMap(&maps.b);
   }
   __syncthreads();
-  WaitForPrecedingGrids();
-  LetNextGridStart();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
@@ -835,6 +862,7 @@ __global__ void __launch_bounds__(WgmmaTileOf<kTile>::kThreads, 1)
     }
   } else {
     RaiseRegisters<Tile::kMathRegisters>();
+    StartAfterPrecedingGrids();
     if constexpr (Tile::kMma) {
       ConsumeMmaWgradStages<Tile>(params, ring, barriers);
     } else if (warpgroup == 1) {

@@ -73,6 +73,45 @@ __device__ __forceinline__ void CopyIm2col3d(uint32_t shared, const CUtensorMap*
       : "memory");
 }
 
+// The same boxes no further than to L2. Nobody is told; as L2 is where all SMs' writes meet, a box
+// may be fetched before its tensor is finished.
+__device__ __forceinline__ void PrefetchTile2d(const CUtensorMap* map, int32_t c0, int32_t c1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(c0), "r"(c1)
+               : "memory");
+}
+__device__ __forceinline__ void PrefetchTile3d(const CUtensorMap* map, int32_t c0, int32_t c1,
+                                               int32_t c2) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+__device__ __forceinline__ void PrefetchIm2col1d(const CUtensorMap* map, int32_t c, int32_t w,
+                                                 int32_t n, uint16_t offset_w) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.3d.L2.global.im2col [%0, {%1, %2, %3}], {%4};" ::"l"(map),
+      "r"(c), "r"(w), "r"(n), "h"(offset_w)
+      : "memory");
+}
+__device__ __forceinline__ void PrefetchIm2col2d(const CUtensorMap* map, int32_t c, int32_t w,
+                                                 int32_t h, int32_t n, uint16_t offset_w,
+                                                 uint16_t offset_h) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.im2col [%0, {%1, %2, %3, %4}], {%5, %6};" ::"l"(
+          map),
+      "r"(c), "r"(w), "r"(h), "r"(n), "h"(offset_w), "h"(offset_h)
+      : "memory");
+}
+__device__ __forceinline__ void PrefetchIm2col3d(const CUtensorMap* map, int32_t c, int32_t w,
+                                                 int32_t h, int32_t d, int32_t n, uint16_t offset_w,
+                                                 uint16_t offset_h, uint16_t offset_d) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.5d.L2.global.im2col [%0, {%1, %2, %3, %4, %5}], {%6, %7, "
+      "%8};" ::"l"(map),
+      "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(offset_w), "h"(offset_h), "h"(offset_d)
+      : "memory");
+}
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_PTX_TENSOR_COPY_SM90_CUH_
