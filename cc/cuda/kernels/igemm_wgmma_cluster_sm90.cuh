@@ -68,7 +68,7 @@ __device__ __forceinline__ void ProduceWgmmaPart(const IgemmWgmmaParams& params,
   const int32_t a_channel = place.group * params.a_group + phase.channel0;
   const int32_t b_channel = place.group * params.b_group;
   const int32_t tap_of_batch = place.batch * params.filter_taps;
-  WgmmaStep<false> step(params, phase, part.first + warp);
+  WgmmaStep<false> step(phase, part.first + warp);
   WaitForPrecedingGrids();
   LetNextGridStart();
   for (int32_t i = warp; i < part.steps; i += kProducers) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void ProduceWgmmaPart(const IgemmWgmmaParams& params,
     CopyWgmmaPixels<T>(params, phase, step, shared, &maps.a[place.phase], barrier, a_channel,
                        pixel);
 #pragma unroll
-    for (int w = 0; w < kProducers; ++w) step.Next(params, phase);
+    for (int w = 0; w < kProducers; ++w) step.Next(phase);
   }
 }
 

@@ -216,27 +216,28 @@ struct WgmmaPixel {
   }
 };
 
-// Where in a tile's reduction a step lies: slab fastest, then taps. In rows the taps of a row share
-// a step, and t0 stays 0.
+// Where in a tile's reduction a step lies: taps fastest, then slabs, so that what no tap has read
+// before is spread over the reduction and not wanted at its beginning. In rows the taps of a row
+// share a step, and t0 stays 0.
 template <bool kRows>
 struct WgmmaStep {
   int32_t slab = 0, t0 = 0, t1 = 0, t2 = 0;
 
-  __device__ __forceinline__ WgmmaStep(const IgemmWgmmaParams& params, const WgmmaPhase& phase,
-                                       int32_t first) {
+  __device__ __forceinline__ WgmmaStep(const WgmmaPhase& phase, int32_t first) {
     if (first == 0) return;
-    int32_t tap;
-    params.slabs.Divmod(first, &tap, &slab);
-    if constexpr (!kRows) t0 = tap % phase.taps[0], tap /= phase.taps[0];
-    t2 = tap / phase.taps[1];
-    t1 = tap - t2 * phase.taps[1];
+    if constexpr (!kRows) t0 = first % phase.taps[0], first /= phase.taps[0];
+    t1 = first % phase.taps[1], first /= phase.taps[1];
+    slab = first / phase.taps[2];
+    t2 = first - slab * phase.taps[2];
   }
-  __device__ __forceinline__ void Next(const IgemmWgmmaParams& params, const WgmmaPhase& phase) {
-    if (++slab < static_cast<int32_t>(params.slabs.divisor)) return;
-    slab = 0;
+  __device__ __forceinline__ void Next(const WgmmaPhase& phase) {
     if (!kRows && ++t0 < phase.taps[0]) return;
     t0 = 0;
-    if (++t1 == phase.taps[1]) t1 = 0, ++t2;
+    if (++t1 < phase.taps[1]) return;
+    t1 = 0;
+    if (++t2 < phase.taps[2]) return;
+    t2 = 0;
+    ++slab;
   }
   // The filter's linear tap.
   __device__ __forceinline__ int32_t Tap(const WgmmaPhase& phase) const {
@@ -363,14 +364,15 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
     const int32_t tap_of_batch = place.batch * params.filter_taps;
     const int32_t a_channel = place.group * params.a_group + phase.channel0;
     const int32_t b_channel = place.group * params.b_group;
-    WgmmaStep<Tile::kRows> step(params, phase, first);
+    WgmmaStep<Tile::kRows> step(phase, first);
     if (index == blockIdx.x) {
-      // What the first product needs, while the kernel before this one ends.
+      // The first pixels and a tap of the filter, each CTA another one, while the kernel before
+      // this one ends.
       CopyWgmmaPixels<T, BoxTarget::kL2>(params, phase, step, 0, &maps.a[place.phase], 0, a_channel,
                                          pixel);
       CopyWgmmaFilter<kOp, T, Tile, BoxTarget::kL2>(
           0, &maps.b, 0, boxes, n_first, phase.channel0 + step.slab * kWgmmaStepChannels<T>,
-          b_channel, tap_of_batch + step.Tap(phase));
+          b_channel, tap_of_batch + blockIdx.x % params.filter_taps);
     }
     // So late, because nothing before reads what that kernel may write.
     WaitForPrecedingGrids();
@@ -410,7 +412,7 @@ __device__ __forceinline__ void ProduceWgmmaStages(const IgemmWgmmaParams& param
                                         tap + t * phase.filter_step[0]);
         }
       }
-      step.Next(params, phase);
+      step.Next(phase);
     }
   }
   if constexpr (Tile::kOneTap) {
