@@ -85,6 +85,7 @@ JAXCONV_STUBS(k128x192);
 JAXCONV_STUBS(k192x128);
 JAXCONV_STUBS(k128x128);
 JAXCONV_STUBS(k128x128Pingpong);
+JAXCONV_STUBS(k192x128Pingpong);
 JAXCONV_STUBS(k128x64Pingpong);
 JAXCONV_STUBS(k128x128PingpongRows);
 JAXCONV_STUBS(k256x64Columns);
@@ -470,17 +471,17 @@ void TestWgmmaChoices() {
        "wgmma_bf16_64x256x64_pingpong_one_tap_c128", "wgmma_bf16_256x64x64_columns_one_tap",
        "wgmma_bf16_128x128x64"},
       {"b1 n64 g1 c128 k128 i56x56 f3x3 o28x28 s2x2 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64"},
+       "wgmma_bf16_192x128x64_pingpong", "wgmma_bf16_192x128x64_pingpong", "wgmma_bf16_192x128x64"},
       {"b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
-       "wgmma_bf16_128x128x64_pingpong", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_192x128x64_pingpong", "wgmma_bf16_192x128x64_pingpong",
        "wgmma_bf16_192x64x128_rows"},
-      {"b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1", "wgmma_bf16_192x128x64",
-       "wgmma_bf16_192x128x64", "wgmma_bf16_192x128x64"},
+      {"b1 n64 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1",
+       "wgmma_bf16_192x128x64_pingpong", "wgmma_bf16_192x128x64_pingpong", "wgmma_bf16_128x256x64"},
       {"b1 n64 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_256x64x64_columns_rows",
        "wgmma_bf16_128x192x64"},
       {"b1 n64 g1 c256 k512 i56x56 f1x1 o28x28 s2x2 l1x1 d1x1 p0_0x0_0",
-       "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_128x128x64_pingpong",
+       "wgmma_bf16_64x256x64_pingpong_one_tap", "wgmma_bf16_192x128x64_pingpong",
        "wgmma_bf16_128x64x64_pingpong"},
       {"b1 n32 g1 c128 k128 i112x112 f3x3 o112x112 s1x1 l1x1 d1x1 p1_1x1_1",
        "wgmma_bf16_256x64x64_columns_rows", "wgmma_bf16_256x64x64_columns_rows",

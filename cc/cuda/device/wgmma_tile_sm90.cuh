@@ -9,6 +9,7 @@
 #include "cuda/device/element.cuh"
 #include "cuda/device/fused_epilogue.cuh"
 #include "cuda/device/igemm_wgmma_params.h"
+#include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
@@ -24,7 +25,8 @@ namespace jaxconv {
 // columns stay in shared memory for the kernel's life instead.
 //
 // kStagingBytes of shared memory, of a math warp, are where results are brought into order on their
-// way out; float32 ones of pingpong tiles need none.
+// way out: 2048 do for 16-bit results that are only rounded, 4096 for all. float32 results of
+// pingpong tiles of float32 operands, and where there are less than 4096, need none.
 template <int kWarpgroups_, bool kPingpong_, int kTileM_, int kTileN_, int kStages_, int kSlotsB_,
           int kResident_, int kStagingBytes_, bool kOneTap_ = false>
 struct WgmmaLayout {
@@ -50,8 +52,9 @@ struct WgmmaLayout {
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
   static_assert(kBytesA % 1024 == 0, "the swizzle's pattern starts with every slot");
   // 65536 registers among the warpgroups; the producer needs few.
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
-  static constexpr int kMathRegisters = kWarpgroups == 3 ? 160 : 232;
+  static constexpr int kAccumulators = kTileM * kTileN / (kPingpong ? 1 : kWarpgroups) / 128;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kAccumulators > 160 ? 24 : 40;
+  static constexpr int kMathRegisters = kWarpgroups == 3 ? 160 : kAccumulators > 160 ? 240 : 232;
 };
 
 // kWarpgroups math warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where one
@@ -126,7 +129,7 @@ __device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) 
 template <typename T>
 __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging, T* out,
                                              const int64_t (&dst)[4], bool inside) {
-  const int lane = threadIdx.x % 32;
+  const int lane = Lane();
   auto chunk_address = [&](int row, int chunk) {
     return staging + row * 128 + (chunk ^ (sizeof(T) == 2 ? row % 8 : row % 4 * 2)) * 16;
   };
@@ -203,7 +206,7 @@ __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging
   constexpr int kWidth = 16 / sizeof(Out);
   constexpr int kLanesOfRow = 64 / kWidth;
   constexpr int kRowsOfPass = 32 / kLanesOfRow;
-  const int lane = threadIdx.x % 32;
+  const int lane = Lane();
   const int g = lane / 4, t = lane % 4;
   auto chunk_address = [&](int row, int chunk) {
     return staging + row * 256 + (chunk ^ (row % 4 * 2)) * 16;
@@ -246,9 +249,10 @@ template <class Epilogue>
 __device__ __forceinline__ void StoreFragments(const float* acc, float* out,
                                                const Epilogue& epilogue, int64_t upper,
                                                int64_t lower, int columns, int channel0) {
+  const int lane = Lane();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const int column = 8 * j + threadIdx.x % 4 * 2;
+    const int column = 8 * j + lane % 4 * 2;
     if (column >= columns) break;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -81,6 +81,7 @@ constexpr Instance kInstances[] = {
     MakeInstance(WgmmaTileId::k192x128, "", 192, 128, false, false, 0),
     MakeInstance(WgmmaTileId::k128x128, "", 128, 128, false, false, 0),
     MakeInstance(WgmmaTileId::k128x128Pingpong, "_pingpong", 128, 128, true, false, 0),
+    MakeInstance(WgmmaTileId::k192x128Pingpong, "_pingpong", 192, 128, true, false, 0),
     MakeInstance(WgmmaTileId::k128x64Pingpong, "_pingpong", 128, 64, true, false, 0),
     MakeInstance(WgmmaTileId::k128x128PingpongRows, "_pingpong_rows", 128, 128, true, true, 0),
     MakeInstance(WgmmaTileId::k256x64Columns, "_columns", 256, 64, true, false, 0, true),
@@ -122,6 +123,10 @@ constexpr bool HasRow(const Instance& instance, Op op, DType dtype) {
       return op == Op::kWgrad && f32;
     case WgmmaTileId::k128x64PingpongResidentF32:
       return f32;
+    case WgmmaTileId::k192x128:  // elsewhere pingpong, never slower
+      return (op == Op::kWgrad) != f32;
+    case WgmmaTileId::k192x128Pingpong:
+      return op != Op::kWgrad && !f32;
     case WgmmaTileId::k128x192:  // and 128x128, in float32 nowhere the best
     case WgmmaTileId::k128x128:
       return !f32;
@@ -644,11 +649,20 @@ Status LaunchTile(WgmmaTileId id, const Plan& plan, void* stream) {
     case WgmmaTileId::k128x192:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x192>(params, operands, stream);
     case WgmmaTileId::k192x128:
-      return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128>(params, operands, stream);
+      if constexpr (kOp == Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128>(params, operands, stream);
+      }
+      break;
     case WgmmaTileId::k128x128:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128>(params, operands, stream);
     case WgmmaTileId::k128x128Pingpong:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x128Pingpong>(params, operands, stream);
+    case WgmmaTileId::k192x128Pingpong:
+      if constexpr (kOp != Op::kWgrad) {
+        return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k192x128Pingpong>(params, operands,
+                                                                           stream);
+      }
+      break;
     case WgmmaTileId::k128x64Pingpong:
       return LaunchIgemmWgmma<kOp, kType, WgmmaTileId::k128x64Pingpong>(params, operands, stream);
     case WgmmaTileId::k128x128PingpongRows:

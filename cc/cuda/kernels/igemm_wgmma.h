@@ -26,6 +26,7 @@ enum class WgmmaTileId {
   k192x128,
   k128x128,
   k128x128Pingpong,
+  k192x128Pingpong,
   k128x64Pingpong,
   k128x128PingpongRows,
   k256x64Columns,

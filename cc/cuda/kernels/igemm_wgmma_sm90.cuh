@@ -19,7 +19,8 @@
 //     warpgroups: one above the other in a tile (cooperative), or taking turns at tiles of their
 //     own (pingpong). Persistent: a CTA takes every so-manieth tile, columns fastest. Shared
 //     memory, 128x256: 4 stages of (16 + 32) KB, 32 KB to turn fragments into lines, barriers.
-//     Registers: producer 40, math 232 (with three math warpgroups 32 and 160).
+//     Registers: producer 40, math 232 (with three math warpgroups 32 and 160, with 192
+//     accumulators a thread 24 and 240).
 //
 // "Columns": for few output channels or few pixels the tile is the other way round, 64 channels by
 // up to 256 pixels in pingpong (wgmma_columns_sm90.cuh).
@@ -84,6 +85,8 @@ template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128> : WgmmaTile<2, false, 1, 128, 0, 6> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x128Pingpong> : WgmmaTile<2, true, 2, 128, 0, 6> {};
+template <>
+struct WgmmaTileOf<WgmmaTileId::k192x128Pingpong> : WgmmaTile<2, true, 3, 128, 0, 5, 0, 0, 2048> {};
 template <>
 struct WgmmaTileOf<WgmmaTileId::k128x64Pingpong> : WgmmaTile<2, true, 2, 64, 0, 7> {};
 template <>
@@ -511,7 +514,7 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
                                                const WgmmaTilePlace& place, const WgmmaPhase& phase,
                                                const typename Tile::Accumulators& acc,
                                                int32_t m_first, uint32_t staging) {
-  const int lane = threadIdx.x % 32;
+  const int lane = Lane();
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.slice * params.slice_elements + place.batch * params.out_batch +
                        int64_t{place.group} * params.out_group + n_first;
@@ -563,7 +566,9 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
                                    ? &acc.first[i][c * kColumns / 2]
                                    : &acc.second[i][(c * kColumns - Tile::kN0) / 2];
           if (n_first + c * kColumns >= params.gemm_n) break;
-          StoreRounded(chunk, staging + (i + c) % 2 * 2048,
+          // Of two stretches, the other one was in use since.
+          if constexpr (Tile::kStagingBytes < 4096) __syncwarp();
+          StoreRounded(chunk, staging + (i + c) * 2048 % Tile::kStagingBytes,
                        static_cast<T*>(params.out) + c * kColumns, dst,
                        n_first + c * kColumns + lane % 8 * kVector < params.gemm_n);
         }
@@ -579,7 +584,12 @@ __device__ __forceinline__ void StoreWgmmaTile(const IgemmWgmmaParams& params,
           const int64_t at = row_offset(i, row);
           return at < 0 ? at : at + c * 64;
         };
-        if (params.out_is_f32) {
+        if constexpr (Tile::kStagingBytes < 4096) {
+          static_assert(kPlain, "the fused terms pass through 4 KB");
+          StoreFragments(chunk, static_cast<float*>(params.out) + c * 64, epilogue,
+                         row_offset(i, lane / 4), row_offset(i, lane / 4 + 8), columns,
+                         channel0 + c * 64);
+        } else if (params.out_is_f32) {
           StoreFinished(chunk, staging, static_cast<float*>(params.out), epilogue, offset, columns,
                         channel0 + c * 64);
         } else if constexpr (!kPlain) {

@@ -17,6 +17,7 @@ constexpr PaddedTile kTiles[] = {
     {"igemm_wgmma", "128x256x64"},
     {"igemm_wgmma", "256x128x64"},
     {"igemm_wgmma", "192x128x64"},
+    {"igemm_wgmma", "192x128x64_pingpong"},
     {"igemm_wgmma", "128x64x64_pingpong"},
     {"igemm_wgmma", "128x128x64_pingpong"},
     {"igemm_wgmma", "256x64x64_columns"},

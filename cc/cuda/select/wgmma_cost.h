@@ -1,9 +1,9 @@
 // Predicted time of a persistent, warp-specialised wgmma kernel.
 //
-// A step (128 bytes of the reduction) passes through the tensor cores, line by line through the copy
-// engine, and through the thread that issues its copies; the slowest sets the pace, because the ring
-// decouples them. The epilogue stands alone: math warpgroups store what they multiplied. Constants have names and were
-// measured (docs/notes/hopper.md).
+// A step (128 bytes of the reduction) passes through the tensor cores, line by line through the
+// copy engine, and through the thread that issues its copies; the slowest sets the pace, because
+// the ring decouples them. The epilogue stands alone: math warpgroups store what they multiplied.
+// Constants have names and were measured (docs/notes/hopper.md).
 #ifndef JAXCONV_CUDA_SELECT_WGMMA_COST_H_
 #define JAXCONV_CUDA_SELECT_WGMMA_COST_H_
 

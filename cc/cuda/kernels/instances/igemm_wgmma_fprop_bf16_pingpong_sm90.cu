@@ -3,6 +3,8 @@
 namespace jaxconv {
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k128x128Pingpong>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
+template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k192x128Pingpong>(
+    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k128x64Pingpong>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv

@@ -3,8 +3,6 @@
 namespace jaxconv {
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x192>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k192x128>(
-    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 template Status LaunchIgemmWgmma<Op::kFprop, DType::kF16, WgmmaTileId::k128x128>(
     const IgemmWgmmaParams&, const WgmmaOperands&, void*);
 }  // namespace jaxconv

@@ -1,0 +1,19 @@
+// The thread's place in its warp.
+#ifndef JAXCONV_CUDA_PTX_LANE_CUH_
+#define JAXCONV_CUDA_PTX_LANE_CUH_
+
+#include <cuda_runtime.h>
+
+namespace jaxconv {
+
+// threadIdx.x % 32, but read every time: the compiler moves nothing that comes of it out of a loop.
+// Addresses of a tile's way out would otherwise be kept in registers throughout its mainloop.
+__device__ __forceinline__ int Lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_PTX_LANE_CUH_
