@@ -27,7 +27,7 @@ template <int kWarpsM_, int kWarpsN_, int kWarpM_, int kWarpN_, int kStages_>
 struct MmaWgradTile {
   static constexpr bool kMma = true;
   static constexpr int kWarpgroups = 2;
-  static constexpr bool kPingpong = false, kRows = false, kOneTap = false;
+  static constexpr bool kPingpong = false, kRows = false, kOneTap = false, kColumns = false;
   static constexpr int kSlotsB = 0, kResident = 0;
   static constexpr int kWarpsN = kWarpsN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
   static_assert(kWarpsM_ * kWarpsN_ == kWarpgroups * 4);
