@@ -237,6 +237,7 @@ EDGE = [
     problem("lines_3d", (3, 4, 5), 3, n=1, c=32, k=64, padding=1),
     problem("lines_groups", 6, 3, c=64, k=128, groups=2, padding=1),
     problem("wide_pointwise", 9, 1, c=40, k=96),
+    problem("wide_pointwise_1d", (37,), 1, c=24, k=64),
 ]
 
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.

@@ -19,6 +19,7 @@ from numerics import (
 from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE, Problem
 from problems import problem as make_problem
 
+from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op
 
 
@@ -195,6 +196,44 @@ def test_the_same_inputs_give_the_same_bits(platform, problem):
             assert np.array_equal(
                 np.ascontiguousarray(once).view(np.uint32), again.view(np.uint32)
             ), problem.line(op, "f32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "tile", "c", "k"),
+    [
+        (Op.FPROP, "64x256x64_pingpong_one_tap_c128", 64, 256),
+        (Op.DGRAD, "64x256x64_pingpong_one_tap_c128", 256, 64),
+        (Op.FPROP, "256x64x64_columns_one_tap", 256, 64),
+        (Op.DGRAD, "256x64x64_columns_one_tap", 64, 256),
+        (Op.FPROP, "128x128x64_pingpong_one_tap", 256, 128),
+        (Op.DGRAD, "128x128x64_pingpong_one_tap", 128, 256),
+    ],
+)
+def test_tiles_that_go_to_the_sm_that_is_free(op, tile, c, k):
+    """257 MB of activations or more, 128 images: the counters of tiles are the whole workspace."""
+    instance = f"{op.value}_igemm_wgmma_bf16_{tile}"
+    large = make_problem("large", 56, 1, n=128, c=c, k=k)
+    spec = large.spec(algorithm=instance)
+    sizes = spec.sizes(op, *(large.canonical_shape(role) for role in op.roles[:2]))
+    chosen, _ = select("cuda", op, spec, sizes, *DTYPES["bf16"])
+    if chosen.instance is None and "compute capability" in str(chosen.refusals):
+        pytest.skip("the device is not of sm_90")
+    assert (chosen.instance, chosen.workspace_bytes) == (instance, 64), chosen.refusals
+    keys = jax.random.split(jax.random.key(0))
+    lhs, w = (
+        jax.random.randint(key, large.canonical_shape(role), -2, 3).astype(jnp.bfloat16)
+        for key, role in zip(keys, op.roles[:2], strict=True)
+    )
+    matrix = w[0, 0].astype(jnp.float32)
+    expected = jnp.matmul(
+        lhs.astype(jnp.float32),
+        matrix if op is Op.FPROP else matrix.T,
+        precision=jax.lax.Precision.HIGHEST,
+    ).astype(jnp.bfloat16)
+    call = large.operation(op, "bf16", algorithm=instance)
+    for _ in range(3):
+        assert jnp.array_equal(call(lhs, w), expected), instance
 
 
 @pytest.mark.gpu

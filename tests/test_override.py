@@ -155,7 +155,8 @@ def forms(f, *arguments) -> list[str]:
     assert all(c.instance for c in convolutions), convolutions
     found = []
     for c in convolutions:
-        fields = {field[0]: field[1:] for field in c.problem.split()[3:]}
+        line = c.problem.removesuffix(" krsc")
+        fields = {field[0]: field[1:] for field in line.split()[3:]}
         found.append(
             f"{c.op} b{fields['b']} g{fields['g']} c{fields['c']} k{fields['k']} "
             f"f{fields['f']} s{fields['s']} l{fields['l']}"

@@ -481,12 +481,9 @@ Status MakePlan(const Instance& instance, const ConvProblem& problem, Plan* plan
                                    std::to_string(filter_steps));
     }
   }
-  if (instance.one_tap && instance.resident_steps == 0 &&
-      (gemm.phases > 1 || DrawBytes(instance, problem) == 0)) {
-    return Status::Unimplemented("tiles are drawn in one phase, from " +
-                                 std::to_string(kDrawnFromBytes) +
-                                 " bytes of activations on and below " +
-                                 std::to_string(kDrawnOperationsPerByte) + " operations a byte");
+  if (instance.one_tap && gemm.phases > 1) {
+    return Status::Unimplemented("one tap: " + std::to_string(gemm.phases) +
+                                 " phases (products of strides), expected one");
   }
   const int64_t m_tiles = CeilDiv(rows, instance.cost.tile_m);
   params.n_tiles = FastDivmod(n_tiles);
