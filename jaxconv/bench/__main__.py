@@ -181,22 +181,18 @@ def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) 
 
 def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
     """Every kernel that takes a problem; problems that none takes are left out."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     one = functools.partial(
-        regret.measure_regret, repetitions=arguments.reps, seed=arguments.seed, threads=threads
+        regret.measure_regret,
+        repetitions=arguments.reps,
+        seed=arguments.seed,
+        threads=environment.threads(),
     )
     found = _each(problems, one, regret.line)
     return [result for result in found if result.seconds]
 
 
-def _write_json(path: str, facts: dict[str, str], rows: list[Row]) -> None:
-    ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]
-    content = {
-        "environment": facts,
-        "command": sys.argv[1:],
-        "rows": [row.as_json() for row in rows],
-        "geometric_mean": report.geometric_mean(ratios) or None,
-    }
+def _write_json(path: str, facts: dict[str, str], rows: Sequence[Row | regret.Regret], **more):
+    content = {"environment": facts, "rows": [row.as_json() for row in rows], **more}
     pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -240,14 +236,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.regret:
         regrets = _run_regret(problems, arguments)
         if arguments.json:
-            content = {"environment": facts, "rows": [found.as_json() for found in regrets]}
-            pathlib.Path(arguments.json).write_text(json.dumps(content, indent=1) + "\n")
+            _write_json(arguments.json, facts, regrets)
         print("\n" + regret.summary(regrets))
         return 0 if regrets else 1
     rows = _run(problems, arguments, platform)
     lines = report.summary(rows, arguments.peer)
     if arguments.json:
-        _write_json(arguments.json, facts, rows)
+        ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]
+        mean = report.geometric_mean(ratios) or None
+        _write_json(arguments.json, facts, rows, command=sys.argv[1:], geometric_mean=mean)
         lines.insert(-1, f"results: {arguments.json}")
     if arguments.plot and rows:
         report.plot(rows, arguments.plot, facts)

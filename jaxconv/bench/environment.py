@@ -58,6 +58,12 @@ def commit() -> str | None:
     return revision + "+" if revision and changes else revision
 
 
+def threads() -> int:
+    """The number of threads this process may use."""
+    available = getattr(os, "sched_getaffinity", None)
+    return len(available(0)) if available else os.cpu_count() or 1
+
+
 def processor() -> str:
     """The processor's model and the number of threads this process may use."""
     try:
@@ -65,9 +71,7 @@ def processor() -> str:
         model = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
-    available = getattr(os, "sched_getaffinity", None)
-    threads = len(available(0)) if available else os.cpu_count()
-    return f"{model}, {threads} threads"
+    return f"{model}, {threads()} threads"
 
 
 def describe() -> dict[str, str]:

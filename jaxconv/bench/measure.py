@@ -83,6 +83,12 @@ class Problem:
         return self.layer.nbytes(self.op, self.operand_dtype, self.out_dtype)
 
     @property
+    def footprint(self) -> int:
+        """Bytes of one convolution in a program: two results, as an earlier one may be alive."""
+        result = self.layer.size(self.op.roles[2]) * self.out_dtype.itemsize
+        return self.nbytes + result
+
+    @property
     def bound(self) -> float:
         """The largest accepted relative error."""
         precision = self.precision if self.dtype == "f32" else None
@@ -285,8 +291,7 @@ def relative_error(result: jax.Array, reference: jax.Array) -> float:
 
 def _copies(problem: Problem, platform: str) -> int:
     """How many independent convolutions one program holds."""
-    result = problem.layer.size(problem.op.roles[2]) * problem.out_dtype.itemsize
-    each = problem.nbytes + result  # both libraries' results may be alive at once
+    each = problem.footprint
     if platform == "cpu":
         # Enough that operands leave the cache between uses; no more, since each takes milliseconds.
         wanted = int(np.clip(64e6 / each, 1, 4))

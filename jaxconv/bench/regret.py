@@ -96,8 +96,7 @@ def measure_regret(
     chosen, names = accepting(problem, platform)
     if chosen is None:
         return Regret(problem, None, {})
-    result = problem.layer.size(problem.op.roles[2]) * problem.out_dtype.itemsize
-    copies = _PROGRAM_BYTES.get(platform, 2e8) / (problem.nbytes + result)
+    copies = _PROGRAM_BYTES[platform] / problem.footprint
     pairs = measure.operands(problem, int(np.clip(copies, 2, _MOST_COPIES)), seed)
 
     def program(instance: str) -> measure.Program:
