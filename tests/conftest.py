@@ -32,18 +32,13 @@ jax.config.update("jax_default_matmul_precision", None)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--level",
-        choices=("default", "rigorous"),
-        default="default",
-        help="rigorous: ten times the random problems",
-    )
-    parser.addoption("--seed", type=int, default=0, help="first seed of the random problems")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--seed", type=int, default=0, help="seed of the random problems")
     parser.addoption("--problem", type=int, help="this random problem only")
     parser.addoption(
         "--record-gpu-report",
         metavar="PATH",
-        help="write what the tests marked gpu did, beside a hash of the kernel sources, to PATH",
+        help="write the outcomes of the tests marked gpu and the kernel sources' hash to PATH",
     )
 
 
@@ -51,7 +46,7 @@ def pytest_report_header(config):
     cpu, cuda = native.load("cpu"), native.load("cuda")
     return [
         f"jaxconv: jax {jax.__version__}, devices {jax.default_backend()} x{jax.device_count()}, "
-        f"level {config.getoption('level')}, seed {config.getoption('seed')}",
+        f"seed {config.getoption('seed')}",
         *(
             f"jaxconv: {name} kernels: "
             + (p.reason if isinstance(p, native.Refusal) else f"{len(p.kernels())} instances")
@@ -61,12 +56,15 @@ def pytest_report_header(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The seed of the random problems and what became of them, summed over the tests that ran."""
+    """What tests tell: results of the random problems, summed, and the state of the GPU report."""
     total: collections.Counter[str] = collections.Counter()
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in report.user_properties:
             if name == "fuzz":
                 total.update(json.loads(value))
+            elif name == "gpu report":
+                terminalreporter.section(name)
+                terminalreporter.write_line(value)
     if total:
         seed = terminalreporter.config.getoption("seed")
         terminalreporter.section(f"random problems, seed {seed}")
@@ -81,12 +79,15 @@ def gpu_missing() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items):
-    reason = gpu_missing()
-    if reason:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+@pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
+def pytest_collection_modifyitems(config, items):
+    config.gpu_tests = {item.nodeid for item in items if item.get_closest_marker("gpu")}
+    missing = gpu_missing()
+    for item in items:
+        if missing and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=missing))
+        if item.get_closest_marker("slow") and not config.getoption("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow, needs --slow"))
 
 
 PLATFORMS = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -105,14 +106,17 @@ class GpuRecord:
 
     def __init__(self, path: str):
         self.path = path
-        self.results: dict[str, str] = {}
+        self.outcomes: dict[str, tuple[str, str]] = {}
 
     def pytest_runtest_logreport(self, report):
         if "gpu" in report.keywords and (report.when == "call" or report.outcome != "passed"):
-            self.results[report.nodeid] = report.outcome
+            reason = ""
+            if report.skipped:  # the report is (file, line, "Skipped: reason")
+                reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+            self.outcomes[report.nodeid] = (report.outcome, reason)
 
     def pytest_sessionfinish(self):
-        gpu_report.write(self.path, self.results)
+        gpu_report.update(self.path, self.outcomes)
 
 
 def pytest_configure(config):

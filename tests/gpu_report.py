@@ -2,20 +2,34 @@
 
     python -m pytest -m gpu --record-gpu-report tests/gpu_report.json
 
-``test_gpu_report.py`` compares the recorded hash with the sources of the checkout.
+records the outcome of every test marked ``gpu``. The fuzz (``gpu_fuzz.py --record PATH``) and other
+tools add a summary of their own:
+
+    python tests/gpu_report.py tests/gpu_report.json memcheck '{"failed": 0, "programs": 40}'
+
+What ran on the same sources, commit and machine is merged into the record, anything else replaces
+it. Without git, the commit is read from $JAXCONV_COMMIT. ``test_gpu_report.py`` compares the record
+with the checkout.
 """
 
 from __future__ import annotations
 
+import collections
 import datetime
 import hashlib
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 PATH = REPOSITORY / "tests" / "gpu_report.json"
 HASHED = ("cc/core", "cc/cuda", "cc/ffi")  # everything that ends up in the CUDA library
+WATCHED = ("jaxconv", "tests")  # changes here are listed, not refused
+ORIGIN = ("sources_sha256", "commit", "gpu", "driver", "jax")  # what one record has one of
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 def sources_sha256(root: pathlib.Path = REPOSITORY) -> str:
@@ -33,29 +47,127 @@ def sources_sha256(root: pathlib.Path = REPOSITORY) -> str:
     return digest.hexdigest()
 
 
-def write(path: str, outcomes: dict[str, str]) -> None:
-    """Writes the report from the outcomes, by test id, of a session on this machine's GPU.
+def _git(*arguments: str) -> subprocess.CompletedProcess:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def commit() -> str:
+    """The commit of this checkout.
 
     Raises:
-        RuntimeError: there is no GPU, or no test ran on it.
+        RuntimeError: there is neither a git repository nor $JAXCONV_COMMIT.
     """
+    if named := os.environ.get("JAXCONV_COMMIT"):
+        return named
+    found = _git("rev-parse", "HEAD")
+    if found.returncode:
+        raise RuntimeError(f"set JAXCONV_COMMIT to the commit of these sources: {found.stderr}")
+    return found.stdout.strip()
+
+
+def changed_since(recorded: str) -> str:
+    """Which files of jaxconv/ and tests/ differ from those of the recorded commit, as text."""
+    if _git("cat-file", "-e", f"{recorded}^{{commit}}").returncode:
+        return f"this clone does not have the recorded commit {recorded}, changes are unknown"
+    difference = _git("diff", "--name-only", recorded, "--", *WATCHED).stdout.split()
+    files = [name for name in difference if name != PATH.relative_to(REPOSITORY).as_posix()]
+    listed = "".join(f"\n  {name}" for name in files) or " nothing"
+    return f"changed in {' and '.join(WATCHED)} since the recorded commit {recorded[:12]}:{listed}"
+
+
+def _split(test_id: str) -> tuple[str, str, str]:
+    """The file, the function and the parameters of a test id."""
+    file, _, rest = test_id.partition("::")
+    function, _, parameters = rest.partition("[")
+    return file, function, parameters.removesuffix("]")
+
+
+def _group(outcomes: dict[str, tuple[str, str]]) -> dict:
+    """{file: {function: {"passed" or "skipped: reason": [parameters]}}}, sorted."""
+    grouped: dict = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for test_id, (outcome, reason) in sorted(outcomes.items()):
+        file, function, parameters = _split(test_id)
+        label = f"{outcome}: {reason}" if reason else outcome
+        grouped[file][function].setdefault(label, []).append(parameters)
+    return {
+        file: {name: dict(sorted(labels.items())) for name, labels in functions.items()}
+        for file, functions in grouped.items()
+    }
+
+
+def outcomes(report: dict) -> dict[str, tuple[str, str]]:
+    """(outcome, reason) by test id: what ``_group`` made the record of."""
+    found = {}
+    for file, functions in report.get("tests", {}).items():
+        for function, labels in functions.items():
+            for label, each in labels.items():
+                outcome, _, reason = label.partition(": ")
+                for parameters in each:
+                    suffix = f"[{parameters}]" if parameters else ""
+                    found[f"{file}::{function}{suffix}"] = (outcome, reason)
+    return found
+
+
+def _text(value, indent: str = "") -> str:
+    """JSON with one entry a line, and lists filled to 100 columns."""
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        entries = [f"{inner}{json.dumps(k)}: {_text(v, inner)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+    if isinstance(value, list) and value:
+        lines = [""]
+        for item in map(json.dumps, value):
+            if lines[-1] and len(inner) + len(lines[-1]) + len(item) + 3 > 100:
+                lines.append("")
+            lines[-1] += (" " if lines[-1] else "") + item + ","
+        return "[\n" + "\n".join(inner + line for line in lines).removesuffix(",") + f"\n{indent}]"
+    return json.dumps(value)
+
+
+def _origin() -> dict[str, str]:
     import jax
 
-    if jax.default_backend() != "gpu" or "passed" not in outcomes.values():
-        raise RuntimeError(f"no GPU test passed here (backend {jax.default_backend()}): no report")
-    device = jax.devices("gpu")[0]
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"no GPU here (backend {jax.default_backend()}): no report")
     version = pathlib.Path("/proc/driver/nvidia/version")
     driver = version.read_text() if version.exists() else ""
-    outcome = list(outcomes.values())
-    report = {
+    return {
         "sources_sha256": sources_sha256(),
-        "gpu": f"{jax.device_count('gpu')} x {device.device_kind}",
+        "commit": commit(),
+        "gpu": f"{jax.device_count('gpu')} x {jax.devices('gpu')[0].device_kind}",
         "driver": re.search(r"\d+\.[\d.]+|$", driver)[0] or "unknown",
         "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "passed": outcome.count("passed"),
-        "failed": outcome.count("failed"),
-        "skipped": outcome.count("skipped"),
-        "tests": sorted(outcomes),
     }
-    pathlib.Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def update(path: str | pathlib.Path, new: dict[str, tuple[str, str]], **summaries: dict) -> None:
+    """Merges a session's outcomes, (outcome, reason) by test id, and summaries into the report.
+
+    Raises:
+        RuntimeError: there is no GPU, or the commit is not known.
+        ValueError: a summary that does not count what failed.
+    """
+    for name, summary in summaries.items():
+        if not isinstance(summary.get("failed"), int):
+            raise ValueError(f'{name}: expected a number "failed", got {summary}')
+    origin = _origin()
+    path = pathlib.Path(path)
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if any(old.get(key) != value for key, value in origin.items()):
+        old = {}
+    merged = outcomes(old) | new
+    counts = collections.Counter(outcome for outcome, _ in merged.values())
+    kept = {key: value for key, value in old.items() if isinstance(value, dict) and key != "tests"}
+    report = {
+        **origin,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **{outcome: counts[outcome] for outcome in OUTCOMES},
+        **dict(sorted((kept | summaries).items())),
+        "tests": _group(merged),
+    }
+    path.write_text(_text(report) + "\n")
+
+
+if __name__ == "__main__":
+    update(sys.argv[1], {}, **{sys.argv[2]: json.loads(sys.argv[3])})

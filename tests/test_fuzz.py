@@ -36,10 +36,11 @@ from problems import DTYPES, LAYOUTS, Problem
 import jaxconv
 from jaxconv._src.spec import Op
 
-COUNT_BY_LEVEL = {"default": 2000, "rigorous": 20000}
-OVERRIDDEN_BY_LEVEL = {"default": 200, "rigorous": 2000}
-PRIMITIVE_BY_LEVEL = {"default": 48, "rigorous": 480}
-PER_CHUNK = 50
+# By default, and with --slow.
+COUNT = (300, 2000)
+OVERRIDDEN_COUNT = (50, 500)
+PRIMITIVE_COUNT = (48, 480)
+PER_CHUNK = 25
 PER_PRIMITIVE_TEST = 8
 THREADS = 2  # XLA compiles without the GIL; more threads gain nothing on two cores
 
@@ -674,18 +675,24 @@ def judge_all(side: Side, calls: list[Call], device) -> tuple[list[str], dict[st
 
 def pytest_generate_tests(metafunc):
     """Splits the problems into tests of a few, which pytest-xdist spreads over processes."""
-    option = metafunc.config.getoption
-    level, one = option("level"), option("problem")
+    one = metafunc.config.getoption("problem")
     for name, counts, size in (
-        ("chunk", COUNT_BY_LEVEL, PER_CHUNK),
-        ("overridden_chunk", OVERRIDDEN_BY_LEVEL, PER_CHUNK),
-        ("part", PRIMITIVE_BY_LEVEL, PER_PRIMITIVE_TEST),
+        ("chunk", COUNT, PER_CHUNK),
+        ("overridden_chunk", OVERRIDDEN_COUNT, PER_CHUNK),
+        ("part", PRIMITIVE_COUNT, PER_PRIMITIVE_TEST),
     ):
         if name in metafunc.fixturenames:
-            chunks = [range(at, at + size) for at in range(0, counts[level], size)]
+            chunks = [range(at, at + size) for at in range(0, counts[1], size)]
             if one is not None:
                 chunks = [range(one, one + 1)]
-            metafunc.parametrize(name, chunks, ids=[f"{c.start}-{c[-1]}" for c in chunks])
+            marks = [[pytest.mark.slow] * (c.start >= counts[0] and one is None) for c in chunks]
+            metafunc.parametrize(
+                name,
+                [
+                    pytest.param(c, marks=m, id=f"{c.start}-{c[-1]}")
+                    for c, m in zip(chunks, marks, strict=True)
+                ],
+            )
 
 
 def test_calls_are_reproducible_and_varied():
@@ -795,7 +802,7 @@ def draw_problem(seed: int, index: int) -> tuple[Problem, Op, str, str]:
 
 def test_problems_are_reproducible_and_varied():
     drawn, again = (
-        [draw_problem(0, index) for index in range(PRIMITIVE_BY_LEVEL["default"])] for _ in range(2)
+        [draw_problem(0, index) for index in range(PRIMITIVE_COUNT[0])] for _ in range(2)
     )
     assert drawn == again
     assert {op for _, op, _, _ in drawn} == set(Op)

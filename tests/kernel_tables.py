@@ -1,0 +1,79 @@
+"""The CUDA kernel instances by name, read from ``cc/cuda/*/kernels.def``: needs no CUDA, no build.
+
+A table has one call per design of kernel:
+
+    KERNEL(FPROP_DGRAD, BF16_F16, 256x64x64_swap_ab, swap_ab_sm90, ...)  // 2 ops x 2 types
+    PADDED(FPROP_DGRAD, BF16_F16, 256x64x64_swap_ab)  // and each with padded channels
+
+The folder is the family. An instance is named ``<op>_<family>_<type>_<variant>``, and with padded
+channels ``<op>_<family>_<type>_<variant>_padded``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+from typing import NamedTuple
+
+TABLES = pathlib.Path(__file__).resolve().parents[1] / "cc" / "cuda"
+OPS = ("fprop", "dgrad", "wgrad")
+TYPES = ("f32", "bf16", "f16", "s8", "u8")
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+CALL = re.compile(r"\b(KERNEL|PADDED)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+
+
+class Instance(NamedTuple):
+    """One kernel instance; ``source`` is its device kernel's file without the ending."""
+
+    op: str
+    family: str
+    dtype: str
+    variant: str
+    padded: bool
+    source: str
+
+    @property
+    def name(self) -> str:
+        suffix = "_padded" * self.padded
+        return f"{self.op}_{self.family}_{self.dtype}_{self.variant}{suffix}"
+
+
+def parse(family: str, text: str) -> list[Instance]:
+    """The instances of one table, in its order.
+
+    Raises:
+        ValueError: text beside the calls, an unknown operation or type, an instance that is there
+            twice, or padding of a kernel that is not there.
+    """
+    text = DIRECTIVE.sub("", COMMENT.sub("", text))
+    if rest := CALL.sub("", text).replace(";", "").strip():
+        raise ValueError(f"{family}/kernels.def: neither KERNEL nor PADDED: {rest[:80]!r}")
+    found: dict[str, Instance] = {}
+    for macro, arguments in CALL.findall(text):
+        ops, types, variant, *rest = (a.strip() for a in arguments.split(","))
+        padded = macro == "PADDED"
+        for op, dtype in itertools.product(ops.lower().split("_"), types.lower().split("_")):
+            if op not in OPS or dtype not in TYPES or not re.fullmatch(r"\w+", variant):
+                raise ValueError(f"{family}/kernels.def: cannot read {macro}({arguments})")
+            instance = Instance(op, family, dtype, variant, padded, rest[0] if rest else "")
+            if padded:
+                plain = instance._replace(padded=False).name
+                if plain not in found:
+                    raise ValueError(f"{family}/kernels.def: PADDED without KERNEL: {plain}")
+                instance = instance._replace(source=found[plain].source)
+            if instance.name in found:
+                raise ValueError(f"{family}/kernels.def: twice: {instance.name}")
+            found[instance.name] = instance
+    return list(found.values())
+
+
+def instances(tables: pathlib.Path = TABLES) -> list[Instance]:
+    """Every CUDA instance, family by family."""
+    return [
+        instance
+        for table in sorted(tables.glob("*/kernels.def"))
+        for instance in parse(table.parent.name, table.read_text())
+    ]
