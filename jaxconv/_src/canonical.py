@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import compat, partition, primitives
-from jaxconv._src.spec import ConvSpec, Op, Pairs, Sizes, dilated_extents
+from jaxconv._src.spec import ConvSpec, Op, Pairs, Sizes, dilated_extents, fitting_padding
 
 
 def precision_name(precision: Any) -> str:
@@ -175,7 +175,6 @@ def read(
     lhs_spatial = tuple(lhs_shape[a] for a in lhs[2:])
     rhs_spatial = tuple(rhs_shape[a] for a in rhs[2:])
     out_spatial = tuple(out_shape[a] for a in out[2:])
-    lows = [lo for lo, _ in conv.padding]
     if op is Op.FPROP:
         window = dict(
             stride=conv.window_strides,
@@ -187,7 +186,6 @@ def read(
             w_axes=(*rhs[2:], rhs[1], rhs[0]),
             y_axes=(out[0], *out[2:], out[1]),
         )
-        padding = conv.padding
     elif op is Op.DGRAD:
         window = dict(
             stride=conv.lhs_dilation,
@@ -198,10 +196,6 @@ def read(
             x_axes=(out[0], *out[2:], out[1]),
             w_axes=(*rhs[2:], rhs[0], rhs[1]),
             y_axes=(lhs[0], *lhs[2:], lhs[1]),
-        )
-        reach = dilated_extents(rhs_spatial, conv.rhs_dilation)
-        padding = _padding(
-            window, lhs_spatial, [r - 1 - lo for r, lo in zip(reach, lows, strict=True)]
         )
     elif swapped:
         window = dict(
@@ -214,10 +208,6 @@ def read(
             w_axes=(*out[2:], out[1], out[0]),
             y_axes=(lhs[1], *lhs[2:], lhs[0]),
         )
-        reach = dilated_extents(out_spatial, conv.window_strides)
-        padding = _padding(
-            window, lhs_spatial, [r - 1 - lo for r, lo in zip(reach, lows, strict=True)]
-        )
     else:
         window = dict(
             stride=conv.rhs_dilation,
@@ -229,7 +219,16 @@ def read(
             w_axes=(*out[2:], out[0], out[1]),
             y_axes=(rhs[1], *rhs[2:], rhs[0]),
         )
-        padding = _padding(window, rhs_spatial, lows)
+    padding = conv.padding
+    if op is not Op.FPROP:
+        reflected = op is Op.DGRAD or swapped
+        padding = fitting_padding(
+            [lo for lo, _ in padding],
+            dilated_extents(window["in_spatial"], window["lhs_dilation"]),
+            dilated_extents(window["filter_spatial"], window["dilation"]),
+            dilated_extents(lhs_spatial if reflected else rhs_spatial, window["stride"]),
+            reflected=reflected,
+        )
     groups = features * batches // batch
     spec = ConvSpec(
         **window,
@@ -256,21 +255,6 @@ def read(
     elif swapped:
         reversed_axes = tuple(a for a in out[2:] if out_shape[a] > 1)
     return Reading(op, spec, sizes, swapped, batch, conv.group_axes, reversed_axes, pointwise)
-
-
-def _padding(window: dict, y_spatial: Sequence[int], lows: Sequence[int]) -> Pairs:
-    """The pairs whose low sides are given and whose high sides make y exactly ``y_spatial``."""
-    pairs = []
-    for lo, i, r, p, s in zip(
-        lows,
-        dilated_extents(window["in_spatial"], window["lhs_dilation"]),
-        dilated_extents(window["filter_spatial"], window["dilation"]),
-        y_spatial,
-        window["stride"],
-        strict=True,
-    ):
-        pairs.append((lo, (p - 1) * s + r - i - lo))
-    return tuple(pairs)
 
 
 def readings(

@@ -52,6 +52,30 @@ def output_extent(
     return max(0, (padded - dilated_extent(window, dilation)) // stride + 1)
 
 
+def fitting_padding(
+    lows: Sequence[int],
+    inputs: Sequence[int],
+    windows: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    reflected: bool = False,
+) -> Pairs:
+    """The padding with given low sides for which input + low + high = output + window - 1.
+
+    All extents are dilated ones: of the input, the filter and, by the stride, the output.
+
+    Args:
+        lows: low padding of the convolution, or of the one that it is the data gradient of.
+        inputs, windows, outputs: dilated extents.
+        reflected: ``lows`` are the other convolution's, whose window is the reverse of this one's.
+    """
+    pairs = []
+    for lo, i, r, p in zip(lows, inputs, windows, outputs, strict=True):
+        lo = r - 1 - lo if reflected else lo
+        pairs.append((lo, p + r - 1 - i - lo))
+    return tuple(pairs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Extents of one convolution, whatever the axis order of its arrays."""
@@ -106,6 +130,15 @@ class ConvSpec:
                 self.padding,
                 strict=True,
             )
+        )
+
+    @property
+    def dilated_spatial(self) -> tuple[list[int], list[int], list[int]]:
+        """Spatial extents of x, w and y, dilated as the convolution reads them."""
+        return (
+            dilated_extents(self.in_spatial, self.lhs_dilation),
+            dilated_extents(self.filter_spatial, self.dilation),
+            dilated_extents(self.out_spatial, self.stride),
         )
 
     def axes(self, role: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import partition
-from jaxconv._src.spec import ConvSpec, Op, dilated_extents, explicit_input
+from jaxconv._src.spec import ConvSpec, Op, explicit_input, fitting_padding
 
 PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
@@ -95,17 +95,8 @@ def _dgrad(dy, w, spec: ConvSpec, out_dtype):
     # k is now the contracted channel: its groups go outermost into c
     w = partition.move_groups(w, spec.axis("w", "k"), spec.axis("w", "c"), spec.groups)
     spatial = spec.w_axes[: spec.rank]
-    padding = []
-    for i, r, p, s, (lo, _) in zip(
-        dilated_extents(spec.in_spatial, spec.lhs_dilation),
-        dilated_extents(spec.filter_spatial, spec.dilation),
-        spec.out_spatial,
-        spec.stride,
-        spec.padding,
-        strict=True,
-    ):
-        before = r - 1 - lo
-        padding.append((before, i + r - 1 - ((p - 1) * s + 1) - before))
+    x, window, y = spec.dilated_spatial
+    padding = fitting_padding([lo for lo, _ in spec.padding], y, window, x, reflected=True)
     numbers = lax.ConvDimensionNumbers(
         lhs_spec=_numbers(spec.y_axes, 0, -1),
         rhs_spec=_numbers(spec.w_axes, -2, -1),
@@ -127,16 +118,7 @@ def _dgrad(dy, w, spec: ConvSpec, out_dtype):
 
 def _wgrad(x, dy, spec: ConvSpec, out_dtype):
     """A convolution whose batch is the channels of x; its filter is dy, dilated by the stride."""
-    padding = []
-    for i, r, p, s, (lo, _) in zip(
-        dilated_extents(spec.in_spatial, spec.lhs_dilation),
-        dilated_extents(spec.filter_spatial, spec.dilation),
-        spec.out_spatial,
-        spec.stride,
-        spec.padding,
-        strict=True,
-    ):
-        padding.append((lo, (p - 1) * s + 1 - i + r - 1 - lo))
+    padding = fitting_padding([lo for lo, _ in spec.padding], *spec.dilated_spatial)
     numbers = lax.ConvDimensionNumbers(
         lhs_spec=_numbers(spec.x_axes, -1, 0),
         rhs_spec=_numbers(spec.y_axes, -1, 0),
