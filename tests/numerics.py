@@ -24,7 +24,7 @@ EXACT_LIMIT = {"f32": 2**24, "bf16": 2**8, "f16": 2**11, "s8": 2**31 - 1}
 def _taps(problem: Problem):
     """For every filter tap: which output positions it serves, and which input positions it reads.
 
-    Straight from i * lhs_dilation = p * stride + r * dilation - pad_lo, one index array per axis.
+    Straight from i * lhs_dilation = p * stride + r * dilation - pad_lo, one slice per axis.
     """
     for tap in itertools.product(*map(range, problem.window)):
         outs, ins = [], []
@@ -35,9 +35,17 @@ def _taps(problem: Problem):
             )
             i, rest = np.divmod(position, problem.lhs_dilation[axis])
             hit = (rest == 0) & (i >= 0) & (i < problem.spatial[axis])
-            outs.append(p[hit])
-            ins.append(i[hit])
+            outs.append(_as_slice(p[hit]))
+            ins.append(_as_slice(i[hit]))
         yield tap, outs, ins
+
+
+def _as_slice(positions: np.ndarray) -> slice:
+    """The same positions, which are evenly spaced."""
+    if not positions.size:
+        return slice(0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1, (last - first) // (positions.size - 1) if last > first else 1)
 
 
 def reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
@@ -46,6 +54,13 @@ def reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np.
     if problem.batch is None:
         return _reference(op, problem, lhs, rhs)
     return np.stack([_reference(op, problem, a, b) for a, b in zip(lhs, rhs, strict=True)])
+
+
+def _by_group(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """(m, g, t), (t, g, n) -> (m, g, n): a matrix product in each group."""
+    if a.shape[2] == 1:
+        return a * b
+    return np.matmul(a.transpose(1, 0, 2), b.transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
 def _reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
@@ -62,15 +77,16 @@ def _reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np
         for role in "xwy"
     )
     for tap, outs, ins in _taps(problem):
-        at_x, at_y = (np.ix_(range(n), *index, range(g)) for index in (ins, outs))
+        at_x, at_y = x[:, *ins], y[:, *outs]
+        rows = math.prod(at_y.shape[:-2])  # not -1, which numpy refuses beside a 0
         if op is Op.FPROP:
-            y[at_y] += np.einsum("...gc,cgk->...gk", x[at_x], w[tap])
+            at_y += _by_group(at_x.reshape(rows, g, c), w[tap]).reshape(at_y.shape)
         elif op is Op.DGRAD:
-            x[at_x] += np.einsum("...gk,cgk->...gc", y[at_y], w[tap])
+            turned = w[tap].transpose(2, 1, 0)
+            at_x += _by_group(at_y.reshape(rows, g, k), turned).reshape(at_x.shape)
         else:
-            rows = n * math.prod(map(len, outs))  # not -1, which numpy refuses beside a 0
-            rows_x, rows_y = x[at_x].reshape(rows, g, c), y[at_y].reshape(rows, g, k)
-            w[tap] += np.einsum("mgc,mgk->cgk", rows_x, rows_y)
+            pixels = at_x.reshape(rows, g, c).transpose(2, 1, 0)
+            w[tap] += _by_group(pixels, at_y.reshape(rows, g, k))
     result = {"x": x, "w": w, "y": y}[op.roles[2]]
     unbatched = {
         "x": (n, *problem.spatial, problem.c),

@@ -1,0 +1,555 @@
+"""Random problems at scale on a GPU: exact on small integers, every kernel instance by name.
+
+    python tests/gpu_fuzz.py --processes 14 --seconds 600 --seed 1 --record tests/gpu_report.json
+
+A problem is a function of (seed, index), in one of two forms: an operation as a primitive, computed
+by ``algorithm="native"`` and by a random few of all the instances that accept it; or a convolution
+and its gradients by ``jax.vjp``, of ``lax`` under ``override`` or of this library. Operands are
+small integers whose sums stay below 2^24, so every order of summation in float32 gives the bits of
+the float64 reference, rounded once. Each program runs twice, with its results in memory that holds
+NaN beforehand. A worker process that dies or hangs counts as a failure of the problem it was at,
+and is replaced.
+
+A failure is one line that begins with its repro: ``python tests/gpu_fuzz.py --seed S --problem I``
+runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+# Read when JAX starts a backend.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import gpu_report
+import jax
+import jax.numpy as jnp
+import kernel_tables
+import numpy as np
+from jax import lax
+from numerics import mismatch, reference
+from problems import DTYPES, Problem, problem, xla_aborts
+
+import jaxconv
+from jaxconv._src import native, primitives, record
+from jaxconv._src.lowering import select
+from jaxconv._src.spec import Op, explicit_input
+
+WORKER_ENVIRONMENT = {
+    "MALLOC_PERTURB_": "1",  # glibc then fills new memory with 0xfe, as in conftest.py
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_gpu_force_compilation_parallelism=1",
+}
+SILENCE_S = 240  # a worker that says nothing for so long hangs; the start takes 20 s
+SHOWN = 100  # failures that are printed and recorded
+FORCED = 8  # instances by name, a problem
+CLEAR_EVERY = 100  # problems between two clearings of JAX's caches
+NATIVE = "native"
+START = "start of a worker"
+POISON_BYTES = 1 << 27  # freed before each run: workspaces, up to 64 MB, are cut out of it
+
+# Multiplications and additions that the reference may take: 5 ms, and half a second.
+SMALL_FLOPS, LARGE_FLOPS = 1e8, 8e9
+# Tiles of 128 pixels in a large problem, at least: three for each of an H200's 132 SMs.
+LARGE_PIXELS = 400 * 128
+
+DTYPE_CHOICES = (
+    *(("f32", "default"),) * 3,
+    ("f32", "high"),
+    *(("f32", "highest"),) * 2,
+    *(("bf16", "default"),) * 5,
+    *(("f16", "default"),) * 4,
+)
+LAYOUT_CHOICES = ("last", "last", "krsc", "first")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem with the way to compute it."""
+
+    seed: int
+    index: int
+    problem: Problem
+    op: Op | None  # the primitive; None: a convolution and its gradients
+    under_lax: bool  # in that form: lax's convolution under override, or this library's
+    dtype: str
+    result: str  # the primitive's result type
+    precision: str
+    layout: str
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(Op) if self.op is None else (self.op,)
+
+    @property
+    def result_dtype(self) -> np.dtype:
+        return DTYPES[self.result][1]
+
+    def __str__(self) -> str:
+        form = self.op.value if self.op else f"vjp of {'lax' if self.under_lax else 'jaxconv'}"
+        line = self.problem.line(self.op or Op.FPROP, self.dtype, self.precision)
+        result = f" -> {self.result}" * (self.result != self.dtype)
+        return f"--seed {self.seed} --problem {self.index} ({form}, {self.layout}{result}): {line}"
+
+
+# --- drawing a problem ----------------------------------------------------------------------------
+
+# Gave a wrong result once.
+FIXED = [
+    problem("wide_padding_groups", (148,), 3, n=3, c=384, k=128, padding=((4, 0),), groups=2),
+    problem("wide_padding", (92,), 3, n=1, c=72, k=128, padding=((3, 1),)),
+]
+
+
+def _channels(rng: np.random.Generator, units: list[int], most: int) -> int:
+    """A small multiple of one of the units."""
+    unit = int(rng.choice(units))
+    return unit * int(rng.integers(1, max(1, min(most // unit, 12)), endpoint=True))
+
+
+def _draw_problem(rng: np.random.Generator, large: bool) -> Problem:
+    def chance(probability: float) -> bool:
+        return bool(rng.random() < probability)
+
+    def integers(low: int, high: int) -> tuple[int, ...]:
+        return tuple(int(v) for v in rng.integers(low, high, rank, endpoint=True))
+
+    rank = int(rng.choice([1, 2, 2, 2, 3]))
+    ones = (1,) * rank
+    window = ones if chance(0.25) else integers(1, {1: 9, 2: 5, 3: 3}[rank])
+    stride = integers(1, 4) if chance(0.35) else ones
+    dilation = integers(1, 3) if chance(0.3) else ones
+    lhs_dilation = integers(1, 3) if chance(0.15) else ones
+    form = rng.choice(
+        ["dense", "groups", "depthwise", "batched", "batched groups"],
+        p=[0.65, 0.15, 0.05, 0.1, 0.05],
+    )
+    batch = int(rng.integers(2, 4, endpoint=True)) if "batched" in form else None
+    groups = int(rng.choice([2, 3, 4, 8])) if "groups" in form else 1
+    most = (128 if large else 512) // groups
+    units = [8, 16, 32, 64] if chance(0.6) else [1, 1, 2, 4]  # what kernels align to, or tails
+    c, k = (groups * _channels(rng, units, most) for _ in range(2))
+    if form == "depthwise":
+        groups, k = c, c * int(rng.integers(1, 3, endpoint=True))
+    elif groups == 1 and chance(0.2):  # an image
+        c = int(rng.integers(1, 4, endpoint=True))
+    reach = [(r - 1) * d for r, d in zip(window, dilation, strict=True)]
+    padding = []
+    kind = rng.choice(["none", "same", "any", "wide", "cropping"], p=[0.2, 0.3, 0.2, 0.2, 0.1])
+    for r in reach:
+        low, high = {
+            "none": (0, 0),
+            "same": (r // 2, r - r // 2),
+            "any": (-1, r),
+            "wide": (0, r + 4),
+            "cropping": (-4, 1),
+        }[kind]
+        pair = (low, high) if kind == "same" else rng.integers(low, high, 2, endpoint=True)
+        padding.append((int(pair[0]), int(pair[1])))
+    if large:
+        n = int(rng.choice([1, 3, 8, 32]))
+        extent = (LARGE_PIXELS * float(rng.uniform(1, 3)) / n) ** (1 / rank)
+        spatial = tuple(
+            max(1, round(extent * s / ld * float(rng.uniform(0.8, 1.25))))
+            for s, ld in zip(stride, lhs_dilation, strict=True)
+        )
+    else:
+        n = int(rng.integers(1, 5, endpoint=True))
+        spatial = integers(1, int(rng.choice({1: (40, 300), 2: (9, 24), 3: (5, 9)}[rank])))
+    return Problem(
+        name="large" if large else "small",
+        spatial=spatial,
+        window=window,
+        n=n,
+        c=c,
+        k=k,
+        stride=stride,
+        padding=tuple(padding),
+        lhs_dilation=lhs_dilation,
+        dilation=dilation,
+        groups=groups,
+        batch=batch,
+    )
+
+
+def _flops(p: Problem) -> int:
+    positions = (p.batch or 1) * p.n * math.prod(p.out_spatial) * math.prod(p.window)
+    return 2 * positions * p.c * p.k // p.groups
+
+
+def draw(seed: int, index: int, platform: str) -> Case:
+    """The problem of this number, the same on every machine."""
+    if index < 2 * len(FIXED):  # as a gradient through lax, and as the primitive
+        fixed, op = FIXED[index // 2], None if index % 2 == 0 else Op.DGRAD
+        return Case(seed, index, fixed, op, True, "bf16", "bf16", "default", "krsc")
+    rng = np.random.default_rng([seed, index])
+    dtype, precision = DTYPE_CHOICES[rng.integers(len(DTYPE_CHOICES))]
+    op = None if rng.random() < 0.4 else Op(rng.choice([op.value for op in Op]))
+    under_lax = bool(rng.random() < 0.75)
+    result = "f32" if op and rng.random() < 0.2 else dtype
+    layout = str(rng.choice(LAYOUT_CHOICES))
+    large = platform == "cuda" and rng.random() < 0.15
+    least, most = (LARGE_PIXELS, LARGE_FLOPS) if large else (1, SMALL_FLOPS)
+    while True:
+        p = _draw_problem(rng, large)
+        if (
+            all(p.out_spatial)
+            and p.n * math.prod(p.out_spatial) >= least
+            and _flops(p) <= most
+            and min(explicit_input(p.spec()).in_spatial) >= 1
+            and not xla_aborts(p)
+        ):
+            return Case(seed, index, p, op, under_lax, dtype, result, precision, layout)
+
+
+# --- computing it ---------------------------------------------------------------------------------
+
+
+def _operands(case: Case) -> dict[str, np.ndarray]:
+    """x, w and y (dy), canonical: integers whose absolute products sum to less than 2^24."""
+    rng = np.random.default_rng([case.seed, case.index, 1])
+    terms = max(case.problem.reduction(op) for op in case.ops)
+    largest = min(8, math.isqrt((2**24 - 1) // terms))
+    return {
+        role: rng.integers(-largest, largest, case.problem.canonical_shape(role), endpoint=True)
+        for role in "xwy"
+    }
+
+
+def accepting(case: Case, platform: str) -> list[str]:
+    """Every instance that takes the primitive, by name."""
+    p, dtypes = case.problem, (DTYPES[case.dtype][0], case.result_dtype)
+    spec = p.spec(precision=case.precision, layout=case.layout)
+    shapes = [_array(case, role, np.empty(p.canonical_shape(role))).shape for role in case.op.roles]
+    sizes = spec.sizes(case.op, *shapes[:2])
+    names = [n for n in native.load(platform).kernels() if n.startswith(f"{case.op.value}_")]
+    specs = (dataclasses.replace(spec, algorithm=(name,) * 3) for name in names)
+    return [
+        name
+        for name, forced in zip(names, specs, strict=True)
+        if select(platform, case.op, forced, sizes, *dtypes)[0].instance == name
+    ]
+
+
+def _array(case: Case, role: str, canonical: np.ndarray) -> np.ndarray:
+    return case.problem.to_layout(role, canonical, case.layout)
+
+
+def _convolution(case: Case) -> Callable:
+    """(x, w) -> y in lax's terms, one convolution mapped over both operands where it is batched."""
+    p = case.problem
+    one = dataclasses.replace(p, batch=None)
+    x_axes, w_axes, y_axes = (one.axes(role, case.layout) for role in "xwy")
+    numbers = lax.ConvDimensionNumbers(
+        (x_axes[0], x_axes[-1], *x_axes[1:-1]),
+        (w_axes[-1], w_axes[-2], *w_axes[:-2]),
+        (y_axes[0], y_axes[-1], *y_axes[1:-1]),
+    )
+    options = {} if case.under_lax else {"algorithm": NATIVE}
+    convolve = functools.partial(
+        lax.conv_general_dilated if case.under_lax else jaxconv.conv_general_dilated,
+        window_strides=p.stride,
+        padding=p.padding,
+        lhs_dilation=p.lhs_dilation,
+        rhs_dilation=p.dilation,
+        dimension_numbers=numbers,
+        feature_group_count=p.groups,
+        precision=case.precision,
+        **options,
+    )
+    return convolve if p.batch is None else jax.vmap(convolve)
+
+
+def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
+    """What computes every result, and the function of (operands, poison) that does."""
+    if case.op is None:
+        convolution = _convolution(case)
+
+        def with_gradients(x, w, dy, *poison):
+            y, vjp = jax.vjp(convolution, x, w)
+            dx, dw = vjp(dy)
+            return y, dx, dw
+
+        return [op.value for op in Op], with_gradients
+
+    def primitive(lhs, rhs, *poison):
+        return tuple(
+            primitives.bind(
+                case.op,
+                lhs,
+                rhs,
+                case.problem.spec(algorithm=a, precision=case.precision, layout=case.layout),
+                case.result_dtype,
+            )
+            for a in (NATIVE, *forced)
+        )
+
+    return [NATIVE, *forced], primitive
+
+
+def _poison(shapes: list, platform: str) -> list[jax.Array]:
+    """NaN in the arrays that results are put into, and in memory that is free again afterwards."""
+    if platform == "cuda":
+        jnp.full(POISON_BYTES // 4, jnp.nan, jnp.float32).block_until_ready().delete()
+    return [jax.device_put(np.full(s.shape, np.nan, s.dtype)) for s in shapes]
+
+
+def judge(
+    case: Case, platform: str, forced: int | None, ran: collections.Counter[str]
+) -> tuple[dict[str, int], list[str]]:
+    """(counts of what happened, what is wrong) on the problem.
+
+    With ``forced`` instances by name, or all: those that ``ran`` counts least often.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    dtypes = dict.fromkeys("xwy", DTYPES[case.dtype][0])
+    if case.op:
+        dtypes[case.op.roles[2]] = case.result_dtype
+    canonical = _operands(case)
+    roles = "xwy" if case.op is None else case.op.roles[:2]
+    arrays = [_array(case, r, canonical[r]).astype(dtypes[r]) for r in roles]
+    expected = {
+        op: reference(op, case.problem, *(canonical[r] for r in op.roles[:2])).astype(
+            dtypes[op.roles[2]]
+        )
+        for op in case.ops
+    }
+    names = accepting(case, platform) if case.op else []
+    names = sorted(names, key=lambda name: ran[name])[:forced]
+    ran.update(names)
+    labels, function = _programs(case, names)
+    scope = jaxconv.override(algorithm=NATIVE) if case.under_lax else contextlib.nullcontext()
+    shapes = jax.eval_shape(function, *arrays)
+    jitted = jax.jit(
+        function,
+        donate_argnums=range(len(arrays), len(arrays) + len(shapes)),
+        keep_unused=True,
+    )
+    with scope, record.recording() as convolutions:
+        program = jitted.trace(*arrays, *shapes).lower().compile()
+    chosen = [c.instance for c in sorted(convolutions, key=_order(case))]
+    if len(chosen) != len(labels):
+        return counts, [f"{case}: expected {len(labels)} convolutions, lowered {chosen}"]
+    if None in chosen:  # XLA's convolutions need not be exact
+        counts["problems left to XLA"] += 1
+        return counts, []
+    size = sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes)
+    if program.memory_analysis().alias_size_in_bytes != size:
+        return counts, [f"{case}: results are not put into the memory that is poisoned for them"]
+    runs = [
+        [np.asarray(out) for out in program(*arrays, *_poison(shapes, platform))] for _ in range(2)
+    ]
+    complaints = []
+    for label, instance, once, twice in zip(labels, chosen, *runs, strict=True):
+        op = case.op or Op(label)
+        counts["results"] += 1
+        counts[f"op {op.value}"] += 1
+        counts[f"instance {instance}"] += 1
+        repro = f"{case}: {label} by {instance}"
+        if not np.array_equal(once.view(np.uint8), twice.view(np.uint8)):
+            complaints.append(f"{repro}: two runs differ")
+        actual = case.problem.to_canonical(op.roles[2], once, case.layout)
+        complaints.append(mismatch(actual, expected[op], repro).replace("\n ", ""))
+    counts["problems"] += 1
+    counts["large problems"] += case.problem.name == "large"
+    counts[f"dtype {case.dtype} {case.precision}"] += len(labels)
+    counts[f"rank {case.problem.rank}"] += len(labels)
+    counts[f"layout {case.layout}"] += len(labels)
+    counts["form vjp"] += len(labels) * (case.op is None)
+    return counts, [complaint for complaint in complaints if complaint]
+
+
+def _order(case: Case) -> Callable:
+    """Sorts recorded convolutions as ``_programs`` lists results; gradients come in any order."""
+    return lambda c: 0 if case.op else [op.value for op in Op].index(c.op)
+
+
+# --- a worker -------------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> int:
+    """Runs problems until the time is over; tells of each in a line of JSON before and after."""
+    say = functools.partial(print, flush=True)
+    device = jax.devices({"cuda": "gpu", "cpu": "cpu"}[options.platform])[0]
+    index, ran = options.start, collections.Counter()
+    with jax.default_device(device):
+        while time.time() < options.until:
+            case = draw(options.seed, index, options.platform)
+            say(json.dumps({"begin": index, "case": str(case)}))
+            try:
+                counts, complaints = judge(case, options.platform, FORCED, ran)
+            except Exception:
+                trace = " ".join(traceback.format_exc().split())
+                counts, complaints = {}, [f"{case}: {trace[-600:]}"]
+            say(json.dumps({"counts": counts, "complaints": complaints}))
+            if complaints:
+                jnp.zeros(1).block_until_ready()  # ends the process where the device is lost
+            index += options.step
+            if index // options.step % CLEAR_EVERY == 0:
+                jax.clear_caches()
+    return 0
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Runs one problem on every instance."""
+    case = draw(options.seed, options.problem, options.platform)
+    print(case)
+    with jax.default_device(jax.devices({"cuda": "gpu", "cpu": "cpu"}[options.platform])[0]):
+        counts, complaints = judge(case, options.platform, None, collections.Counter())
+    print(*(f"{count:6} {name}" for name, count in counts.items()), *complaints, sep="\n")
+    return int(bool(complaints))
+
+
+# --- the workers' supervisor ----------------------------------------------------------------------
+
+
+class Worker:
+    """A process that runs every ``step``-th problem, replaced when it ends before its time."""
+
+    def __init__(self, options: argparse.Namespace, start: int, until: float, events: queue.Queue):
+        self.options, self.until, self.events = options, until, events
+        self.spawn(start)
+
+    def spawn(self, start: int) -> None:
+        o = self.options
+        arguments = {
+            "seed": o.seed,
+            "platform": o.platform,
+            "start": start,
+            "step": o.processes,
+            "until": self.until,
+        }
+        command = [sys.executable, __file__]
+        command += [text for key, value in arguments.items() for text in (f"--{key}", str(value))]
+        environment = {**os.environ, **WORKER_ENVIRONMENT}
+        environment["JAX_PLATFORMS"] = {"cuda": "cuda,cpu", "cpu": "cpu"}[o.platform]
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / o.processes:.3f}"
+        self.index, self.case, self.heard = start, START, time.time()
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=self.errors, text=True
+        )
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            self.events.put((self, line))
+        process.wait()
+        self.events.put((self, process))
+
+    def death(self) -> str:
+        """How the process ended, with the end of what it said last."""
+        self.errors.seek(0)
+        said = " ".join(self.errors.read().split())
+        return f"{self.case}: worker ended with {self.process.returncode}: {said[-600:]}"
+
+
+def supervise(options: argparse.Namespace) -> int:
+    began, events = time.time(), queue.Queue()
+    until = began + options.seconds
+    workers = [Worker(options, i, until, events) for i in range(options.processes)]
+    running, counts, failures = len(workers), collections.Counter(), []
+    shown = began
+    while running:
+        try:
+            worker, event = events.get(timeout=5)
+        except queue.Empty:
+            worker = None
+        now = time.time()
+        new = []
+        if worker is None:
+            pass
+        elif isinstance(event, str):
+            worker.heard = now
+            try:
+                told = json.loads(event)
+            except ValueError:  # a library's print
+                continue
+            if "begin" in told:
+                worker.index, worker.case = told["begin"], told["case"]
+            else:
+                counts.update(told["counts"])
+                new = told["complaints"]
+                worker.case = "" if new else "between two problems"
+        elif event is worker.process:
+            if event.returncode and worker.case:  # else the failure is told already
+                new = [worker.death()]
+            if now < until and worker.case != START and len(failures) < 10 * SHOWN:
+                worker.spawn(worker.index + options.processes)
+            else:
+                running -= 1
+        for each in workers:
+            if each.process.poll() is None and now - each.heard > SILENCE_S:
+                each.process.kill()
+        failures += new
+        for failure in new[: max(0, SHOWN - len(failures) + len(new))]:
+            print(f"FAILED {failure}", flush=True)
+        if now - shown > 30:
+            shown = now
+            print(f"{now - began:5.0f} s, {counts['results']} results", flush=True)
+    return report(options, counts, failures, time.time() - began)
+
+
+def report(options, counts: collections.Counter, failures: list[str], seconds: float) -> int:
+    """Prints the counts and the instances that never ran; adds both to the GPU report."""
+    ran = {n.removeprefix("instance "): c for n, c in counts.items() if n.startswith("instance ")}
+    for name, count in sorted(counts.items()):
+        print(f"{count:8} {name}")
+    known = [each.name for each in kernel_tables.instances()] if options.platform == "cuda" else []
+    missing = sorted(set(known) - set(ran))
+    print(f"{len(missing)} instances never ran:", *missing)
+    print(f"{counts['results']} results in {seconds:.0f} s, {len(failures)} failures")
+    if options.record:
+        summary = {
+            "failed": len(failures),
+            "results": counts["results"],
+            "problems": counts["problems"],
+            "seconds": round(seconds),
+            "processes": options.processes,
+            "seed": options.seed,
+            "instances": len(ran),
+            "fewest_results_of_an_instance": min(ran.values(), default=0),
+            "instances_never_run": missing,
+            "problems_left_to_xla": counts["problems left to XLA"],
+        }
+        if failures:
+            summary["failures"] = failures[:SHOWN]
+        gpu_report.update(options.record, {}, fuzz=summary)
+    return int(bool(failures) or not counts["results"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--problem", type=int, help="this problem alone, on every instance")
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--record", metavar="PATH", help="add a summary to this GPU report")
+    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)  # a worker: its first problem
+    parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.problem is not None:
+        return reproduce(options)
+    return supervise(options) if options.start is None else work(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
