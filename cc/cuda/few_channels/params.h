@@ -1,0 +1,91 @@
+// The parameter block of few_channels, and what its plans and kernels agree on. Plain data, made on
+// the host without CUDA headers.
+#ifndef JAXCONV_CUDA_FEW_CHANNELS_PARAMS_H_
+#define JAXCONV_CUDA_FEW_CHANNELS_PARAMS_H_
+
+#include <cstdint>
+
+#include "core/fast_divmod.h"
+#include "cuda/common/epilogue_params.h"
+
+namespace jaxconv::few_channels {
+
+inline constexpr int kThreads = 128;
+// fprop, wgrad: pixels of y and output channels of a tile.
+inline constexpr int kTilePixels = 128;
+inline constexpr int kTileChannels = 64;
+// Pairs of elements that a thread keeps on their way from global to shared memory.
+inline constexpr int kPairsInFlight = 4;
+// fprop: bytes of shared memory in which a warp transposes 16 pixels of a tile's channels.
+inline constexpr int kStagingBytes = 16 * kTileChannels * 2;
+// dgrad: pixels of a tile, and floats from one pixel of z to the next: a distance at which eight
+// pixels of four pairs meet no bank twice.
+inline constexpr int kDgradPixels = 256;
+constexpr int DgradPitch(int z_columns) { return z_columns <= 24 ? 24 : 56; }
+
+// One axis of the convolution: i = p * stride + r * dilation - pad.
+struct Axis {
+  int32_t in = 1, out = 1, filter = 1;  // extents of x, y and w
+  int32_t stride = 1, dilation = 1, pad = 0;
+};
+
+// What the kernels get. A launch sets the pointers.
+struct Params {
+  const void* lhs = nullptr;  // in the order of the operation's arguments
+  const void* rhs = nullptr;
+  void* out = nullptr;  // wgrad: float32 sums, one filter after another for every slice
+  Axis rows, columns;
+  int32_t c = 1, k = 1;
+  int32_t k_vector = 0;  // K is a multiple of 8: rows of w and y are aligned to 16 bytes
+  int64_t lhs_batch = 0, rhs_batch = 0, out_batch = 0;  // in elements
+  // wgrad: elements of all batches' filters.
+  int64_t out_elements = 0;
+
+  // The grid: x runs over tiles of pixels, CTA b processing tiles b, b + gridDim.x, ... (wgrad: one
+  // CTA a slice); y over the parts of the other extent (column_parts, in wgrad times row_parts) and
+  // the batch.
+  int32_t tiles = 1;  // of one batch
+  FastDivmod tiles_across, tiles_down;
+  FastDivmod column_parts, row_parts;
+  // fprop, wgrad: a tile is 8 blocks of 16 neighbouring pixels of a row of y, 1 << log2_across of
+  // them side by side. dgrad: 16 blocks of 16 pixels of a row of dy, of which only tile_columns
+  // columns of dx are complete.
+  int32_t log2_across = 0;
+  int32_t tile_rows = 8, tile_columns = 16;
+  // The halo tile: the part of the gathered tensor that a tile needs, in shared memory.
+  int32_t halo_rows = 1;
+  // fprop, wgrad: a row of it begins halo_lead (0 or 1) elements before the tile's first one, so
+  // that pairs lie in memory as in the halo tile; a pass of the CTA's threads copies a pair each.
+  int32_t halo_lead = 0;
+  int32_t halo_words = 0;      // rows of x are whole pairs
+  FastDivmod halo_row_divmod;  // by the pairs of a row
+  int32_t rows_per_pass = 0, pairs_per_pass = 0;
+  int32_t halo_pairs = 0;  // of all its rows
+  int32_t blocks_per_fetch =
+      1;                   // k-blocks that a warp multiplies while a part of the next halo arrives
+  int32_t halo_spare = 0;  // wgrad: an element of the halo tile that nobody reads
+  FastDivmod c_divmod, row_stride_divmod, column_stride_divmod;
+  int32_t pitch = 0;       // elements of a halo row; wgrad: of one channel and residue of it
+  int32_t copy_bytes = 0;  // distance of the copy that is shifted by one element; 0: there is none
+  int32_t halo_bytes = 0;
+  // fprop: the reduction is runs of neighbouring elements of a halo row, each padded to pairs.
+  int32_t runs = 1, run_elements = 1, runs_of_row = 1;
+  FastDivmod pairs_of_run;
+  int32_t k_blocks = 1;  // of 16 elements of the reduction; dgrad: of 16 channels of dy
+  // dgrad: pixel of dy in the first row (column) of the first tile's halo.
+  int32_t first_row = 0, first_column = 0;
+  int32_t row_period = 1, column_period = 1;  // taps of one residue of dx lie that far apart
+  int32_t z_step = 0;                         // floats of z between the terms of a sum
+  EpilogueParams epilogue;
+};
+
+// The parameter block of a plan.
+struct PlannedLaunch {
+  Params params;
+  int64_t shared_bytes = 0;
+  int64_t grid_x = 1, grid_y = 1;
+};
+
+}  // namespace jaxconv::few_channels
+
+#endif  // JAXCONV_CUDA_FEW_CHANNELS_PARAMS_H_

@@ -1,0 +1,420 @@
+#include "cuda/few_channels/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+#include <string>
+
+#include "core/implicit_gemm.h"
+#include "cuda/common/instances.h"
+#include "cuda/few_channels/params.h"
+
+namespace jaxconv::few_channels {
+namespace {
+
+// A line of kernels.def.
+struct Instance {
+  int64_t extent;       // output channels of fprop's tile, columns of z, rows of dw
+  int64_t ctas_per_sm;  // that its registers allow
+  int64_t warps_m = 1, warps_n = 1, warps_k = 1;
+};
+
+// At least two CTAs fit an SM of the GPUs with most.
+constexpr int64_t kMaxSharedBytes = 100 * 1024;
+constexpr int64_t kMaxHaloElements = kMaxSharedBytes / 2;
+constexpr int64_t kReservedBytesOfCta = 1024;
+constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
+constexpr int64_t kMaxGridY = 65535;
+
+// Fitted on an H200, as all constants of CyclesOfTile, to 70 timings, within 10 %
+// (docs/notes/few_channels.md).
+// It runs at 1.75 of its 1.97 GHz under this load.
+constexpr double kClockShare = 0.888325;
+// Of a kernel's start, beside gpu.launch_us: the fit counts in CyclesOfTile what is more than 0.857
+// us of it.
+constexpr double kStartUs = -0.842857;
+// Share of the GPU's DRAM rate.
+constexpr double kDramShare = 0.716528;
+// Per clock and SM: wgrad's partial results mostly stay in L2 between the two kernels.
+constexpr double kPartialBytesPerCycle = 20;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
+int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+struct Tiling {
+  Params params;
+  int64_t shared_bytes = 0;
+  int64_t grid_y = 1;
+  int64_t halo_elements = 0;  // that a tile copies
+};
+
+Axis MakeAxis(const ConvProblem& problem, int a) {
+  Axis axis;
+  axis.in = static_cast<int32_t>(problem.in[a]);
+  axis.out = static_cast<int32_t>(problem.out[a]);
+  axis.filter = static_cast<int32_t>(problem.filter[a]);
+  axis.stride = static_cast<int32_t>(problem.stride[a]);
+  // One tap has no distance to the next.
+  axis.dilation = static_cast<int32_t>(problem.filter[a] > 1 ? problem.dilation[a] : 1);
+  axis.pad = static_cast<int32_t>(problem.pad_lo[a]);
+  return axis;
+}
+
+Status HaloTooLarge() {
+  return Status::Unimplemented("a tile's halo has more than " + std::to_string(kMaxHaloElements) +
+                               " elements");
+}
+
+// Bytes of `elements` as they are copied, twice if `twice`; the copies' banks differ by half.
+Status SetHaloBytes(int64_t elements, bool twice, Params* params) {
+  if (elements > kMaxHaloElements) return HaloTooLarge();
+  const int64_t bytes = RoundUp(elements * 2 + 16, 128);
+  params->copy_bytes = static_cast<int32_t>(twice ? bytes + 64 : 0);
+  params->halo_bytes = static_cast<int32_t>(RoundUp(params->copy_bytes + bytes, 128));
+  return {};
+}
+
+// k-blocks of a warp for each part in which the next halo is fetched.
+int32_t BlocksOfFetch(int64_t k_blocks, const Params& params) {
+  constexpr int64_t kPairsOfFetch = int64_t{kPairsInFlight} * kThreads;
+  return static_cast<int32_t>(CeilDiv(k_blocks, CeilDiv(params.halo_pairs, kPairsOfFetch)));
+}
+
+// fprop and wgrad: the shape of a tile of 128 pixels that copies least in all.
+Status ShapeTile(const ConvProblem& problem, Tiling* tiling) {
+  Params& params = tiling->params;
+  int64_t row_elements = 0;
+  double least = HUGE_VAL;
+  for (int32_t log2_across = 0; log2_across <= 3; ++log2_across) {
+    const int64_t rows = 8 >> log2_across, columns = int64_t{16} << log2_across;
+    const int64_t halo_rows =
+        (rows - 1) * params.rows.stride + (params.rows.filter - 1) * params.rows.dilation + 1;
+    const int64_t halo_columns = (columns - 1) * params.columns.stride +
+                                 (params.columns.filter - 1) * params.columns.dilation + 1;
+    if (std::max({halo_rows, halo_columns, problem.c}) > kMaxHaloElements) continue;
+    const int64_t down = CeilDiv(params.rows.out, rows);
+    const int64_t across = CeilDiv(params.columns.out, columns);
+    const int64_t elements = halo_rows * halo_columns * problem.c;
+    // A pixel's row of y is worth about 16 elements of x.
+    const double work =
+        static_cast<double>(down * across) * static_cast<double>(elements + kTilePixels * 16);
+    if (work >= least) continue;
+    least = work;
+    params.log2_across = log2_across;
+    params.tile_rows = static_cast<int32_t>(rows);
+    params.tile_columns = static_cast<int32_t>(columns);
+    params.halo_rows = static_cast<int32_t>(halo_rows);
+    row_elements = halo_columns * problem.c;
+    params.tiles_down = FastDivmod(down);
+    params.tiles_across = FastDivmod(across);
+    tiling->halo_elements = elements;
+  }
+  if (least == HUGE_VAL || tiling->halo_elements > kMaxHaloElements) return HaloTooLarge();
+  // A tile's first column is a multiple of 16, so all tiles begin at elements of one parity.
+  params.halo_lead = static_cast<int32_t>(std::abs(params.columns.pad * problem.c) % 2);
+  params.halo_words = params.columns.in * problem.c % 2 == 0;
+  const int64_t pairs = CeilDiv(row_elements + params.halo_lead, 2);
+  params.halo_row_divmod = FastDivmod(pairs);
+  params.halo_pairs = static_cast<int32_t>(params.halo_rows * pairs);
+  params.rows_per_pass = static_cast<int32_t>(kThreads / pairs);
+  params.pairs_per_pass = static_cast<int32_t>(kThreads % pairs);
+  return {};
+}
+
+Status TileFprop(const ConvProblem& problem, Tiling* tiling) {
+  Params& params = tiling->params;
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, tiling));
+  const bool whole_rows = params.columns.dilation == 1;
+  if (!whole_rows && problem.c % 2 != 0) {
+    return Status::Unimplemented("a dilated filter row of an odd number of channels");
+  }
+  params.runs_of_row = whole_rows ? 1 : params.columns.filter;
+  params.runs = params.rows.filter * params.runs_of_row;
+  params.run_elements =
+      static_cast<int32_t>(whole_rows ? params.columns.filter * problem.c : problem.c);
+  const int64_t pairs = CeilDiv(params.run_elements, 2);
+  params.pairs_of_run = FastDivmod(pairs);
+  params.k_blocks = static_cast<int32_t>(CeilDiv(params.runs * pairs, 8));
+  params.blocks_per_fetch = BlocksOfFetch(params.k_blocks, params);
+  params.pitch = static_cast<int32_t>(params.halo_row_divmod.divisor * 2);
+  JAXCONV_RETURN_IF_ERROR(
+      SetHaloBytes(int64_t{params.halo_rows} * params.pitch,
+                   params.halo_lead != 0 || params.columns.stride * problem.c % 2 != 0, &params));
+  // The filter and its table, two halo tiles, and the outputs of every warp.
+  tiling->shared_bytes = int64_t{params.k_blocks} * (16 * 128 + 64) +
+                         2 * int64_t{params.halo_bytes} + kThreads / 32 * kStagingBytes;
+  const int64_t parts = CeilDiv(problem.k, kTileChannels);
+  params.column_parts = FastDivmod(parts);
+  tiling->grid_y = parts * problem.batch;
+  return {};
+}
+
+Status TileWgrad(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
+  Params& params = tiling->params;
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, tiling));
+  const Axis& columns = params.columns;
+  const int64_t most =
+      params.tile_columns - 1 + int64_t{columns.filter - 1} * columns.dilation / columns.stride;
+  // 4 words beyond a multiple of 8: neighbouring rows of the filter meet few banks twice.
+  params.pitch = static_cast<int32_t>((most + 2 + 7) / 16 * 16 + 8);
+  bool odd = false;
+  for (int64_t s = 0; s < columns.filter && !odd; ++s) {
+    odd = s * columns.dilation / columns.stride % 2 != 0;
+  }
+  const int64_t row_elements = problem.c * columns.stride * params.pitch;
+  const int64_t elements = params.halo_rows * row_elements;
+  JAXCONV_RETURN_IF_ERROR(SetHaloBytes(elements, odd, &params));
+  // Behind the last row, whichever row it is counted from.
+  params.halo_spare = static_cast<int32_t>(row_elements - 1);
+  tiling->shared_bytes = 2 * (int64_t{kTilePixels} * 128 + params.halo_bytes) +
+                         int64_t{params.halo_row_divmod.divisor} * 4;
+  const int64_t column_parts = CeilDiv(problem.k, kTileChannels);
+  const int64_t row_parts = CeilDiv(problem.taps() * problem.c, instance.extent);
+  params.column_parts = FastDivmod(column_parts);
+  params.row_parts = FastDivmod(row_parts);
+  params.out_elements = problem.w_elements();
+  params.blocks_per_fetch = BlocksOfFetch(kTilePixels / 16 / instance.warps_k, params);
+  tiling->grid_y = column_parts * row_parts * problem.batch;
+  return {};
+}
+
+Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
+  Params& params = tiling->params;
+  const Axis &rows = params.rows, &columns = params.columns;
+  if (columns.filter * problem.c > instance.extent) {
+    return Status::Unimplemented("C S is " + std::to_string(columns.filter * problem.c) +
+                                 ", expected at most " + std::to_string(instance.extent));
+  }
+  const int64_t first_row = -FloorDiv((rows.filter - 1) * rows.dilation - rows.pad, rows.stride);
+  const int64_t first_column =
+      -FloorDiv((columns.filter - 1) * columns.dilation - columns.pad, columns.stride);
+  double least = HUGE_VAL;
+  for (int32_t log2_across = 0; log2_across <= 3; ++log2_across) {
+    const int64_t block_rows = 16 >> log2_across, pixels = int64_t{16} << log2_across;
+    // A warp's rows are four apart where it has several.
+    if (log2_across < 2 && 4 % rows.stride != 0) continue;
+    const int64_t tile_rows = block_rows / rows.stride * rows.stride;
+    // The columns of dx whose pixels of dy all lie among `pixels`.
+    const int64_t most =
+        ((pixels + first_column) * columns.stride - columns.pad) / columns.stride * columns.stride;
+    if (tile_rows == 0 || (pixels + first_column) * columns.stride - columns.pad < columns.stride) {
+      continue;
+    }
+    const int64_t halo_rows = FloorDiv(block_rows - 1 + rows.pad, rows.stride) - first_row + 1;
+    if (halo_rows > kMaxHaloElements) continue;
+    const int64_t across = CeilDiv(columns.in, most);
+    const int64_t tile_columns = RoundUp(CeilDiv(columns.in, across), columns.stride);
+    const int64_t down = CeilDiv(rows.in, tile_rows);
+    const double work =
+        static_cast<double>(down * across) * static_cast<double>(kDgradPixels + halo_rows * pixels);
+    if (work >= least) continue;
+    least = work;
+    params.log2_across = log2_across;
+    params.tile_rows = static_cast<int32_t>(tile_rows);
+    params.tile_columns = static_cast<int32_t>(tile_columns);
+    params.halo_rows = static_cast<int32_t>(halo_rows);
+    params.tiles_down = FastDivmod(down);
+    params.tiles_across = FastDivmod(across);
+    tiling->halo_elements = halo_rows * pixels * 64;
+  }
+  if (least == HUGE_VAL) return Status::Unimplemented("strides and filter fit no tile");
+  if (tiling->halo_elements > kMaxHaloElements) return HaloTooLarge();
+  params.first_row = static_cast<int32_t>(first_row);
+  params.first_column = static_cast<int32_t>(first_column);
+  params.row_period = rows.stride / std::gcd(rows.dilation, rows.stride);
+  params.column_period = columns.stride / std::gcd(columns.dilation, columns.stride);
+  params.k_blocks = static_cast<int32_t>(CeilDiv(problem.k, 16));
+  const int64_t blocks_n = instance.extent / 8;
+  const int64_t z_pitch = DgradPitch(static_cast<int>(instance.extent));
+  const int64_t z_bytes = kDgradPixels * z_pitch * 4;
+  params.z_step =
+      static_cast<int32_t>(params.column_period * problem.c -
+                           columns.dilation * params.column_period / columns.stride * z_pitch);
+  params.halo_bytes = static_cast<int32_t>(std::max(tiling->halo_elements * 2, z_bytes));
+  tiling->shared_bytes = params.halo_bytes +
+                         int64_t{rows.filter} * params.k_blocks * blocks_n * 256 +
+                         params.tile_columns * problem.c * 8;
+  tiling->grid_y = problem.batch;
+  return {};
+}
+
+Status Check(const KernelDesc& kernel, const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  if (problem.output_dtype() != kernel.dtype) {
+    return Status::Unimplemented(std::string("expected an output of type ") + Name(kernel.dtype) +
+                                 ", got " + Name(problem.output_dtype()));
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
+  if (problem.groups != 1) return Status::Unimplemented("expected one group");
+  if (problem.in[0] != 1 || problem.filter[0] != 1 || problem.out[0] != 1) {
+    return Status::Unimplemented("expected at most two spatial axes");
+  }
+  for (int64_t dilation : problem.lhs_dilation) {
+    if (dilation != 1) return Status::Unimplemented("expected no lhs_dilation");
+  }
+  if (problem.op != Op::kFprop && problem.k % 8 != 0) {
+    return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of 8");
+  }
+  // The sizes that 32-bit coordinates hold.
+  ImplicitGemm gemm;
+  JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &gemm));
+  const int64_t reach = problem.in[2] + problem.out[2] * problem.stride[2] +
+                        problem.filter[2] * problem.dilation[2] + std::abs(problem.pad_lo[2]);
+  if (problem.in_pixels() * problem.c >= int64_t{1} << 31 || reach * problem.c >= int64_t{1}
+                                                                                      << 31) {
+    return Status::Unimplemented("an image, or a row with its padding, of 2^31 elements");
+  }
+  return {};
+}
+
+Status MakeTiling(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                  Tiling* tiling) {
+  Params& params = tiling->params;
+  params.rows = MakeAxis(problem, 1);
+  params.columns = MakeAxis(problem, 2);
+  params.c = static_cast<int32_t>(problem.c);
+  params.k = static_cast<int32_t>(problem.k);
+  params.k_vector = problem.k % 8 == 0;
+  const int64_t x = problem.x_elements() / problem.batch;
+  const int64_t w = problem.w_elements() / problem.batch;
+  const int64_t y = problem.y_elements() / problem.batch;
+  params.lhs_batch = problem.op == Op::kDgrad ? y : x;
+  params.rhs_batch = problem.op == Op::kWgrad ? y : w;
+  params.out_batch = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
+  params.c_divmod = FastDivmod(problem.c);
+  params.row_stride_divmod = FastDivmod(problem.stride[1]);
+  params.column_stride_divmod = FastDivmod(problem.stride[2]);
+  JAXCONV_RETURN_IF_ERROR(problem.op == Op::kFprop   ? TileFprop(problem, tiling)
+                          : problem.op == Op::kDgrad ? TileDgrad(instance, problem, tiling)
+                                                     : TileWgrad(instance, problem, tiling));
+  const int64_t most_bytes = std::min(kMaxSharedBytes, gpu.smem_per_block_optin);
+  if (tiling->shared_bytes > most_bytes) {
+    return Status::Unimplemented("a tile needs " + std::to_string(tiling->shared_bytes) +
+                                 " bytes of shared memory, expected at most " +
+                                 std::to_string(most_bytes));
+  }
+  if (tiling->grid_y > kMaxGridY) return Status::Unimplemented("too many batches for the grid");
+  params.tiles =
+      static_cast<int32_t>(problem.n * params.tiles_down.divisor * params.tiles_across.divisor);
+  return {};
+}
+
+// CTAs that an SM holds at a time.
+int64_t CtasOfSm(const Instance& instance, const Tiling& tiling, const Gpu& gpu) {
+  return std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
+                                            (tiling.shared_bytes + kReservedBytesOfCta));
+}
+
+// wgrad sums through the workspace even in one slice: there is one way to store the sums.
+int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
+  return problem.op == Op::kWgrad ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
+}
+
+// Cycles of a tile: what it takes of its SM, and how long it lasts where few CTAs share the SM.
+struct TileCycles {
+  double start = 0;  // of a CTA: the filter or the tables
+  double work = 0, latency = 0;
+};
+
+TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem,
+                        const Tiling& tiling) {
+  const Params& params = tiling.params;
+  const auto elements = static_cast<double>(tiling.halo_elements);
+  const double k_blocks = params.k_blocks;
+  if (problem.op == Op::kFprop) {
+    const double twice = params.copy_bytes > 0 ? 1.19 : 1.0;
+    const double pairwise_stores = params.k_vector != 0 ? 0 : 2200;
+    const double work = 375 + 0.42 * elements * twice + 157 * k_blocks + pairwise_stores;
+    return {300, work, work + 2900 + 630 * k_blocks};
+  }
+  if (problem.op == Op::kDgrad) {
+    const double copies = elements / 64 * std::ceil(k_blocks / 4);
+    const double products = static_cast<double>(params.rows.filter) / params.rows.stride *
+                            k_blocks * static_cast<double>(instance.extent);
+    const double outputs = static_cast<double>(params.tile_rows) * params.tile_columns * params.c;
+    const double work = 210 + 1.07 * copies + 6.4 * products + 0.46 * outputs;
+    return {6700, work, work + 4800};
+  }
+  const double work = 880 + 0.34 * elements + 6.8 * static_cast<double>(instance.extent);
+  return {5500, work, work + 2600};
+}
+
+double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                    const Tiling& tiling, int64_t ctas) {
+  const int64_t resident = CtasOfSm(instance, tiling, gpu);
+  const int64_t active = std::min(resident, CeilDiv(ctas * tiling.grid_y, gpu.sm_count));
+  const int64_t waves = CeilDiv(ctas * tiling.grid_y, gpu.sm_count * resident);
+  const TileCycles tile = CyclesOfTile(instance, problem, tiling);
+  const double cycles =
+      tile.start + static_cast<double>(CeilDiv(tiling.params.tiles, ctas) * waves) *
+                       std::max(static_cast<double>(active) * tile.work, tile.latency);
+  const double bytes =
+      2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements());
+  const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
+  const double start = gpu.launch_us + kStartUs;
+  double microseconds =
+      start + std::max(cycles / cycles_per_us, bytes / (gpu.dram_bytes_per_us * kDramShare));
+  if (problem.op == Op::kWgrad) {
+    microseconds += start + 2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
+                                (kPartialBytesPerCycle * gpu.sm_count * cycles_per_us);
+  }
+  return microseconds;
+}
+
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, problem));
+  Tiling tiling;
+  JAXCONV_RETURN_IF_ERROR(MakeTiling(instance, problem, gpu, &tiling));
+  const bool wgrad = problem.op == Op::kWgrad;
+  const int64_t tiles = tiling.params.tiles;
+  const int64_t most_slices = wgrad ? tiles : 1;
+  if (slices < 0 || slices > most_slices) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most_slices) +
+                                   ", got " + std::to_string(slices));
+  }
+  // As many CTAs as the GPU holds at a time.
+  const int64_t slots = gpu.sm_count * CtasOfSm(instance, tiling, gpu) / tiling.grid_y;
+  int64_t ctas = std::clamp<int64_t>(slots, 1, tiles);
+  if (wgrad) {
+    const int64_t most = kMaxWorkspaceBytes / WorkspaceBytes(problem, 1);
+    ctas = slices > 0 ? slices : std::max<int64_t>(1, std::min(ctas, most));
+  }
+  auto planned = std::make_shared<PlannedLaunch>();
+  planned->params = tiling.params;
+  planned->shared_bytes = tiling.shared_bytes;
+  planned->grid_x = ctas;
+  planned->grid_y = tiling.grid_y;
+  plan->kernel = &kernel;
+  plan->slices = wgrad ? ctas : 1;
+  plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
+  plan->microseconds = Microseconds(instance, problem, gpu, tiling, ctas);
+  plan->params = std::move(planned);
+  return {};
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define JAXCONV_ADD(op, dtype, variant, instance)                                                 \
+  all.push_back({JAXCONV_NAME(op, few_channels, dtype, variant), "few_channels", JAXCONV_OP_##op, \
+                 JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
+#define KERNEL(ops, types, variant, header, form, arguments)         \
+  {                                                                  \
+    static constexpr Instance instance = {JAXCONV_UNPACK arguments}; \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)     \
+  }
+#include "cuda/few_channels/kernels.def"
+#undef KERNEL
+#undef JAXCONV_ADD
+    return all;
+  }();
+  return kernels;
+}
+
+}  // namespace jaxconv::few_channels

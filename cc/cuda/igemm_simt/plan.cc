@@ -1,0 +1,198 @@
+#include "cuda/igemm_simt/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "cuda/common/instances.h"
+#include "cuda/igemm_simt/params.h"
+
+namespace jaxconv::igemm_simt {
+namespace {
+
+// A line of kernels.def.
+struct Instance {
+  int64_t tile_m, tile_n, thread_n, warps_m, warps_n, lanes_m, lanes_n, ctas_per_sm;
+  bool vec;
+  double gather_share, wgrad_share;
+
+  int64_t warps() const { return warps_m * warps_n; }
+  bool wide() const { return thread_n == 16; }
+};
+
+// Partial results of split-K take at most this much workspace.
+constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
+constexpr int64_t kMaxSlices = 1024;
+// A slice shorter than this spends more time on its prologue and epilogue than on its sum.
+constexpr int64_t kMinBlocksPerSlice = 16;
+constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
+
+// Fitted on an H200 (docs/notes/igemm_simt.md).
+// A kernel's start beyond gpu.launch_us.
+constexpr double kStartUs = 1.345685;
+// Share of the GPU's DRAM rate.
+constexpr double kDramShare = 0.963111;
+// A CTA's first loads and its stores leave the FMA units idle for about as long as its outputs take
+// at 12 bytes a cycle (measured on CTAs of 8 k-blocks).
+constexpr double kEdgeBytesPerCycle = 12;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
+  return slices > 1 ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
+}
+
+Status RequireMultipleOf4(const char* what, int64_t value) {
+  if (value % 4 == 0) return {};
+  return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
+                               " is not a multiple of 4");
+}
+
+Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
+  if (!instance.vec) return {};
+  JAXCONV_RETURN_IF_ERROR(RequireMultipleOf4("C/groups", problem.c_per_group()));
+  JAXCONV_RETURN_IF_ERROR(RequireMultipleOf4("K/groups", problem.k_per_group()));
+  if (problem.op == Op::kWgrad && problem.lhs_dilation != Spatial{1, 1, 1}) {
+    return Status::Unimplemented("wgrad with lhs_dilation is left to the scalar instances");
+  }
+  return {};
+}
+
+// k-blocks of one CTA of fprop or dgrad, averaged over stride residue classes and not below 1.
+int64_t GatherBlocks(const Instance& instance, const ConvProblem& problem,
+                     const ImplicitGemm& gemm) {
+  const double taps = static_cast<double>(problem.taps()) /
+                      (gemm.axis[0].tap_period * gemm.axis[1].tap_period * gemm.axis[2].tap_period);
+  const double blocks = instance.vec ? taps * CeilDiv(gemm.reduce_channels, kTileK)
+                                     : std::ceil(taps * gemm.reduce_channels / kTileK);
+  return std::max<int64_t>(1, std::llround(blocks));
+}
+
+// The FMA rate of an SM that holds only `ctas` CTAs, against a full one. An SM has four schedulers
+// and the slowest limits the throughput: it has ceil(warps / 4) of the warps. Measured on last
+// waves of one and two CTAs: one warp alone hides none of its own latencies (0.5), two 8x8 warps
+// nearly all (0.88), two 8x16 warps all.
+double RateOfCtas(const Instance& instance, int64_t ctas) {
+  if (ctas >= instance.ctas_per_sm) return 1;
+  const int64_t warps = ctas * instance.warps();
+  const int64_t deepest = CeilDiv(warps, 4);
+  const double rate = deepest == 1 ? 0.5 : deepest == 2 && !instance.wide() ? 0.88 : 1.0;
+  return rate * warps / (4 * deepest);
+}
+
+// `ctas` CTAs of `blocks` k-blocks each. The SMs take CTAs as they finish, so the busiest one runs
+// ceil(ctas / SMs) of them, as many at a time as fit.
+double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                    int64_t ctas, int64_t blocks, int64_t slices) {
+  const double share = problem.op == Op::kWgrad ? instance.wgrad_share : instance.gather_share;
+  const auto outputs = static_cast<double>(instance.tile_m * instance.tile_n);
+  const double cta_cycles =
+      blocks * outputs * kTileK / gpu.fma_per_clock / share + outputs * 4 / kEdgeBytesPerCycle;
+  const int64_t per_sm = CeilDiv(ctas, gpu.sm_count);
+  const int64_t rest = per_sm % instance.ctas_per_sm;
+  double cycles = (per_sm - rest) * cta_cycles;
+  if (rest > 0) cycles += rest * cta_cycles / RateOfCtas(instance, rest);
+  const double bytes = problem.x_elements() * ByteWidth(problem.x_dtype) +
+                       problem.w_elements() * ByteWidth(problem.w_dtype) +
+                       problem.y_elements() * ByteWidth(problem.y_dtype);
+  const double bytes_per_us = gpu.dram_bytes_per_us * kDramShare;
+  const double start = gpu.launch_us + kStartUs;
+  double microseconds = std::max(start + cycles / gpu.cycles_per_us(), bytes / bytes_per_us);
+  if (slices > 1) {
+    // Written once, and read once by a kernel of its own.
+    microseconds += start + 2.0 * WorkspaceBytes(problem, slices) / bytes_per_us;
+  }
+  return microseconds;
+}
+
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  auto planned = std::make_shared<PlannedLaunch>();
+  Params& params = planned->params;
+  JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &params.gemm));
+  const ImplicitGemm& gemm = params.gemm;
+  const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.tile_n);
+  const int64_t m_tiles = CeilDiv(gemm.gemm_m, instance.tile_m);
+  const int64_t batch_groups = gemm.batches * gemm.groups;
+  const bool wgrad = problem.op == Op::kWgrad;
+  const int64_t tiles = n_tiles * m_tiles * batch_groups * (wgrad ? 1 : gemm.phases);
+  const int64_t blocks =
+      wgrad ? CeilDiv(gemm.reduce_pixels, kTileK) : GatherBlocks(instance, problem, gemm);
+  const int64_t most_slices = wgrad ? blocks : 1;
+  if (slices < 0 || slices > most_slices) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most_slices) +
+                                   ", got " + std::to_string(slices));
+  }
+  if (tiles * std::max<int64_t>(1, slices) > kMaxCtas) {
+    return Status::Unimplemented("the grid has " +
+                                 std::to_string(tiles * std::max<int64_t>(1, slices)) +
+                                 " tiles, expected less than 2^31");
+  }
+  const int64_t b_step_bytes = gemm.b_reduce * kTileK * ByteWidth(problem.rhs_dtype());
+  if (b_step_bytes >> 32 != 0) {
+    return Status::Unimplemented("more than 2^27 output channels");
+  }
+  auto predict = [&](int64_t count) {
+    return Microseconds(instance, problem, gpu, tiles * count, CeilDiv(blocks, count), count);
+  };
+  plan->slices = slices == 0 ? 1 : slices;
+  plan->microseconds = predict(plan->slices);
+  if (slices == 0 && wgrad) {
+    const int64_t most =
+        std::min({blocks / kMinBlocksPerSlice, kMaxWorkspaceBytes / WorkspaceBytes(problem, 2) * 2,
+                  kMaxSlices, kMaxCtas / tiles});
+    for (int64_t count = 2; count <= most; ++count) {
+      // Only slices that are all of the same length but the last, and none empty.
+      if (CeilDiv(blocks, CeilDiv(blocks, count)) != count) continue;
+      const double microseconds = predict(count);
+      if (microseconds < plan->microseconds) {
+        plan->microseconds = microseconds;
+        plan->slices = count;
+      }
+    }
+  }
+  params.out_is_f32 = plan->slices > 1 || problem.output_dtype() == DType::kF32;
+  params.n_tiles = FastDivmod(n_tiles);
+  params.m_tiles = FastDivmod(m_tiles);
+  params.batch_groups = FastDivmod(batch_groups);
+  params.slices = FastDivmod(plan->slices);
+  params.b_step_bytes = static_cast<uint32_t>(b_step_bytes);
+  if (wgrad) {
+    params.blocks_per_slice = static_cast<int32_t>(CeilDiv(blocks, plan->slices));
+    params.slice_elements = plan->slices > 1 ? problem.w_elements() : 0;
+  }
+  planned->ctas = tiles * plan->slices;
+  planned->out_dtype = problem.output_dtype();
+  plan->kernel = &kernel;
+  plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
+  plan->params = std::move(planned);
+  return {};
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define JAXCONV_ADD(op, dtype, variant, instance)                                             \
+  all.push_back({JAXCONV_NAME(op, igemm_simt, dtype, variant), "igemm_simt", JAXCONV_OP_##op, \
+                 JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
+#define KERNEL(ops, types, variant, header, form, arguments, shares)                        \
+  {                                                                                         \
+    static constexpr Instance instance = {JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares}; \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)                            \
+  }
+#include "cuda/igemm_simt/kernels.def"
+#undef KERNEL
+#undef JAXCONV_ADD
+    return all;
+  }();
+  return kernels;
+}
+
+}  // namespace jaxconv::igemm_simt

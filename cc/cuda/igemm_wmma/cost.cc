@@ -1,0 +1,78 @@
+#include "cuda/igemm_wmma/cost.h"
+
+#include <algorithm>
+
+namespace jaxconv::igemm_wmma {
+namespace {
+
+// An H200 runs at 1.75 of its 1.97 GHz under this load.
+constexpr double kClockShare = 0.888325;
+// A kernel's start beyond gpu.launch_us: 1.714 us from one kernel of a CUDA graph to the next.
+constexpr double kStartUs = 0.014286;
+// Share of the GPU's DRAM rate.
+constexpr double kDramShare = 0.716528;
+// Per clock and SM. 127.7 bytes were measured for shared memory alone, 43 to 55 for tiles that many
+// SMs read from L2 at about the same time.
+constexpr double kSharedBytesPerCycle = 128;
+constexpr double kL2BytesPerCycle = 43.4;
+// Partial results mostly stay in L2 between the two kernels.
+constexpr double kPartialBytesPerCycle = 20;
+// Filling the pipeline: decoding the tile's rows, and one round trip to DRAM. Resident CTAs hide it
+// from each other.
+constexpr double kPrologueCycles = 4000;
+// Accumulators through shared memory to the output.
+constexpr double kEpilogueBytesPerCycle = 28;
+// Outputs that are not stored by 16 bytes, each of a tile.
+constexpr double kUnalignedCycles = 0.25;
+// Shared memory that the runtime keeps for each CTA.
+constexpr int64_t kReservedBytesOfCta = 1024;
+
+// The rate of an SM that holds only `ctas` of its `resident` CTAs, against a full one: too few
+// warps to hide each other's loads and barriers.
+double RateOfCtas(int64_t ctas, int64_t resident) {
+  const double share = static_cast<double>(ctas) / static_cast<double>(resident);
+  return share <= 0.25 ? 0.44 : share <= 0.5 ? 0.65 : 1.0;
+}
+
+}  // namespace
+
+int64_t ResidentCtas(const TileCost& tile, const Gpu& gpu) {
+  return std::min(tile.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
+                                        (tile.shared_bytes + kReservedBytesOfCta));
+}
+
+double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
+  const int64_t resident = ResidentCtas(tile, gpu);
+  const double tile_k = static_cast<double>(tile.tile_k_bytes) / work.element_bytes;
+  // 32-bit operands are multiplied at half the rate.
+  const double mma = gpu.mma_sync_per_clock * 2 / work.element_bytes;
+  const double tensor = tile.tile_m * tile.tile_n * tile_k / mma;
+  const double warps = static_cast<double>(tile.warps_m * tile.warps_n);
+  const double fill = static_cast<double>((tile.tile_m + tile.tile_n) * tile.tile_k_bytes);
+  const double fragments =
+      warps * (tile.tile_m / tile.warps_m + tile.tile_n / tile.warps_n) * tile.tile_k_bytes;
+  const double shared = (fill + fragments) / kSharedBytesPerCycle;
+  const double l2 = fill / kL2BytesPerCycle;
+  const double share = work.wgrad ? tile.wgrad_share : tile.gather_share;
+  const double cta = work.blocks * std::max({tensor, shared, l2}) / share;
+  const auto outputs = static_cast<double>(tile.tile_m * tile.tile_n);
+  const double edge = kPrologueCycles / static_cast<double>(resident) +
+                      outputs * 4 / kEpilogueBytesPerCycle +
+                      (work.unaligned_output ? outputs * kUnalignedCycles : 0);
+  // The busiest SM; its last CTAs may be too few to keep the tensor cores busy.
+  const int64_t per_sm = (work.ctas + gpu.sm_count - 1) / gpu.sm_count;
+  const int64_t last = per_sm % resident;
+  double cycles = static_cast<double>(per_sm) * edge + static_cast<double>(per_sm - last) * cta;
+  if (last > 0) cycles += static_cast<double>(last) * cta / RateOfCtas(last, resident);
+  const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
+  const double start = gpu.launch_us + kStartUs;
+  double microseconds = start + std::max(cycles / cycles_per_us,
+                                         work.dram_bytes / (gpu.dram_bytes_per_us * kDramShare));
+  if (work.partial_bytes > 0) {
+    microseconds +=
+        start + 2 * work.partial_bytes / (kPartialBytesPerCycle * gpu.sm_count * cycles_per_us);
+  }
+  return microseconds;
+}
+
+}  // namespace jaxconv::igemm_wmma
