@@ -32,8 +32,9 @@ def sources(program: pathlib.Path) -> list[pathlib.Path]:
             for root in (CC, TESTS):
                 header = root / name
                 if header.exists():
-                    # A header's definitions carry its name, not always its folder (kernel_table).
-                    pending += [header, *root.rglob(f"{header.stem}.cc")]
+                    # The registry is declared in cuda/common and defined above the families.
+                    beside = (header.with_suffix(".cc"), header.parents[1] / f"{header.stem}.cc")
+                    pending += [header, *(s for s in beside if s.exists())]
     return found
 
 
@@ -63,12 +64,14 @@ def onednn_flags() -> tuple[list[str], list[str]]:
 def test_there_are_programs():
     names = {program.name for program in PROGRAMS}
     assert names >= {
+        "choices_test.cc",
         "conv_problem_test.cc",
-        "cost_model_test.cc",
         "fast_divmod_test.cc",
+        "gpu_test.cc",
         "igemm_wgmma_test.cc",
         "implicit_gemm_test.cc",
         "onednn_conv_test.cc",
+        "plan_cache_test.cc",
         "select_test.cc",
     }
 

@@ -1,6 +1,6 @@
 """The layers of the code, read off its includes and imports: arrows never turn back.
 
-core <- ptx <- device <- kernels <- ffi <- bindings, core <- select <- kernels, core <- cpu <- ffi
+core <- cuda/ptx <- cuda/common <- families <- cuda <- ffi <- bindings, core <- cpu <- ffi
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 CC = REPOSITORY / "cc"
 
+# A folder of cc/cuda with a table is a family; families do not see each other.
+FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
+
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "cuda/ptx": {"core", "cuda/ptx"},
-    "cuda/device": {"core", "cuda/ptx", "cuda/device"},
-    # Selection sees a kernel as a row of a table, never its code; a kernel provides its row.
-    "cuda/select": {"core", "cuda/select"},
-    "cuda/kernels": {"core", "cuda/ptx", "cuda/device", "cuda/select", "cuda/kernels"},
-    "ffi": {"core", "cpu", "cuda/select", "cuda/kernels", "ffi"},
+    "cuda/common": {"core", "cuda/ptx", "cuda/common"},
+    **{family: {"core", "cuda/ptx", "cuda/common", family} for family in FAMILIES},
+    # The registry and the launch table: the files of cc/cuda itself.
+    "cuda": {"core", "cuda", "cuda/common", *FAMILIES},
+    "ffi": {"core", "cpu", "cuda/common", "ffi"},
     # The Python module sees the interface of a platform and nothing behind it.
     "bindings": {"ffi"},
 }
@@ -32,9 +35,9 @@ MAY_USE = {
     "core": set(),
     "cpu": {"dnnl", "intrinsics", "memory advice", "openmp"},
     "cuda/ptx": {"cuda"},
-    "cuda/device": {"cuda"},
-    "cuda/select": set(),
-    "cuda/kernels": {"cuda"},
+    "cuda/common": {"cuda"},
+    **{family: {"cuda"} for family in FAMILIES},
+    "cuda": set(),
     "ffi": {"xla"},
     "bindings": {"nanobind"},
 }
@@ -47,13 +50,15 @@ FOREIGN = {
     "xla": re.compile(r"xla/.*"),
     "nanobind": re.compile(r"nanobind/.*"),
 }
-# Of the kernels only what the handlers call: rows, the table and the device query.
-FFI_MAY_SEE_OF_KERNELS = re.compile(r"cuda/kernels/\w+\.h")
+# What is selected and planned without a toolkit knows no CUDA: all .cc files of cc/cuda, and what the
+# handlers include.
+PLAIN = re.compile(r".*\.(h|cc|def)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
 def layer_of(path: str) -> str | None:
-    return next((layer for layer in MAY_INCLUDE if path.startswith(f"{layer}/")), None)
+    folder = path.rpartition("/")[0]
+    return folder if folder in MAY_INCLUDE else None
 
 
 def forbidden_includes(path: str, text: str) -> list[str]:
@@ -68,13 +73,10 @@ def forbidden_includes(path: str, text: str) -> list[str]:
         if target is not None and bracket == '"':
             if target not in MAY_INCLUDE[layer]:
                 wrong.append(f"{path}: {layer} must not include {name} of {target}")
-            elif (layer, target) == (
-                "ffi",
-                "cuda/kernels",
-            ) and not FFI_MAY_SEE_OF_KERNELS.fullmatch(name):
-                wrong.append(f"{path}: handlers see only the plain headers of kernels, not {name}")
+            elif (layer == "ffi" or path.endswith(".cc")) and not PLAIN.fullmatch(name):
+                wrong.append(f"{path}: plain C++ sees no device code, not {name}")
         elif kind is not None:
-            if kind not in MAY_USE[layer]:
+            if kind not in MAY_USE[layer] or (kind == "cuda" and path.endswith(".cc")):
                 wrong.append(f"{path}: {layer} must not include {name} ({kind})")
         elif not re.fullmatch(r"[a-z_0-9]+", name):  # standard headers have neither '/' nor '.'
             wrong.append(f"{path}: {name} is neither ours nor of the standard library")
@@ -95,22 +97,25 @@ def test_every_include_follows_the_layers():
 @pytest.mark.parametrize(
     ("path", "include"),
     [
-        ("core/a.h", '"cuda/device/b.cuh"'),
+        ("core/a.h", '"cuda/common/b.cuh"'),
         ("core/a.h", "<cuda_runtime.h>"),
         ("core/a.h", '"xla/ffi/api/ffi.h"'),
         ("core/a.h", "<unistd.h>"),
-        ("cuda/device/a.cuh", '"cuda/kernels/b.cuh"'),
-        ("cuda/device/a.cuh", '"cuda/select/b.h"'),
-        ("cuda/select/a.cc", '"cuda/kernels/b.h"'),
-        ("cuda/select/a.cc", "<cuda_runtime.h>"),
-        ("cuda/kernels/a.cu", '"ffi/call.h"'),
-        ("cuda/kernels/a.cu", '"xla/ffi/api/ffi.h"'),
-        ("cuda/kernels/a.cu", "<cudnn.h>"),
-        ("cpu/a.cc", '"cuda/select/b.h"'),
+        ("cuda/common/a.cuh", '"cuda/igemm_simt/b.cuh"'),
+        ("cuda/common/a.cc", '"cuda/registry.h"'),
+        ("cuda/common/a.cc", '"cuda/common/launch.cuh"'),
+        ("cuda/common/a.cc", "<cuda_runtime.h>"),
+        ("cuda/igemm_simt/a.cuh", '"cuda/igemm_wmma/b.cuh"'),
+        ("cuda/igemm_simt/a.cuh", '"cuda/launch_table.h"'),
+        ("cuda/igemm_simt/plan.cc", '"cuda/igemm_simt/b.cuh"'),
+        ("cuda/igemm_simt/a.cuh", '"ffi/call.h"'),
+        ("cuda/igemm_simt/a.cuh", "<cudnn.h>"),
+        ("cuda/registry.cc", '"cuda/igemm_simt/b.cuh"'),
+        ("cpu/a.cc", '"cuda/common/b.h"'),
         ("cpu/a.cc", '"xla/ffi/api/ffi.h"'),
         ("cpu/a.cc", "<cuda_runtime.h>"),
-        ("ffi/a.cc", '"cuda/device/b.cuh"'),
-        ("ffi/a.cc", '"cuda/kernels/b.cuh"'),
+        ("ffi/a.cc", '"cuda/common/b.cuh"'),
+        ("ffi/a.cc", '"cuda/igemm_simt/plan.h"'),
         ("ffi/a.cc", "<cuda_runtime.h>"),
         ("ffi/a.cc", "<nanobind/nanobind.h>"),
         ("bindings/a.cc", '"cpu/b.h"'),

@@ -24,15 +24,18 @@ nb::dict Registrations() {
   return handlers;
 }
 
-// (instance or "", workspace bytes, slices, [(kernel, reason), ...])
-std::tuple<std::string, int64_t, int64_t, std::vector<std::pair<std::string, std::string>>> Select(
-    std::string_view line, std::string_view algorithm, std::string_view target) {
+// (instance or "", workspace bytes, slices, predicted microseconds, XLA's predicted microseconds,
+// [(kernel, reason), ...])
+std::tuple<std::string, int64_t, int64_t, double, double,
+           std::vector<std::pair<std::string, std::string>>>
+Select(std::string_view key, std::string_view algorithm, std::string_view target) {
   jaxconv::Selection selection;
-  jaxconv::Status status = Platform().select(line, algorithm, target, &selection);
+  jaxconv::Status status = Platform().select(key, algorithm, target, &selection);
   if (!status.ok()) throw nb::value_error(status.message().c_str());
   std::vector<std::pair<std::string, std::string>> refusals;
   for (auto& refusal : selection.refusals) refusals.emplace_back(refusal.kernel, refusal.reason);
-  return {selection.instance, selection.workspace_bytes, selection.slices, refusals};
+  return {selection.instance,     selection.workspace_bytes,  selection.slices,
+          selection.microseconds, selection.xla_microseconds, refusals};
 }
 
 nb::dict BuildInfo() {
@@ -49,8 +52,10 @@ NB_MODULE(JAXCONV_MODULE, m) {
       "ffi_version", [] { return std::pair(Platform().ffi_major, Platform().ffi_minor); },
       "XLA FFI API version (major, minor) that the handlers were built against.");
   m.def("registrations", Registrations, "FFI target name -> handler capsule.");
-  m.def("select", Select, nb::arg("line"), nb::arg("algorithm"), nb::arg("target"),
-        "(instance or '', workspace bytes, slices, [(kernel, reason), ...]) for a problem line.");
+  m.def("select", Select, nb::arg("key"), nb::arg("algorithm"), nb::arg("target"),
+        "(instance or '', workspace bytes, slices, predicted microseconds of the fastest kernel or "
+        "0, "
+        "of XLA's convolution or 0, [(kernel, reason), ...]) for a problem key.");
   m.def("kernels", [] { return Platform().kernels(); }, "Names of all instances.");
   m.def("families", [] { return Platform().families(); }, "Names of the kernel families.");
   m.def("build_info", BuildInfo, "How this library was built.");

@@ -15,13 +15,17 @@ struct Refusal {
   std::string reason;
 };
 
-// The plan of one custom call, fixed when it is lowered. `slices` (split-K slices on a GPU, tasks
-// on a CPU) is part of it, so that the order of every sum, and with it every bit of the result, is
-// settled before anything runs.
+// The choice for one custom call, fixed when it is lowered. `slices` (split-K slices on a GPU,
+// tasks on a CPU) is part of it, so that the order of every sum, and with it every bit of the
+// result, is settled before anything runs.
 struct Selection {
-  std::string instance;  // empty: no kernel takes the problem, and `refusals` says why
+  std::string instance;  // empty: the problem is left to XLA, and `refusals` says why
   int64_t workspace_bytes = 0;
   int64_t slices = 1;
+  // Predicted times, 0 where unknown: of the fastest kernel that takes the problem, chosen or not,
+  // and of XLA's own convolution.
+  double microseconds = 0;
+  double xla_microseconds = 0;
   std::vector<Refusal> refusals;
 };
 

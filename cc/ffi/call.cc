@@ -1,16 +1,28 @@
 #include "ffi/call.h"
 
+#include <array>
 #include <string>
-#include <vector>
 
 namespace jaxconv {
 namespace {
 
-std::string ToText(ffi::Span<const int64_t> values) {
-  std::string text = "(";
-  for (size_t i = 0; i < values.size(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(values[i]);
+// The batch of independent convolutions, n, three spatial axes, channels.
+constexpr size_t kMaxRank = 6;
+
+struct Extents {
+  std::array<int64_t, kMaxRank> values;
+  size_t rank = 0;
+
+  void Append(int64_t value) { values[rank++] = value; }
+  void AppendSpatial(const Spatial& spatial, int rank_of_problem) {
+    for (int a = 3 - rank_of_problem; a < 3; ++a) Append(spatial[a]);
   }
+};
+
+template <typename Values>
+std::string ToText(const Values& values, size_t count) {
+  std::string text = "(";
+  for (size_t i = 0; i < count; ++i) text += (i > 0 ? ", " : "") + std::to_string(values[i]);
   return text + ")";
 }
 
@@ -30,90 +42,89 @@ ffi::DataType ToXla(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
-// `canonical` leads with the batch of independent convolutions; arrays of an unbatched call lack
-// it.
+// The tensors of a convolution, whichever of them an operation reads and writes.
+enum class Role { kX, kW, kY };
+
+// In canonical order; arrays of an unbatched call lack the batch.
+Extents CanonicalExtents(const ConvProblem& problem, Role role, bool with_batch) {
+  Extents extents;
+  if (with_batch) extents.Append(problem.batch);
+  if (role != Role::kW) extents.Append(problem.n);
+  extents.AppendSpatial(role == Role::kX   ? problem.in
+                        : role == Role::kY ? problem.out
+                                           : problem.filter,
+                        problem.rank);
+  if (role == Role::kW) extents.Append(problem.c_per_group());
+  extents.Append(role == Role::kX ? problem.c : problem.k);
+  return extents;
+}
+
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
-                   std::vector<int64_t> canonical, Axes axes) {
+                   const ConvProblem& problem, Role role, Axes axes) {
   if (buffer.element_type() != ToXla(dtype)) {
     return Status::InvalidArgument(std::string(name) + ": expected dtype " + Name(dtype) +
                                    ", got XLA type " +
                                    std::to_string(static_cast<int>(buffer.element_type())));
   }
-  if (axes.size() + 1 == canonical.size() && canonical[0] == 1) {
-    canonical.erase(canonical.begin());
-  }
-  std::vector<int64_t> expected(canonical.size(), -1);
-  bool permutation = axes.size() == canonical.size();
+  const size_t unbatched = static_cast<size_t>(problem.rank) + 2;
+  const bool with_batch = problem.batch != 1 || axes.size() != unbatched;
+  const Extents canonical = CanonicalExtents(problem, role, with_batch);
+  Extents expected;
+  expected.rank = canonical.rank;
+  expected.values.fill(-1);
+  bool permutation = axes.size() == canonical.rank;
   for (size_t i = 0; permutation && i < axes.size(); ++i) {
-    int64_t axis = axes[i];
-    permutation = axis >= 0 && axis < static_cast<int64_t>(expected.size()) && expected[axis] == -1;
-    if (permutation) expected[axis] = canonical[i];
+    const int64_t axis = axes[i];
+    permutation =
+        axis >= 0 && axis < static_cast<int64_t>(expected.rank) && expected.values[axis] == -1;
+    if (permutation) expected.values[axis] = canonical.values[i];
   }
   if (!permutation) {
     return Status::InvalidArgument(std::string(name) + ": expected axes that permute " +
-                                   std::to_string(canonical.size()) + " dimensions, got " +
-                                   ToText(axes));
+                                   std::to_string(canonical.rank) + " dimensions, got " +
+                                   ToText(axes, axes.size()));
   }
-  ffi::AnyBuffer::Dimensions found = buffer.dimensions();
-  if (std::vector<int64_t>(found.begin(), found.end()) != expected) {
-    return Status::InvalidArgument(
-        std::string(name) + ": expected shape " +
-        ToText(ffi::Span<const int64_t>(expected.data(), expected.size())) + ", got " +
-        ToText(found));
+  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+  bool equal = found.size() == expected.rank;
+  for (size_t i = 0; equal && i < expected.rank; ++i) equal = found[i] == expected.values[i];
+  if (!equal) {
+    return Status::InvalidArgument(std::string(name) + ": expected shape " +
+                                   ToText(expected.values, expected.rank) + ", got " +
+                                   ToText(found, found.size()));
   }
   return {};
 }
 
 }  // namespace
 
-Status DecodeCall(Op op, std::string_view line, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                  ffi::AnyBuffer out, ffi::AnyBuffer workspace, int64_t slices, Axes lhs_axes,
-                  Axes rhs_axes, Axes out_axes, Call* call) {
-  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(line, &call->problem));
-  const ConvProblem& problem = call->problem;
+Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
   if (problem.op != op) {
     return Status::InvalidArgument(std::string("problem: expected operation ") + Name(op) +
                                    ", got " + Name(problem.op));
   }
-  if (slices < 1) {
-    return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
+  if (call.slices < 1) {
+    return Status::InvalidArgument("slices: expected at least 1, got " +
+                                   std::to_string(call.slices));
   }
-  auto check_x = [&](const ffi::AnyBuffer& buffer, Axes axes) {
-    return CheckBuffer(op == Op::kDgrad ? "dx" : "x", buffer, problem.x_dtype, problem.x_shape(),
-                       axes);
+  auto check = [&](Role role, const ffi::AnyBuffer& buffer, Axes axes) {
+    switch (role) {
+      case Role::kX:
+        return CheckBuffer(op == Op::kDgrad ? "dx" : "x", buffer, problem.x_dtype, problem, role,
+                           axes);
+      case Role::kW:
+        return CheckBuffer(op == Op::kWgrad ? "dw" : "w", buffer, problem.w_dtype, problem, role,
+                           axes);
+      default:
+        return CheckBuffer(op == Op::kFprop ? "y" : "dy", buffer, problem.y_dtype, problem, role,
+                           axes);
+    }
   };
-  auto check_w = [&](const ffi::AnyBuffer& buffer, Axes axes) {
-    return CheckBuffer(op == Op::kWgrad ? "dw" : "w", buffer, problem.w_dtype, problem.w_shape(),
-                       axes);
-  };
-  auto check_y = [&](const ffi::AnyBuffer& buffer, Axes axes) {
-    return CheckBuffer(op == Op::kFprop ? "y" : "dy", buffer, problem.y_dtype, problem.y_shape(),
-                       axes);
-  };
-  switch (op) {
-    case Op::kFprop:
-      JAXCONV_RETURN_IF_ERROR(check_x(lhs, lhs_axes));
-      JAXCONV_RETURN_IF_ERROR(check_w(rhs, rhs_axes));
-      JAXCONV_RETURN_IF_ERROR(check_y(out, out_axes));
-      break;
-    case Op::kDgrad:
-      JAXCONV_RETURN_IF_ERROR(check_y(lhs, lhs_axes));
-      JAXCONV_RETURN_IF_ERROR(check_w(rhs, rhs_axes));
-      JAXCONV_RETURN_IF_ERROR(check_x(out, out_axes));
-      break;
-    case Op::kWgrad:
-      JAXCONV_RETURN_IF_ERROR(check_x(lhs, lhs_axes));
-      JAXCONV_RETURN_IF_ERROR(check_y(rhs, rhs_axes));
-      JAXCONV_RETURN_IF_ERROR(check_w(out, out_axes));
-      break;
-  }
-  call->lhs = lhs.untyped_data();
-  call->rhs = rhs.untyped_data();
-  call->out = out.untyped_data();
-  call->workspace = workspace.untyped_data();
-  call->workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
-  call->slices = slices;
-  return {};
+  const Role lhs = op == Op::kDgrad ? Role::kY : Role::kX;
+  const Role rhs = op == Op::kWgrad ? Role::kY : Role::kW;
+  const Role out = op == Op::kFprop ? Role::kY : op == Op::kDgrad ? Role::kX : Role::kW;
+  JAXCONV_RETURN_IF_ERROR(check(lhs, call.lhs, call.lhs_axes));
+  JAXCONV_RETURN_IF_ERROR(check(rhs, call.rhs, call.rhs_axes));
+  return check(out, call.out, call.out_axes);
 }
 
 ffi::Error ToError(const Status& status) {

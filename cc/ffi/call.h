@@ -4,7 +4,7 @@
 // of canonical axis i, and the layout constraint put on the call stores the array in canonical
 // order, the filter in the problem's layout. Everything is compared with the problem that the call
 // carries: a mismatch is an INVALID_ARGUMENT that names the buffer, what was expected and what was
-// found.
+// found. A call that matches allocates nothing here.
 #ifndef JAXCONV_FFI_CALL_H_
 #define JAXCONV_FFI_CALL_H_
 
@@ -20,19 +20,17 @@ namespace ffi = ::xla::ffi;
 
 using Axes = ffi::Span<const int64_t>;
 
+// The arguments, results and attributes that all handlers share.
 struct Call {
-  ConvProblem problem;
-  const void* lhs;
-  const void* rhs;
-  void* out;
-  void* workspace;
-  int64_t workspace_bytes;
+  ffi::AnyBuffer lhs, rhs, out, workspace;
+  std::string_view instance;
+  std::string_view problem;  // ConvProblem::ToString
   int64_t slices;
+  Axes lhs_axes, rhs_axes, out_axes;
 };
 
-Status DecodeCall(Op op, std::string_view line, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                  ffi::AnyBuffer out, ffi::AnyBuffer workspace, int64_t slices, Axes lhs_axes,
-                  Axes rhs_axes, Axes out_axes, Call* call);
+// Compares the buffers with the problem that the call carries, and the operation with `op`.
+Status CheckCall(Op op, const Call& call, const ConvProblem& problem);
 
 ffi::Error ToError(const Status& status);
 

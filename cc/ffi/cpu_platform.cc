@@ -62,14 +62,19 @@ ParallelFor OnPool(ffi::ThreadPool& pool) {
 template <Op kOp>
 ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
-                   std::string_view instance, std::string_view line, int64_t slices, Axes lhs_axes,
+                   std::string_view instance, std::string_view key, int64_t slices, Axes lhs_axes,
                    Axes rhs_axes, Axes out_axes) {
-  Call call;
-  Status status = DecodeCall(kOp, line, lhs, rhs, *out, *workspace, slices, lhs_axes, rhs_axes,
-                             out_axes, &call);
+  ConvProblem problem;
+  Status status = ConvProblem::Parse(key, &problem);
   if (status.ok()) {
-    status = cpu::Execute(call.problem, instance, call.slices, call.lhs, call.rhs, call.out,
-                          call.workspace, call.workspace_bytes, OnPool(pool));
+    status = CheckCall(
+        kOp, {lhs, rhs, *out, *workspace, instance, key, slices, lhs_axes, rhs_axes, out_axes},
+        problem);
+  }
+  if (status.ok()) {
+    status = cpu::Execute(problem, instance, slices, lhs.untyped_data(), rhs.untyped_data(),
+                          out->untyped_data(), workspace->untyped_data(),
+                          static_cast<int64_t>(workspace->size_bytes()), OnPool(pool));
   }
   return ToError(status);
 }

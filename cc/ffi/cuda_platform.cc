@@ -1,41 +1,71 @@
-// XLA:GPU handlers over the CUDA kernels. A handler launches and returns: it allocates nothing,
-// waits for nothing and tunes nothing, so every one may be recorded into a command buffer.
-#include <charconv>
+// XLA:GPU handlers over the CUDA kernels. A handler looks its plan up and launches: it allocates
+// nothing that it has seen before, waits for nothing and tunes nothing, so every one may be
+// recorded into a command buffer.
+#include <memory>
+#include <mutex>
 #include <set>
+#include <unordered_map>
 
-#include "cuda/kernels/query_device.h"
-#include "cuda/select/kernel_table.h"
-#include "cuda/select/select.h"
+#include "cuda/common/launch_table.h"
+#include "cuda/common/plan_cache.h"
+#include "cuda/common/query_gpu.h"
+#include "cuda/common/registry.h"
+#include "cuda/common/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
 namespace jaxconv {
 namespace {
 
-template <Op kOp>
-ffi::Error Execute(void* stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
-                   std::string_view instance, std::string_view line, int64_t slices, Axes lhs_axes,
-                   Axes rhs_axes, Axes out_axes) {
-  Call call;
-  Status status = DecodeCall(kOp, line, lhs, rhs, *out, *workspace, slices, lhs_axes, rhs_axes,
-                             out_axes, &call);
-  if (!status.ok()) return ToError(status);
-  const KernelRow* kernel = FindKernel(instance);
-  if (kernel == nullptr || kernel->op != kOp) {
-    return ToError(Status::InvalidArgument("instance: no " + std::string(Name(kOp)) +
-                                           " kernel of this build is named '" +
-                                           std::string(instance) + "'"));
+// Several large networks' convolutions, of which each plan takes one to two KB.
+constexpr size_t kPlans = 4096;
+
+// The model of a device, asked of the driver once.
+Status GpuOf(int device, Gpu* gpu) {
+  static std::mutex mutex;
+  static std::unordered_map<int, Gpu> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(device);
+  if (found == known.end()) {
+    JAXCONV_RETURN_IF_ERROR(QueryGpu(device, gpu));
+    found = known.emplace(device, *gpu).first;
   }
-  return ToError(kernel->launch(call.problem, {call.lhs, call.rhs, call.out, call.workspace,
-                                               call.workspace_bytes, call.slices, stream}));
+  *gpu = found->second;
+  return {};
+}
+
+Status Run(Op op, void* stream, int device, const Call& call) {
+  static PlanCache& plans = *new PlanCache(kPlans, GpuOf);
+  std::shared_ptr<const PlannedCall> planned;
+  JAXCONV_RETURN_IF_ERROR(plans.Find({call.problem, call.instance, call.slices, device}, &planned));
+  JAXCONV_RETURN_IF_ERROR(CheckCall(op, call, planned->problem));
+  Operands operands;
+  operands.lhs = call.lhs.untyped_data();
+  operands.rhs = call.rhs.untyped_data();
+  operands.out = call.out.untyped_data();
+  operands.workspace = call.workspace.untyped_data();
+  operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
+  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, stream);
+}
+
+template <Op kOp>
+ffi::Error Execute(void* stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
+                   std::string_view instance, std::string_view problem, int64_t slices,
+                   Axes lhs_axes, Axes rhs_axes, Axes out_axes) {
+  return ToError(
+      Run(kOp, stream, device,
+          {lhs, rhs, *out, *workspace, instance, problem, slices, lhs_axes, rhs_axes, out_axes}));
 }
 
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
 // needs no CUDA header.
-#define JAXCONV_CUDA_HANDLER(name, op)                                                          \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                \
-      name, Execute<op>, JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()), \
+#define JAXCONV_CUDA_HANDLER(name, op)                                                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                         \
+      name, Execute<op>,                                                                 \
+      JAXCONV_BIND_CALL(                                                                 \
+          ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::DeviceOrdinal>()), \
       {ffi::Traits::kCmdBufferCompatible})
 
 JAXCONV_CUDA_HANDLER(JaxconvCudaFprop, Op::kFprop);
@@ -48,58 +78,47 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)}};
 }
 
-// "sm_90a" -> a device of capability 9.0; empty -> this process's first device (JAX wants all of
-// one kind), or, without one, the oldest that the portable kernels run on.
-Status Target(std::string_view target, DeviceInfo* device) {
-  constexpr std::string_view kPrefix = "sm_";
+// A product or an architecture ("h200", "sm_90a"); empty: this process's first device (JAX wants
+// all of one kind), or, without one, the oldest that the portable kernels run on.
+Status Target(std::string_view target, Gpu* gpu) {
   if (target.empty()) {
-    if (!QueryDevice(0, device).ok()) *device = PortableTarget(8, 0);
+    if (!GpuOf(0, gpu).ok()) ModelOf("sm_80", gpu);
     return {};
   }
-  int capability = 0;
-  bool readable = target.substr(0, kPrefix.size()) == kPrefix;
-  if (readable) {
-    std::string_view digits = target.substr(kPrefix.size());
-    auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), capability);
-    std::string_view rest(end, digits.data() + digits.size() - end);
-    readable = error == std::errc() && (rest.empty() || rest == "a") && capability >= 10;
-  }
-  if (!readable) {
-    return Status::InvalidArgument("target: expected an architecture such as sm_90a, got '" +
-                                   std::string(target) + "'");
-  }
-  *device = PortableTarget(capability / 10, capability % 10);
-  return {};
+  if (ModelOf(target, gpu)) return {};
+  return Status::InvalidArgument(
+      "target: expected an architecture such as sm_90a or a product such as h200, got '" +
+      std::string(target) + "'");
 }
 
-Status SelectLine(std::string_view line, std::string_view algorithm, std::string_view target,
-                  Selection* selection) {
+Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view target,
+                 Selection* selection) {
   ConvProblem problem;
-  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(line, &problem));
-  DeviceInfo device;
-  JAXCONV_RETURN_IF_ERROR(Target(target, &device));
-  return Select(problem, device, algorithm, selection);
+  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
+  Gpu gpu;
+  JAXCONV_RETURN_IF_ERROR(Target(target, &gpu));
+  return Select(problem, gpu, algorithm, selection);
 }
 
-std::vector<std::string> Kernels() {
+std::vector<std::string> KernelNames() {
   std::vector<std::string> names;
-  for (const KernelRow& kernel : KernelTable()) names.push_back(kernel.name);
+  for (const KernelDesc& kernel : Kernels()) names.push_back(kernel.name);
   return names;
 }
 
-std::vector<std::string> Families() {
+std::vector<std::string> FamilyNames() {
   std::set<std::string> families;
-  for (const KernelRow& kernel : KernelTable()) families.insert(kernel.family);
+  for (const KernelDesc& kernel : Kernels()) families.insert(kernel.family);
   return {families.begin(), families.end()};
 }
 
 std::vector<std::pair<std::string, std::string>> BuildInfo() {
-  DeviceInfo device;
-  Status status = QueryDevice(0, &device);
+  Gpu gpu;
+  const Status status = GpuOf(0, &gpu);
   return {{"cuda", JAXCONV_CUDA_VERSION},
           {"architectures", JAXCONV_CUDA_ARCHITECTURES},
-          {"device", status.ok() ? device.name + " (sm_" + std::to_string(device.cc_major) +
-                                       std::to_string(device.cc_minor) + ")"
+          {"device", status.ok() ? gpu.name + " (sm_" + std::to_string(gpu.compute_capability()) +
+                                       (gpu.measured ? ", rates measured)" : ", rates assumed)")
                                  : "none: " + status.message()}};
 }
 
@@ -107,7 +126,8 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
 
 const PlatformInterface& CudaPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers, SelectLine, Kernels, Families, BuildInfo,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,  SelectKey,
+      KernelNames,       FamilyNames,       BuildInfo,
   };
   return *platform;
 }

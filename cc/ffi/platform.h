@@ -20,9 +20,9 @@ struct PlatformInterface {
   int ffi_minor;
   // FFI target name -> XLA_FFI_Handler.
   std::vector<std::pair<std::string, void*>> (*handlers)();
-  // Parses the problem's one-line form and chooses an instance. `target`: an architecture such as
-  // "sm_90a", or empty for the devices of this process.
-  Status (*select)(std::string_view line, std::string_view algorithm, std::string_view target,
+  // Parses the problem key and chooses an instance. `target`: an architecture such as "sm_90a", a
+  // product such as "h200", or empty for the devices of this process.
+  Status (*select)(std::string_view key, std::string_view algorithm, std::string_view target,
                    Selection* selection);
   std::vector<std::string> (*kernels)();
   std::vector<std::string> (*families)();

@@ -1,9 +1,9 @@
 // Kernels alone, without Python and XLA: exact on integers, and their times.
 //
-//     kernel_check check|time|hash PROBLEMS KERNEL...
+//     kernel_check check|time|hash|host PROBLEMS KERNEL...
 //
-// PROBLEMS: a file of lines "name<TAB>problem", the problem as ConvProblem::ToString writes it (and
-// as `jaxconv.explain` shows it). KERNEL: part of an instance's name; "auto", what selection takes;
+// PROBLEMS: a file of lines "name<TAB>key", the key as ConvProblem::ToString writes it (and as
+// `jaxconv.explain` shows it). KERNEL: part of an instance's name; "native", what selection takes;
 // or "family:NAME", the same within a family.
 //
 //     check  integers from -2 to 2, results and workspace filled with NaN before, compared exactly
@@ -12,6 +12,9 @@
 //     time   normal operands, drawn anew for every kernel, in 2 to 16 sets (more than 300 MB), one
 //            CUDA graph over all, the median of 9 replays: us, TF/s, TB/s and the prediction
 //     hash   of the result's bits, to compare processes
+//     host   nanoseconds of host time for one call as the FFI handler makes it (plan lookup,
+//     checks,
+//            launch), and of a bare launch of an empty kernel with parameters as large
 //
 // CONTRIBUTING.md says how it is built. Exit status: 1 where a kernel fails or differs.
 #include <cuda_bf16.h>
@@ -19,6 +22,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -26,9 +30,11 @@
 #include <vector>
 
 #include "core/conv_problem.h"
-#include "cuda/kernels/query_device.h"
-#include "cuda/select/kernel_table.h"
-#include "cuda/select/select.h"
+#include "cuda/common/launch_table.h"
+#include "cuda/common/plan_cache.h"
+#include "cuda/common/query_gpu.h"
+#include "cuda/common/registry.h"
+#include "cuda/common/select.h"
 
 namespace jaxconv {
 namespace {
@@ -246,16 +252,18 @@ struct Tensors {
   }
   static int64_t Aligned(int64_t bytes) { return (bytes + 1023) / 1024 * 1024; }
   int64_t SetBytes() const { return Aligned(lhs_bytes) + Aligned(rhs_bytes) + Aligned(out_bytes); }
-  KernelArgs Args(char* set) const {
-    KernelArgs args;
-    args.lhs = set;
-    args.rhs = set + Aligned(lhs_bytes);
-    args.out = set + Aligned(lhs_bytes) + Aligned(rhs_bytes);
-    return args;
+  Operands OperandsAt(char* set, char* workspace, int64_t workspace_bytes) const {
+    Operands operands;
+    operands.lhs = set;
+    operands.rhs = set + Aligned(lhs_bytes);
+    operands.out = set + Aligned(lhs_bytes) + Aligned(rhs_bytes);
+    operands.workspace = workspace;
+    operands.workspace_bytes = workspace_bytes;
+    return operands;
   }
 };
 
-void FillOperands(const ConvProblem& problem, const Tensors& tensors, const KernelArgs& args,
+void FillOperands(const ConvProblem& problem, const Tensors& tensors, const Operands& args,
                   uint32_t seed, bool integers, cudaStream_t stream) {
   Fill<<<2048, 256, 0, stream>>>(const_cast<void*>(args.lhs), tensors.lhs, problem.lhs_dtype(),
                                  2 * seed + 1, integers);
@@ -263,97 +271,108 @@ void FillOperands(const ConvProblem& problem, const Tensors& tensors, const Kern
                                  2 * seed + 2, integers);
 }
 
-std::vector<const KernelRow*> Kernels(const ConvProblem& problem, const DeviceInfo& device,
-                                      const std::vector<std::string>& wanted) {
-  std::vector<const KernelRow*> rows;
+// As the handler does it.
+Status Run(const Plan& plan, const Operands& operands, cudaStream_t stream) {
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(plan, operands));
+  return FindLaunch(plan.kernel->name)(plan, operands, stream);
+}
+
+struct Candidate {
+  const KernelDesc* kernel;
+  Plan plan;
+};
+
+std::vector<Candidate> Candidates(const ConvProblem& problem, const Gpu& gpu,
+                                  const std::vector<std::string>& wanted) {
+  std::vector<Candidate> candidates;
+  auto add = [&](const KernelDesc& kernel) {
+    Plan plan;
+    const int capability = gpu.compute_capability();
+    if (kernel.op == problem.op && kernel.min_cc <= capability && capability <= kernel.max_cc &&
+        kernel.plan(kernel, problem, gpu, 0, &plan).ok()) {
+      candidates.push_back({&kernel, plan});
+    }
+  };
   for (const std::string& part : wanted) {
     const bool family = part.rfind("family:", 0) == 0;
-    if (part == "auto" || family) {
+    if (part == "native" || family) {
       Selection selection;
-      const Status status = Select(problem, device, family ? part.substr(7) : part, &selection);
-      if (status.ok() && !selection.instance.empty())
-        rows.push_back(FindKernel(selection.instance));
+      const Status status = Select(problem, gpu, family ? part.substr(7) : part, &selection);
+      if (status.ok() && !selection.instance.empty()) add(*FindKernel(selection.instance));
       continue;
     }
-    for (const KernelRow& row : KernelTable()) {
-      const int capability = device.compute_capability();
-      if (row.op == problem.op && row.name.find(part) != std::string::npos &&
-          row.min_cc <= capability && capability <= row.max_cc && row.can_implement(problem).ok()) {
-        rows.push_back(&row);
-      }
+    for (const KernelDesc& kernel : Kernels()) {
+      if (std::string_view(kernel.name).find(part) != std::string_view::npos) add(kernel);
     }
   }
-  return rows;
+  return candidates;
 }
 
 // Returns the number of kernels that failed or differ.
-int Check(const std::string& line, const ConvProblem& problem, const DeviceInfo& device,
-          const std::vector<const KernelRow*>& rows, cudaStream_t stream) {
+int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
+          const std::vector<Candidate>& candidates, cudaStream_t stream) {
   const Tensors tensors(problem);
   const Buffer set(tensors.SetBytes()), expected(tensors.out * 8), found(16);
-  KernelArgs args = tensors.Args(set.data());
-  FillOperands(problem, tensors, args, 0, true, stream);
-  Define<<<2048, 256, 0, stream>>>(Window(problem), args.lhs, args.rhs, problem.lhs_dtype(),
+  const Operands inputs = tensors.OperandsAt(set.data(), nullptr, 0);
+  FillOperands(problem, tensors, inputs, 0, true, stream);
+  Define<<<2048, 256, 0, stream>>>(Window(problem), inputs.lhs, inputs.rhs, problem.lhs_dtype(),
                                    reinterpret_cast<double*>(expected.data()), tensors.out);
   const char* slices = std::getenv("SLICES");
   int failures = 0;
-  for (const KernelRow* row : rows) {
+  for (const Candidate& candidate : candidates) {
+    const KernelDesc& kernel = *candidate.kernel;
     for (bool forced : {false, true}) {
-      if (forced && slices == nullptr) continue;
-      args.slices = forced ? std::atoll(slices) : row->slices(problem, device);
-      args.workspace_bytes = row->workspace_bytes(problem, args.slices);
-      const Buffer workspace(args.workspace_bytes);
-      args.workspace = workspace.data();
-      args.stream = stream;
-      Require(cudaMemsetAsync(args.out, 0xff, tensors.out_bytes, stream), "poison");
-      Require(cudaMemsetAsync(args.workspace, 0xff, args.workspace_bytes, stream), "poison");
-      const Status status = row->launch(problem, args);
-      if (!status.ok()) {
-        if (forced) continue;  // the kernel has not so many slices
+      Plan plan = candidate.plan;
+      if (forced && (slices == nullptr ||
+                     !kernel.plan(kernel, problem, gpu, std::atoll(slices), &plan).ok())) {
+        continue;  // the kernel cannot be cut so
+      }
+      const Buffer workspace(plan.workspace_bytes);
+      const Operands operands =
+          tensors.OperandsAt(set.data(), workspace.data(), plan.workspace_bytes);
+      Require(cudaMemsetAsync(operands.out, 0xff, tensors.out_bytes, stream), "poison");
+      Require(cudaMemsetAsync(operands.workspace, 0xff, plan.workspace_bytes, stream), "poison");
+      if (const Status status = Run(plan, operands, stream); !status.ok()) {
         ++failures;
-        std::printf("FAILED %s: %s: %s\n", row->name.c_str(), line.c_str(),
-                    status.message().c_str());
+        std::printf("FAILED %s: %s: %s\n", kernel.name, line.c_str(), status.message().c_str());
         continue;
       }
       unsigned long long differ[2] = {0, ~0ull};
       Require(cudaMemcpyAsync(found.data(), differ, 16, cudaMemcpyHostToDevice, stream), "copy");
       Compare<<<2048, 256, 0, stream>>>(
-          args.out, problem.output_dtype(), reinterpret_cast<const double*>(expected.data()),
+          operands.out, problem.output_dtype(), reinterpret_cast<const double*>(expected.data()),
           tensors.out, reinterpret_cast<unsigned long long*>(found.data()));
       Require(cudaMemcpyAsync(differ, found.data(), 16, cudaMemcpyDeviceToHost, stream), "copy");
-      Require(cudaStreamSynchronize(stream), row->name.c_str());
+      Require(cudaStreamSynchronize(stream), kernel.name);
       if (differ[0] == 0) continue;
       ++failures;
-      std::printf("WRONG %s in %lld slices: %llu of %lld differ, first at %llu: %s\n",
-                  row->name.c_str(), static_cast<long long>(args.slices), differ[0],
+      std::printf("WRONG %s in %lld slices: %llu of %lld differ, first at %llu: %s\n", kernel.name,
+                  static_cast<long long>(plan.slices), differ[0],
                   static_cast<long long>(tensors.out), differ[1], line.c_str());
     }
   }
   return failures;
 }
 
-int Time(const std::string& name, const ConvProblem& problem, const DeviceInfo& device,
-         const std::vector<const KernelRow*>& rows, bool hash, cudaStream_t stream) {
+int Time(const std::string& name, const ConvProblem& problem,
+         const std::vector<Candidate>& candidates, bool hash, cudaStream_t stream) {
   const Tensors tensors(problem);
   const int64_t wanted = (300'000'000 + tensors.SetBytes() - 1) / tensors.SetBytes();
   const int sets = hash ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 2, 16));
   const Buffer pool(sets * tensors.SetBytes()), sum(8);
   int failures = 0;
-  for (const KernelRow* row : rows) {
-    const int64_t slices = row->slices(problem, device);
-    const Buffer workspace(row->workspace_bytes(problem, slices));
-    auto args_of = [&](int set) {
-      KernelArgs args = tensors.Args(pool.data() + set * tensors.SetBytes());
-      args.slices = slices;
-      args.workspace = workspace.data();
-      args.workspace_bytes = row->workspace_bytes(problem, slices);
-      args.stream = stream;
-      return args;
+  for (const Candidate& candidate : candidates) {
+    const Plan& plan = candidate.plan;
+    const char* kernel = candidate.kernel->name;
+    const Buffer workspace(plan.workspace_bytes);
+    auto operands_of = [&](int set) {
+      return tensors.OperandsAt(pool.data() + set * tensors.SetBytes(), workspace.data(),
+                                plan.workspace_bytes);
     };
-    for (int i = 0; i < sets; ++i) FillOperands(problem, tensors, args_of(i), i, false, stream);
+    for (int i = 0; i < sets; ++i) FillOperands(problem, tensors, operands_of(i), i, false, stream);
     Require(cudaStreamSynchronize(stream), "operands");
     auto launch_all = [&]() -> Status {
-      for (int i = 0; i < sets; ++i) JAXCONV_RETURN_IF_ERROR(row->launch(problem, args_of(i)));
+      for (int i = 0; i < sets; ++i) JAXCONV_RETURN_IF_ERROR(Run(plan, operands_of(i), stream));
       return {};
     };
     if (!hash) Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
@@ -362,16 +381,16 @@ int Time(const std::string& name, const ConvProblem& problem, const DeviceInfo& 
     if (!hash) Require(cudaStreamEndCapture(stream, &graph), "capture");
     if (!status.ok()) {
       ++failures;
-      std::printf("FAILED %s: %s: %s\n", row->name.c_str(), name.c_str(), status.message().c_str());
+      std::printf("FAILED %s: %s: %s\n", kernel, name.c_str(), status.message().c_str());
     } else if (hash) {
       unsigned long long bits = 0;
       Require(cudaMemcpyAsync(sum.data(), &bits, 8, cudaMemcpyHostToDevice, stream), "copy");
-      Hash<<<512, 256, 0, stream>>>(static_cast<const unsigned short*>(args_of(0).out),
+      Hash<<<512, 256, 0, stream>>>(static_cast<const unsigned short*>(operands_of(0).out),
                                     tensors.out_bytes / 2,
                                     reinterpret_cast<unsigned long long*>(sum.data()));
       Require(cudaMemcpyAsync(&bits, sum.data(), 8, cudaMemcpyDeviceToHost, stream), "copy");
-      Require(cudaStreamSynchronize(stream), row->name.c_str());
-      std::printf("%s %s %016llx\n", name.c_str(), row->name.c_str(), bits);
+      Require(cudaStreamSynchronize(stream), kernel);
+      std::printf("%s %s %016llx\n", name.c_str(), kernel, bits);
     } else {
       cudaGraphExec_t replay;
       cudaEvent_t start, stop;
@@ -384,7 +403,7 @@ int Time(const std::string& name, const ConvProblem& problem, const DeviceInfo& 
         Require(cudaEventRecord(start, stream), "event");
         Require(cudaGraphLaunch(replay, stream), "graph");
         Require(cudaEventRecord(stop, stream), "event");
-        Require(cudaEventSynchronize(stop), row->name.c_str());
+        Require(cudaEventSynchronize(stop), kernel);
         Require(cudaEventElapsedTime(&milliseconds, start, stop), "event");
         if (run >= 3) times.push_back(milliseconds);  // three to warm up
       }
@@ -394,8 +413,8 @@ int Time(const std::string& name, const ConvProblem& problem, const DeviceInfo& 
       std::printf("%-16s %-5s %9.1f us %7.1f TF/s %6.2f TB/s  slices %-3lld predicted %7.1f  %s\n",
                   name.c_str(), Name(problem.op), us,
                   static_cast<double>(problem.flops()) / us * 1e-6,
-                  static_cast<double>(bytes) / us * 1e-6, static_cast<long long>(slices),
-                  row->cost(problem, device, slices), row->name.c_str());
+                  static_cast<double>(bytes) / us * 1e-6, static_cast<long long>(plan.slices),
+                  plan.microseconds, kernel);
       cudaEventDestroy(start);
       cudaEventDestroy(stop);
       cudaGraphExecDestroy(replay);
@@ -405,14 +424,75 @@ int Time(const std::string& name, const ConvProblem& problem, const DeviceInfo& 
   return failures;
 }
 
+// Parameters as large as those of most kernels here.
+struct EmptyParams {
+  char bytes[3072];
+};
+__global__ void Empty(const __grid_constant__ EmptyParams) {}
+
+// Host nanoseconds of one of `calls` calls of enqueue, the least of seven rounds.
+template <typename Enqueue>
+double HostNanoseconds(Enqueue enqueue, cudaStream_t stream) {
+  constexpr int kCalls = 200;  // fewer than a stream queues before the host waits
+  double least = 0;
+  for (int round = 0; round < 7; ++round) {
+    Require(cudaStreamSynchronize(stream), "round");
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < kCalls; ++i) enqueue();
+    const std::chrono::duration<double, std::nano> time = std::chrono::steady_clock::now() - start;
+    if (round == 0 || time.count() / kCalls < least) least = time.count() / kCalls;
+  }
+  Require(cudaStreamSynchronize(stream), "rounds");
+  return least;
+}
+
+int Host(const std::string& name, const ConvProblem& problem,
+         const std::vector<Candidate>& candidates, cudaStream_t stream) {
+  static PlanCache plans(64, QueryGpu);
+  const Tensors tensors(problem);
+  const Buffer set(tensors.SetBytes());
+  const std::string key = problem.ToString();
+  const double bare =
+      HostNanoseconds([&] { Empty<<<132, 384, 0, stream>>>(EmptyParams()); }, stream);
+  int failures = 0;
+  for (const Candidate& candidate : candidates) {
+    const Buffer workspace(candidate.plan.workspace_bytes);
+    const Operands operands =
+        tensors.OperandsAt(set.data(), workspace.data(), candidate.plan.workspace_bytes);
+    bool failed = false;
+    auto find = [&](std::shared_ptr<const PlannedCall>* call) {
+      failed =
+          failed || !plans.Find({key, candidate.kernel->name, candidate.plan.slices, 0}, call).ok();
+    };
+    const double all = HostNanoseconds(
+        [&] {
+          std::shared_ptr<const PlannedCall> call;
+          find(&call);
+          failed = failed || !Run(call->plan, operands, stream).ok();
+        },
+        stream);
+    const double lookup = HostNanoseconds(
+        [&] {
+          std::shared_ptr<const PlannedCall> call;
+          find(&call);
+        },
+        stream);
+    failures += failed;
+    std::printf("%-16s %-5s host %6.0f ns, of which lookup %4.0f; an empty kernel %6.0f ns  %s%s\n",
+                name.c_str(), Name(problem.op), all, lookup, bare, candidate.kernel->name,
+                failed ? "  FAILED" : "");
+  }
+  return failures;
+}
+
 int Main(int argc, char** argv) {
   const std::string mode = argc > 3 ? argv[1] : "";
-  if (mode != "check" && mode != "time" && mode != "hash") {
-    std::printf("kernel_check check|time|hash PROBLEMS KERNEL...\n");
+  if (mode != "check" && mode != "time" && mode != "hash" && mode != "host") {
+    std::printf("kernel_check check|time|hash|host PROBLEMS KERNEL...\n");
     return 2;
   }
-  DeviceInfo device;
-  if (Status status = QueryDevice(0, &device); !status.ok()) {
+  Gpu gpu;
+  if (Status status = QueryGpu(0, &gpu); !status.ok()) {
     std::printf("%s\n", status.message().c_str());
     return 2;
   }
@@ -434,11 +514,12 @@ int Main(int argc, char** argv) {
         return 2;
       }
     }
-    const auto rows = Kernels(problem, device, {argv + 3, argv + argc});
+    const auto candidates = Candidates(problem, gpu, {argv + 3, argv + argc});
     ++problems;
-    kernels += static_cast<int>(rows.size());
-    failures += mode == "check" ? Check(line, problem, device, rows, stream)
-                                : Time(name, problem, device, rows, mode == "hash", stream);
+    kernels += static_cast<int>(candidates.size());
+    failures += mode == "check"  ? Check(line, problem, gpu, candidates, stream)
+                : mode == "host" ? Host(name, problem, candidates, stream)
+                                 : Time(name, problem, candidates, mode == "hash", stream);
     std::fflush(stdout);
   }
   std::printf("%s: %d problems, %d kernels, %d failures\n", mode.c_str(), problems, kernels,

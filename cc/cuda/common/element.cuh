@@ -1,0 +1,108 @@
+// Element types: quads of them, and the way to and from float.
+#ifndef JAXCONV_CUDA_COMMON_ELEMENT_CUH_
+#define JAXCONV_CUDA_COMMON_ELEMENT_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "core/conv_problem.h"
+
+namespace jaxconv {
+
+template <DType kType>
+struct ElementOf;
+template <>
+struct ElementOf<DType::kF32> {
+  using Type = float;
+};
+template <>
+struct ElementOf<DType::kF16> {
+  using Type = __half;
+};
+template <>
+struct ElementOf<DType::kBF16> {
+  using Type = __nv_bfloat16;
+};
+
+__device__ inline float ToFloat(float value) { return value; }
+__device__ inline float ToFloat(__half value) { return __half2float(value); }
+__device__ inline float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename T>
+__device__ inline T FromFloat(float value);
+template <>
+__device__ inline float FromFloat<float>(float value) {
+  return value;
+}
+template <>
+__device__ inline __half FromFloat<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// `kWidth` (1 or 4) neighbouring elements as they lie in memory, in as few registers.
+template <typename T, int kWidth>
+struct Pack;
+template <typename T>
+struct Pack<T, 1> {
+  T value;
+  __device__ void Load(const T* source) { value = __ldg(source); }
+  __device__ void Clear() { value = FromFloat<T>(0.0f); }
+  __device__ void Unpack(float (&out)[1]) const { out[0] = ToFloat(value); }
+};
+template <>
+struct Pack<float, 4> {
+  float4 value;
+  __device__ void Load(const float* source) {
+    value = __ldg(reinterpret_cast<const float4*>(source));
+  }
+  __device__ void Clear() { value = make_float4(0, 0, 0, 0); }
+  __device__ void Unpack(float (&out)[4]) const {
+    out[0] = value.x, out[1] = value.y, out[2] = value.z, out[3] = value.w;
+  }
+};
+template <typename T>
+struct Pack<T, 4> {
+  uint2 value;
+  __device__ void Load(const T* source) { value = __ldg(reinterpret_cast<const uint2*>(source)); }
+  __device__ void Clear() { value = make_uint2(0, 0); }
+  __device__ void Unpack(float (&out)[4]) const {
+    T elements[4];
+    memcpy(elements, &value, sizeof(value));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = ToFloat(elements[i]);
+  }
+};
+
+// Four neighbouring elements at an address that is aligned to them.
+__device__ inline void StoreQuad(float* to, const float* quad) {
+  *reinterpret_cast<float4*>(to) = make_float4(quad[0], quad[1], quad[2], quad[3]);
+}
+template <typename T>
+__device__ inline void StoreQuad(T* to, const float* quad) {
+  T elements[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) elements[i] = FromFloat<T>(quad[i]);
+  uint2 packed;
+  memcpy(&packed, elements, sizeof(packed));
+  *reinterpret_cast<uint2*>(to) = packed;
+}
+
+// Zeros for a row of any tile: where a load that lies in the padding points, so that the hot loop
+// needs no predicate.
+static __device__ const uint4 kZeroRow[32] = {};
+
+template <typename T>
+__device__ __forceinline__ const T* Zeros() {
+  return reinterpret_cast<const T*>(kZeroRow);
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_ELEMENT_CUH_

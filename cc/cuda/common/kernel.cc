@@ -1,0 +1,42 @@
+#include "cuda/common/kernel.h"
+
+namespace jaxconv {
+
+Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32) {
+  if (problem.op != kernel.op) {
+    return Status::Unimplemented(std::string("expected ") + Name(kernel.op) + ", got " +
+                                 Name(problem.op));
+  }
+  const char* dtype = Name(kernel.dtype);
+  if (problem.lhs_dtype() != kernel.dtype || problem.rhs_dtype() != kernel.dtype) {
+    return Status::Unimplemented(std::string("expected operands of type ") + dtype + ", got " +
+                                 Name(problem.lhs_dtype()) + " and " + Name(problem.rhs_dtype()));
+  }
+  if (problem.output_dtype() != kernel.dtype && problem.output_dtype() != DType::kF32) {
+    return Status::Unimplemented(std::string("expected an output of type ") + dtype +
+                                 " or f32, got " + Name(problem.output_dtype()));
+  }
+  if (tf32 && kernel.dtype == DType::kF32 && problem.precision != Precision::kDefault) {
+    return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
+                                 Name(problem.precision) + " asks for more");
+  }
+  return {};
+}
+
+Status CheckOperands(const Plan& plan, const Operands& operands) {
+  if (operands.workspace_bytes < plan.workspace_bytes ||
+      (plan.workspace_bytes > 0 && operands.workspace == nullptr)) {
+    return Status::InvalidArgument("workspace: expected " + std::to_string(plan.workspace_bytes) +
+                                   " bytes, got " + std::to_string(operands.workspace_bytes));
+  }
+  for (const void* pointer :
+       {operands.lhs, operands.rhs, operands.residual, const_cast<const void*>(operands.out),
+        const_cast<const void*>(operands.workspace)}) {
+    if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
+      return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
+    }
+  }
+  return {};
+}
+
+}  // namespace jaxconv

@@ -1,0 +1,87 @@
+// A kernel instance as selection and the FFI handlers see it: a row of a family's kernels.def, the
+// plan that the family makes for a problem, and the buffers of one launch.
+//
+// Selection and planning are plain C++ without CUDA, so that they run, and are tested, on machines
+// without a toolkit. What launches device code is a separate table (launch_table.h).
+#ifndef JAXCONV_CUDA_COMMON_KERNEL_H_
+#define JAXCONV_CUDA_COMMON_KERNEL_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/common/gpu.h"
+
+namespace jaxconv {
+
+struct KernelDesc;
+
+// What a family decides once for a problem and an instance. It is immutable once made: a launch
+// copies the parameter block to the stack and sets pointers and tensor maps there.
+struct Plan {
+  // Whose device code runs: usually the planned instance; of a filter stored as krsc the instance
+  // of the other operation (KernelOp in core/implicit_gemm.h).
+  const KernelDesc* kernel = nullptr;
+  int64_t slices = 1;  // split-K slices, or CTAs of a cluster
+  int64_t workspace_bytes = 0;
+  double microseconds = 0;  // predicted, of all kernels of the call
+  // The family's parameter block.
+  std::shared_ptr<const void> params;
+
+  template <class Params>
+  const Params& As() const {
+    return *static_cast<const Params*>(params.get());
+  }
+};
+
+// Device pointers of one launch: lhs and rhs in the order of the operation's arguments, (x, w),
+// (dy, w) or (x, dy). An absent operand is null.
+struct Operands {
+  const void* lhs = nullptr;
+  const void* rhs = nullptr;
+  const float* scale = nullptr;    // one for each output channel
+  const float* bias = nullptr;     // one for each output channel
+  const void* residual = nullptr;  // of the output's shape and type
+  void* out = nullptr;
+  float* statistics = nullptr;
+  void* workspace = nullptr;
+  int64_t workspace_bytes = 0;
+};
+
+// Makes the plan, or refuses with a reason for the user. slices 0: as many as suit the GPU; else
+// exactly so many, or an error where the instance cannot be cut so.
+using PlanFunction = Status (*)(const KernelDesc& kernel, const ConvProblem& problem,
+                                const Gpu& gpu, int64_t slices, Plan* plan);
+
+// Enqueues the work on a cudaStream_t: no allocation, no synchronisation, fit for stream capture.
+// The buffers were checked (CheckOperands).
+using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, void* stream);
+
+struct KernelDesc {
+  // <op>_<family>_<operand dtype>_<variant>: registry key, test id, HLO attribute and the name in a
+  // profiler.
+  const char* name = "";
+  const char* family = "";
+  Op op = Op::kFprop;
+  DType dtype = DType::kF32;  // of both operands
+  int min_cc = 80;            // 10 * major + minor
+  int max_cc = 1000;          // for instructions of one architecture
+  PlanFunction plan = nullptr;
+  // The family's own description of the instance: its entry in the family's table.
+  const void* instance = nullptr;
+};
+
+// What every family asks of a problem before its own conditions: the operation, operands of the
+// instance's type, an output of that type or float32, and for float32 operands that are multiplied
+// in TF32 precision "default".
+Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
+
+// Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns
+// buffers to 64 bytes or more.
+Status CheckOperands(const Plan& plan, const Operands& operands);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_KERNEL_H_

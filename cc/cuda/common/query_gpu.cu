@@ -1,0 +1,53 @@
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "cuda/common/query_gpu.h"
+
+namespace jaxconv {
+namespace {
+
+Status Failed(const std::string& what, cudaError_t error) {
+  cudaGetLastError();  // or the next launch would report it
+  return Status::Internal(what + ": " + cudaGetErrorString(error));
+}
+
+// 0 where the driver does not tell.
+double Attribute(cudaDeviceAttr attribute, int ordinal) {
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, attribute, ordinal) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return value;
+}
+
+}  // namespace
+
+Status QueryGpu(int ordinal, Gpu* gpu) {
+  cudaDeviceProp properties;
+  if (cudaError_t error = cudaGetDeviceProperties(&properties, ordinal); error != cudaSuccess) {
+    return Failed("CUDA device " + std::to_string(ordinal), error);
+  }
+  gpu->name = properties.name;
+  gpu->cc_major = properties.major;
+  gpu->cc_minor = properties.minor;
+  gpu->sm_count = properties.multiProcessorCount;
+  gpu->smem_per_block_optin = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
+  gpu->l2_bytes = properties.l2CacheSize;
+  const double clock_ghz = Attribute(cudaDevAttrClockRate, ordinal) / 1e6;
+  // Both edges of the memory clock, in kHz, transfer the bus width, in bits.
+  const double dram_bytes_per_us = 2 * Attribute(cudaDevAttrMemoryClockRate, ordinal) / 1e3 *
+                                   Attribute(cudaDevAttrGlobalMemoryBusWidth, ordinal) / 8;
+  FillRates(clock_ghz, dram_bytes_per_us, gpu);
+  return {};
+}
+
+Status CurrentDevice(int* ordinal) {
+  if (cudaError_t error = cudaGetDevice(ordinal); error != cudaSuccess) {
+    return Failed("current CUDA device", error);
+  }
+  return {};
+}
+
+}  // namespace jaxconv

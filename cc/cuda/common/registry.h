@@ -1,0 +1,20 @@
+// The registry: every kernel instance of the CUDA platform, in one explicit list.
+#ifndef JAXCONV_CUDA_COMMON_REGISTRY_H_
+#define JAXCONV_CUDA_COMMON_REGISTRY_H_
+
+#include <string_view>
+#include <vector>
+
+#include "cuda/common/kernel.h"
+
+namespace jaxconv {
+
+// In the order in which selection prefers equals.
+const std::vector<KernelDesc>& Kernels();
+
+// Null where no instance has that name.
+const KernelDesc* FindKernel(std::string_view name);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_REGISTRY_H_

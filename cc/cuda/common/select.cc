@@ -1,0 +1,84 @@
+#include "cuda/common/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/common/registry.h"
+#include "cuda/common/xla_cost.h"
+
+namespace jaxconv {
+namespace {
+
+Status UnknownAlgorithm(std::string_view algorithm) {
+  std::vector<std::string> families;
+  for (const KernelDesc& kernel : Kernels()) {
+    if (std::find(families.begin(), families.end(), kernel.family) == families.end()) {
+      families.push_back(kernel.family);
+    }
+  }
+  std::string message = "algorithm: expected auto, native, an instance name or a family (";
+  for (size_t i = 0; i < families.size(); ++i) message += (i > 0 ? ", " : "") + families[i];
+  return Status::InvalidArgument(message + "), got '" + std::string(algorithm) + "'");
+}
+
+// Whether the kernel runs on the GPU and takes the problem.
+Status Try(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
+  if (gpu.compute_capability() < kernel.min_cc || gpu.compute_capability() > kernel.max_cc) {
+    return Status::Unimplemented("needs compute capability " + std::to_string(kernel.min_cc) +
+                                 (kernel.max_cc == kernel.min_cc ? " exactly" : "") +
+                                 ", the device has " + std::to_string(gpu.compute_capability()));
+  }
+  return kernel.plan(kernel, problem, gpu, 0, plan);
+}
+
+std::string Microseconds(double microseconds) {
+  const auto tenths = std::llround(microseconds * 10);
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " us";
+}
+
+}  // namespace
+
+Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algorithm,
+              Selection* selection) {
+  *selection = Selection();
+  const bool any = algorithm == "auto" || algorithm == "native";
+  bool known = any;
+  for (const KernelDesc& kernel : Kernels()) {
+    const bool named = kernel.name == algorithm;
+    if (!any && !named && kernel.family != algorithm) continue;
+    known = true;
+    // Another operation's kernel is worth a refusal only to someone who asked for this very kernel.
+    if (kernel.op != problem.op && !named) continue;
+    Plan plan;
+    if (Status status = Try(kernel, problem, gpu, &plan); !status.ok()) {
+      selection->refusals.push_back({kernel.name, status.message()});
+      continue;
+    }
+    // Strictly faster: of equals the earlier instance wins, whatever the platform's library.
+    if (selection->instance.empty() || plan.microseconds < selection->microseconds) {
+      selection->instance = kernel.name;
+      selection->slices = plan.slices;
+      selection->workspace_bytes = plan.workspace_bytes;
+      selection->microseconds = plan.microseconds;
+    }
+  }
+  if (!known) return UnknownAlgorithm(algorithm);
+  if (selection->instance.empty()) return {};
+  selection->xla_microseconds = PredictXlaMicroseconds(problem, gpu);
+  if (algorithm == "auto" && selection->xla_microseconds > 0 &&
+      selection->xla_microseconds < selection->microseconds) {
+    selection->refusals = {{"xla", "predicted " + Microseconds(selection->xla_microseconds) + ", " +
+                                       selection->instance + " " +
+                                       Microseconds(selection->microseconds) +
+                                       "; algorithm=\"native\" takes the kernel"}};
+    selection->instance.clear();
+    selection->slices = 1;
+    selection->workspace_bytes = 0;
+  }
+  return {};
+}
+
+}  // namespace jaxconv

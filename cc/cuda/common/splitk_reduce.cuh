@@ -1,0 +1,124 @@
+// The sum of split-K slices, in an order that the number of slices alone settles, so that every run
+// gives the same bits; then the epilogue.
+//
+// A CTA owns neighbouring outputs, up to 4 a thread, and its rows of threads share the slices among
+// them: a thread adds a run of neighbouring slices in order, then the first row adds the runs in
+// order. A small output of many slices (a filter over a large image) would otherwise be a few
+// threads waiting for one slice after another. Eight loads are in flight before the first addition:
+// the additions are ordered, the loads need not be.
+#ifndef JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_
+#define JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/splitk_reduce.h"
+
+namespace jaxconv {
+
+inline constexpr int kSplitkThreads = 256;
+inline constexpr int kSplitkInFlight = 8;
+// Rows of threads of a CTA at most, so that the neighbours of a row still read whole cache lines.
+inline constexpr int kSplitkMaxRuns = 32;
+
+template <typename Out, int kWidth, class Epilogue>
+__global__ void __launch_bounds__(kSplitkThreads)
+    SplitkReduce(const float* __restrict__ partial, int64_t elements, int64_t slices,
+                 int64_t slices_of_run, Out* out, int64_t channels,
+                 const __grid_constant__ EpilogueParams epilogue_params) {
+  __shared__ float sums[kWidth][kSplitkThreads];
+  const int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth;
+  const bool inside = first < elements;
+  const int64_t begin = threadIdx.y * slices_of_run;
+  const int64_t end = min(slices, begin + slices_of_run);
+  float sum[kWidth] = {};
+  for (int64_t slice = begin; inside && slice < end; slice += kSplitkInFlight) {
+    Pack<float, kWidth> packs[kSplitkInFlight];
+#pragma unroll
+    for (int i = 0; i < kSplitkInFlight; ++i) {
+      if (slice + i < end) packs[i].Load(partial + (slice + i) * elements + first);
+    }
+#pragma unroll
+    for (int i = 0; i < kSplitkInFlight; ++i) {
+      if (slice + i >= end) break;
+      float values[kWidth];
+      packs[i].Unpack(values);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum[e] += values[e];
+    }
+  }
+  if (blockDim.y > 1) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) sums[e][threadIdx.y * blockDim.x + threadIdx.x] = sum[e];
+    __syncthreads();
+    if (threadIdx.y > 0) return;
+    for (unsigned run = 1; run < blockDim.y; ++run) {
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum[e] += sums[e][run * blockDim.x + threadIdx.x];
+    }
+  }
+  if (!inside) return;
+  const Epilogue epilogue(epilogue_params);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    const int64_t at = first + e;
+    if constexpr (!Epilogue::kPlain) {
+      const OutputPlace place{at, static_cast<int32_t>(at / channels),
+                              static_cast<int32_t>(at % channels), true};
+      sum[e] = epilogue.template operator()<Out>(sum[e], place);
+    }
+  }
+  if constexpr (kWidth == 4) {
+    StoreQuad(out + first, sum);
+  } else {
+    out[first] = FromFloat<Out>(sum[0]);
+  }
+}
+
+template <class Epilogue, typename Out>
+Status LaunchSplitkReduceTo(const float* partial, int64_t elements, int64_t slices,
+                            int64_t channels, const EpilogueParams& epilogue, void* out,
+                            void* stream) {
+  const int width = elements % 4 == 0 ? 4 : 1;
+  int runs = 1;
+  while (runs < kSplitkMaxRuns && runs * kSplitkInFlight < slices) runs *= 2;
+  LaunchConfig config;
+  config.threads = dim3(kSplitkThreads / runs, runs);
+  config.grid = static_cast<unsigned>((elements / width + config.threads.x - 1) / config.threads.x);
+  return width == 4
+             ? Launch<SplitkReduce<Out, 4, Epilogue>>("splitk_reduce", config, stream, partial,
+                                                      elements, slices, (slices + runs - 1) / runs,
+                                                      static_cast<Out*>(out), channels, epilogue)
+             : Launch<SplitkReduce<Out, 1, Epilogue>>("splitk_reduce", config, stream, partial,
+                                                      elements, slices, (slices + runs - 1) / runs,
+                                                      static_cast<Out*>(out), channels, epilogue);
+}
+
+// As LaunchSplitkReduce, with an epilogue over `channels` output channels, which run fastest.
+template <class Epilogue>
+Status LaunchSplitkReduceWith(const float* partial, int64_t elements, int64_t slices,
+                              int64_t channels, const EpilogueParams& epilogue, void* out,
+                              DType out_dtype, void* stream) {
+  switch (out_dtype) {
+    case DType::kF32:
+      return LaunchSplitkReduceTo<Epilogue, float>(partial, elements, slices, channels, epilogue,
+                                                   out, stream);
+    case DType::kF16:
+      return LaunchSplitkReduceTo<Epilogue, __half>(partial, elements, slices, channels, epilogue,
+                                                    out, stream);
+    case DType::kBF16:
+      return LaunchSplitkReduceTo<Epilogue, __nv_bfloat16>(partial, elements, slices, channels,
+                                                           epilogue, out, stream);
+    default:
+      return Status::Unimplemented(std::string("split-K reduction to ") + Name(out_dtype));
+  }
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_

@@ -1,0 +1,157 @@
+// igemm_simt: implicit GEMM on the FP32 FMA units, for every legal problem of rank 1 to 3.
+//
+// Convolution -> GEMM (per batch, group and stride residue class; core/implicit_gemm.h has the
+// algebra):
+//     fprop  y[(n,p), k]   = sum over (r,c) of x[gather(n,p,r), c]  w[(r,c), k]
+//     dgrad  dx[(n,i), c]  = sum over (r,k) of dy[gather(n,i,r), k] w[(r,c), k]
+//     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
+// No matrix is built: the gather happens in the address of each load.
+//
+// Tile: 128x128 outputs over 8 reduction indices, 256 threads, 8x8 outputs a thread
+// (simt_tile.cuh); 128x64, 128x32 and 64x64 with 128 or 64 threads for smaller problems. The "wide"
+// tiles give a thread 8x16 outputs: half the threads and fewer loads for each FMA, but only full
+// SMs hide its latencies. Shared memory: two stages of 8 x (tile_m + 4 + tile_n + 4) floats, 16,896
+// bytes at 128x128, plus 2.7 KB of row table (fprop, dgrad) and 4 KB of reduction table (scalar
+// instances, wgrad). Registers, 8x8: 64 accumulators, 32 fragments, 8 to 16 staged, at most 128
+// with 256 threads and 168 else; 8x16: 128, 48, 16 to 24, at most 255.
+//
+// Who waits for whom: a stage's global loads are issued before the FMAs of the previous stage and
+// stored to the other stage of shared memory after seven eighths of them; then one barrier tells
+// every thread that the new stage is full and the old one has been read.
+//
+// wgrad splits the pixels into split-K slices, one CTA each. With several slices each writes its
+// partial sums to the workspace, and common/splitk_reduce.cuh adds them in order; one slice writes
+// the output itself.
+//
+// Refuses: operand types other than f32, f16, bf16 or unequal; outputs other than the operand type
+// or f32; "vec" instances: channels that are not multiples of 4 and wgrad with lhs_dilation;
+// extents beyond 32-bit coordinates. After: "Implicit GEMM CUDA" (seeds/001).
+#ifndef JAXCONV_CUDA_IGEMM_SIMT_TWO_STAGE_CUH_
+#define JAXCONV_CUDA_IGEMM_SIMT_TWO_STAGE_CUH_
+
+#include <type_traits>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/splitk_reduce.cuh"
+#include "cuda/igemm_simt/gather_tile.cuh"
+#include "cuda/igemm_simt/params.h"
+#include "cuda/igemm_simt/simt_tile.cuh"
+#include "cuda/igemm_simt/store_tile.cuh"
+#include "cuda/igemm_simt/table_loader.cuh"
+#include "cuda/igemm_simt/vector_gather_loader.cuh"
+
+namespace jaxconv::igemm_simt {
+
+template <class Tag>
+__global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
+    TwoStageKernel(const __grid_constant__ Params params) {
+  using T = typename Tag::T;
+  using Tile = typename Tag::Tile;
+  constexpr Op kOp = Tag::kOp;
+  constexpr bool kVec = Tag::kVec;
+  __shared__ SimtStage<Tile> stages[2];
+  const ImplicitGemm& gemm = params.gemm;
+  const T* a = static_cast<const T*>(params.a);
+  const T* b = static_cast<const T*>(params.b);
+  float acc[8][Tile::kThreadN] = {};
+
+  int32_t index = blockIdx.x, n_tile, m_tile;
+  params.n_tiles.Divmod(index, &index, &n_tile);
+  params.m_tiles.Divmod(index, &index, &m_tile);
+  const int n_first = n_tile * Tile::kTileN;
+  const int32_t m_first = m_tile * Tile::kTileM;
+
+  auto store = [&](int64_t base, int32_t group, int n_from, int32_t rows, auto dst_row) {
+    const int channel_first = group * gemm.gemm_n;
+    WithEpilogue<typename Tag::Epilogue>(
+        params.epilogue, params.slice_elements > 0, [&](const auto& epilogue) {
+          if (std::is_same_v<T, float> || params.out_is_f32) {
+            StoreTile<Tile, kVec>(acc, static_cast<float*>(params.out), epilogue, dst_row, base,
+                                  gemm.out_channels, n_from, gemm.gemm_n, channel_first);
+          } else {
+            StoreTile<Tile, kVec>(acc, static_cast<T*>(params.out), epilogue, dst_row, base,
+                                  gemm.out_channels, n_from, gemm.gemm_n, channel_first);
+          }
+          epilogue.FinishTile(m_first, min(m_first + Tile::kTileM, rows), channel_first + n_from,
+                              channel_first + min(n_from + Tile::kTileN, gemm.gemm_n));
+        });
+  };
+
+  if constexpr (kOp == Op::kWgrad) {
+    __shared__ ReduceTable table;
+    int32_t slice, z, batch, group;
+    params.slices.Divmod(index, &z, &slice);
+    gemm.groups_divmod.Divmod(z, &batch, &group);
+    const int32_t slice_pixels = params.blocks_per_slice * kTileK;
+    const int64_t first = int64_t{slice} * slice_pixels;
+    const int64_t end = min(first + slice_pixels, int64_t{gemm.reduce_pixels});
+    TableLoader<T, Tile, kOp, kVec ? 4 : 1> loader(
+        params, a + batch * gemm.a_batch + int64_t{group} * gemm.a_group,
+        b + batch * gemm.b_batch + int64_t{group} * gemm.b_group, m_first, n_first,
+        static_cast<int32_t>(min(first, end)), static_cast<int32_t>(end), stages[0], table);
+    SimtMainloop<Tile>(loader, stages, acc);
+    store(slice * params.slice_elements + batch * gemm.out_batch + int64_t{group} * gemm.out_group,
+          group, n_first, gemm.gemm_m,
+          [&](int row) { return m_first + row < gemm.gemm_m ? m_first + row : -1; });
+  } else {
+    __shared__ GatherTile<Tile> tile;
+    int32_t phase, z, batch, group;
+    params.batch_groups.Divmod(index, &phase, &z);
+    gemm.groups_divmod.Divmod(z, &batch, &group);
+    if (!InitGatherTile<Tile, T>(params, m_tile, n_first, phase,
+                                 a + batch * gemm.a_batch + int64_t{group} * gemm.a_group,
+                                 b + batch * gemm.b_batch + int64_t{group} * gemm.b_group,
+                                 batch * gemm.out_batch + int64_t{group} * gemm.out_group, tile)) {
+      return;
+    }
+    if constexpr (kVec) {
+      VectorGatherLoader<T, Tile, kOp == Op::kDgrad> loader(params, tile, stages[0]);
+      SimtMainloop<Tile>(loader, stages, acc);
+    } else {
+      __shared__ ReduceTable table;
+      TableLoader<T, Tile, kOp, 1> loader(params, tile, stages[0], table);
+      SimtMainloop<Tile>(loader, stages, acc);
+    }
+    // What the mainloop does not need waits in shared memory and not in registers.
+    store(tile.out, group, tile.n_first, ImplicitGemm::Rows(gemm.images, tile.phase),
+          [&](int row) { return tile.dst_row[row]; });
+  }
+}
+
+template <Op kOp_, DType kType, int kTileM, int kTileN, int kThreadN, int kWarpsM, int kWarpsN,
+          int kLanesM, int kLanesN, int kCtasPerSm, bool kVec_>
+struct TwoStage {
+  static constexpr Op kOp = kOp_;
+  static constexpr bool kVec = kVec_;
+  using T = typename ElementOf<kType>::Type;
+  using Tile = SimtTile<kTileM, kTileN, kThreadN, kWarpsM, kWarpsN, kLanesM, kLanesN, kCtasPerSm>;
+  using Epilogue = PlainEpilogue;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& planned = plan.As<PlannedLaunch>();
+    Params params = planned.params;
+    const bool split = params.slice_elements > 0;
+    params.a = operands.lhs;
+    params.b = operands.rhs;
+    params.out = split ? operands.workspace : operands.out;
+    SetOperands(operands, &params.epilogue);
+    LaunchConfig config;
+    config.grid = static_cast<unsigned>(planned.ctas);
+    config.threads = Tile::kThreads;
+    JAXCONV_RETURN_IF_ERROR(
+        jaxconv::Launch<TwoStageKernel<Tag>>(plan.kernel->name, config, stream, params));
+    if (!split) return {};
+    return ReduceSlices<typename Tag::Epilogue>(static_cast<const float*>(operands.workspace),
+                                                params.slice_elements, plan.slices,
+                                                params.gemm.out_channels, params.epilogue,
+                                                operands.out, planned.out_dtype, stream);
+  }
+};
+
+}  // namespace jaxconv::igemm_simt
+
+#endif  // JAXCONV_CUDA_IGEMM_SIMT_TWO_STAGE_CUH_

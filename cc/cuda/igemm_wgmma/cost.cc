@@ -1,0 +1,217 @@
+#include "cuda/igemm_wgmma/cost.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace jaxconv::igemm_wgmma {
+namespace {
+
+// Fitted to 5500 times measured on an H200, so that the choices lose least against the best tile
+// (docs/notes/igemm_wgmma.md). Terms stand in for each other; only their sum is to be believed.
+
+// Share of the GPU's wgmma rate, and cycles that every k-block adds.
+constexpr double kWgmmaShare = 1900.0 / 2048;
+constexpr double kKBlockCycles = 2.79;
+// Cycles of TMA for a row of a box (128 bytes of shared memory), by what the distance of rows in
+// global memory is a multiple of: 128 bytes, a sector of 32, 16; and the share of them that does not
+// hide behind the tensor cores.
+constexpr double kRowCycles = 2.17;
+constexpr double kSectorRowCycles = 3.19;
+constexpr double kUnalignedRowCycles = 3.68;
+constexpr double kRowsExposed = 0.2;
+// The same of the operand that all SMs read, and how many rows of it are so few that SMs queue.
+constexpr double kSharedRowCycles = 1.62;
+constexpr double kSharedSectorRowCycles = 2.67;
+constexpr double kSharedUnalignedRowCycles = 3.77;
+constexpr double kFewRows = 215;
+// The producer: next tile; wait, announce, first copy; every further copy.
+constexpr double kTileCycles = 197;
+constexpr double kLoadCycles = 100;
+constexpr double kCopyCycles = 200;
+// The first fill of the ring and the last tile's store.
+constexpr double kPrologueCycles = 500;
+constexpr double kEpilogueBytesPerCycle = 32.9;
+// Results of wgrad filter-row: scattered sectors of 32 bytes.
+constexpr double kSectorBytesPerCycle = 2.2;
+// Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
+constexpr double kPartialBytesPerCycle = 17.9;
+constexpr double kReduceBytesPerCycle = 12.3;
+// Swap-AB, whose result is transposed in the epilogue: of a CTA's only tile, or beside busy tensor
+// cores.
+constexpr double kSwapAbEpilogueBytesPerCycle = 25;
+constexpr double kSwapAbBesideBytesPerCycle = 23.8;
+constexpr double kTf32EpilogueBytesPerCycle = 17.6;
+// Sectors stored one by one take this much more of DRAM's time than whole cache lines; rows of the
+// output whose sectors CTAs share, 128 bytes each, this much.
+constexpr double kSectorExcess = 0.84;
+constexpr double kSharedSectorExcess = 1.32;
+// Of gpu.dram_bytes_per_us: the model counts every tensor once, and a part of them lies in L2.
+constexpr double kDramShare = 18.5 * 132 * 1970 / 4.32e6;
+// Of DRAM's time, where tiles are scheduled dynamically and no SM is waited for.
+constexpr double kDynamicShare = 0.88;
+// Of the shorter of SM and DRAM time.
+constexpr double kDramExposed = 0.28;
+// Beyond gpu.launch_us: of a persistent kernel, which sets up barriers and tensor maps; of the
+// split-K reduction, which needs neither, and with TF32 operands (the fit differs).
+constexpr double kStartUs = 4000.0 / 1970 - 1.7;
+constexpr double kReduceStartUs = 3100.0 / 1970 - 1.7;
+
+// The cluster form, fitted to 270 times (ResNet-50 at batch 1 to 16, one to eight CTAs). Its kernels
+// are so short that nothing hides anything: the terms are added.
+// A k-block of a lone CTA, which is the latency of a load over the stages of the ring (292 fits best;
+// 320 leaves 7x7 maps of 16 images to the persistent tiles, which are faster there); two CTAs share
+// an SM and its loads.
+constexpr double kClusterKBlockCycles = 281;
+constexpr double kClusterCtasPerSm = 2;
+// SMs come in groups of 14 to 18, and a cluster lies in one group: of 132, larger clusters find
+// room on about 112.
+constexpr double kClusterSmShare = 0.85;
+// Beyond gpu.launch_us: negative, because a part of the launch overlaps the kernel in front.
+constexpr double kClusterStartUs = 2170.0 / 1970 - 1.7;
+constexpr double kClusterEpilogueCycles = 1070;  // of every CTA of an SM
+constexpr double kClusterBarrierCycles = 159;
+// Of every CTA of an SM, through distributed shared memory.
+constexpr double kClusterExchangeCycles = 2360;
+
+double RowCycles(int64_t pitch) {
+  return pitch % 128 == 0 ? kRowCycles : pitch % 32 == 0 ? kSectorRowCycles : kUnalignedRowCycles;
+}
+
+double SharedRowCycles(int64_t pitch) {
+  return pitch % 128 == 0  ? kSharedRowCycles
+         : pitch % 32 == 0 ? kSharedSectorRowCycles
+                           : kSharedUnalignedRowCycles;
+}
+
+// Bytes of a problem, as the kernel moves them.
+struct Traffic {
+  double tensors = 0, written = 0, filter = 0;  // filter: of a group, where B is the filter
+  // From one row of a box to the next in global memory, of both operands, and of the output.
+  int64_t pitch_a = 128, pitch_b = 128, pitch_out = 128;
+
+  explicit Traffic(const ConvProblem& problem) {
+    const double x = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype));
+    const double w = static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype));
+    const double y = static_cast<double>(problem.y_elements() * ByteWidth(problem.y_dtype));
+    tensors = x + w + y;
+    written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
+    if (problem.op != Op::kWgrad) {
+      filter = static_cast<double>(problem.taps() * problem.c_per_group() * problem.k_per_group() *
+                                   ByteWidth(problem.w_dtype));
+    }
+    const int64_t x_pitch = problem.c * ByteWidth(problem.x_dtype);
+    const int64_t y_pitch = problem.k * ByteWidth(problem.y_dtype);
+    pitch_a = problem.op == Op::kDgrad ? y_pitch : x_pitch;
+    pitch_b = TransposesFilter(problem) ? x_pitch / problem.groups : y_pitch;
+    pitch_out = problem.op == Op::kDgrad ? x_pitch : y_pitch;
+  }
+};
+
+double DramCycles(double bytes, const Gpu& gpu) {
+  return bytes / (kDramShare * gpu.dram_bytes_per_cycle());
+}
+
+// `k_blocks`: of one CTA; `ctas`: of all clusters.
+double ClusterMicroseconds(const Instance& instance, const Traffic& traffic, double k_blocks,
+                           double ctas, int64_t slices, const Gpu& gpu) {
+  const double sms = gpu.sm_count * (slices > 2 ? kClusterSmShare : 1);
+  const double ctas_of_sm = std::ceil(ctas / sms);
+  const double waves = std::ceil(ctas / (kClusterCtasPerSm * sms));
+  const double rows = static_cast<double>(instance.tile_m) * RowCycles(traffic.pitch_a) +
+                      static_cast<double>(instance.tile_n) * SharedRowCycles(traffic.pitch_b);
+  double cycles = k_blocks * std::max(waves * kClusterKBlockCycles, ctas_of_sm * rows) +
+                  ctas_of_sm * kClusterEpilogueCycles;
+  if (slices > 1) cycles += kClusterBarrierCycles + ctas_of_sm * kClusterExchangeCycles;
+  cycles += DramCycles(traffic.tensors, gpu);
+  return cycles / gpu.cycles_per_us() + gpu.launch_us + kClusterStartUs;
+}
+
+}  // namespace
+
+double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
+                           const Geometry& geometry, int64_t slices, int64_t partial_bytes,
+                           bool dynamic, const Gpu& gpu) {
+  const Traffic traffic(problem);
+  const bool wgrad = problem.op == Op::kWgrad, tf32 = problem.lhs_dtype() == DType::kF32;
+  const bool wgrad_filter_row = wgrad && instance.Is(kFilterRow);
+  const double taps_per_load = geometry.taps_per_load, taps_per_stage = geometry.taps_per_stage;
+  // Of a tile: 128-byte parts of the reduction.
+  const double taps = slices == 1 ? geometry.average_taps
+                                  : static_cast<double>(CeilDiv(geometry.k_blocks, slices)) *
+                                        taps_per_load * taps_per_stage;
+  const int64_t all_tiles = geometry.tiles * slices;
+  if (instance.Is(kCluster)) {
+    return ClusterMicroseconds(instance, traffic, taps, static_cast<double>(all_tiles), slices,
+                               gpu);
+  }
+  const Params& params = geometry.launch.kernel;
+  const int64_t n_tiles = params.n_tiles.divisor;
+  const bool stationary = instance.WeightStationary(), split = partial_bytes > 0;
+  const double tile_m = static_cast<double>(instance.tile_m);
+  const double columns =
+      static_cast<double>(std::min(instance.tile_n, CeilDiv(params.gemm_n, 64) * 64));
+  // One tap is half as long in TF32, at half the rate; wgmma runs over all columns of the tile,
+  // inside the output or not. With a stationary filter, only the first tap of a load waits.
+  const double tensor = static_cast<double>(instance.tile_m * instance.tile_n * 64) /
+                            (kWgmmaShare * gpu.wgmma_per_clock * instance.throughput) +
+                        kKBlockCycles / ((stationary ? taps_per_load : 1) * taps_per_stage);
+  const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
+  const double few = traffic.filter > 0 ? 1 + kFewRows * 128 / traffic.filter : 1;
+  const double rows = rows_a * RowCycles(traffic.pitch_a) +
+                      (stationary ? 0 : columns) * few * SharedRowCycles(traffic.pitch_b);
+  // Beside one of activations: of the other operand one for 64 columns, of dy in TF32 one in all;
+  // wgrad loads a box for every channel block of the tile.
+  double copies = stationary ? 0 : wgrad && tf32 ? 1 : columns / 64;
+  if (wgrad && !wgrad_filter_row) {
+    copies += static_cast<double>(instance.tile_m / KBlockElements(problem.lhs_dtype()) - 1);
+  }
+  const double issue = (kLoadCycles / taps_per_load + kCopyCycles * copies +
+                        (taps_per_load > 1 && !stationary ? kLoadCycles / 2 : 0)) /
+                       taps_per_stage;
+  const double tap = std::max({tensor, rows, issue}) + (stationary ? 0 : kRowsExposed * rows);
+  // With a stationary filter a CTA keeps its columns.
+  const int64_t ranges = stationary ? n_tiles : 1;
+  const int64_t ctas = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
+  const double tiles = static_cast<double>(CeilDiv(all_tiles, ctas));
+  const bool transposed = instance.Is(kSwapAb) && tensor >= std::max(rows, issue);
+  const double out_bytes_per_cycle = transposed && tiles > 1 ? kSwapAbBesideBytesPerCycle
+                                     : transposed            ? kSwapAbEpilogueBytesPerCycle
+                                     : split                 ? kPartialBytesPerCycle
+                                     : tf32                  ? kTf32EpilogueBytesPerCycle
+                                     : wgrad_filter_row      ? kSectorBytesPerCycle
+                                                             : kEpilogueBytesPerCycle;
+  const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
+  const double epilogue = tile_m * columns * out_bytes / out_bytes_per_cycle;
+  const double mainloop = taps * tap + kTileCycles;
+  const double sm = instance.Is(kPingpong) ? tiles * std::max(mainloop, epilogue / 2) + epilogue
+                                           : tiles * (mainloop + epilogue);
+  // Pingpong tiles of TF32 operands store sector by sector.
+  const double sector_bytes =
+      tf32 && instance.Is(kPingpong)
+          ? static_cast<double>(geometry.launch.output_elements) * out_bytes
+          : 0;
+  const double shared_sectors =
+      n_tiles > 1 && traffic.pitch_out % 32 != 0
+          ? kSharedSectorExcess * 128 / (static_cast<double>(instance.tile_n) * out_bytes)
+          : 0;
+  const double dram =
+      DramCycles(traffic.tensors + shared_sectors * traffic.written + kSectorExcess * sector_bytes +
+                     static_cast<double>(partial_bytes),
+                 gpu) *
+      (dynamic ? kDynamicShare : 1);
+  double cycles = std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles;
+  double us = gpu.launch_us + kStartUs;
+  if (split) {
+    us += gpu.launch_us + (tf32 ? kStartUs : kReduceStartUs);
+    cycles += static_cast<double>(partial_bytes) / (kReduceBytesPerCycle * gpu.sm_count);
+  }
+  if (TransposesFilter(problem)) {
+    // Read and written; the filter comes out of DRAM then, and out of L2 later.
+    us += gpu.launch_us + kStartUs;
+    cycles +=
+        DramCycles(2 * static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype)), gpu);
+  }
+  return cycles / gpu.cycles_per_us() + us;
+}
+
+}  // namespace jaxconv::igemm_wgmma

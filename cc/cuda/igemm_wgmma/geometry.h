@@ -1,0 +1,56 @@
+// How igemm_wgmma cuts a problem up: tiles, k-blocks, and the boxes that TMA loads.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_GEOMETRY_H_
+#define JAXCONV_CUDA_IGEMM_WGMMA_GEOMETRY_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/igemm_wgmma/params.h"
+
+namespace jaxconv::igemm_wgmma {
+
+// What the plan knows of a form.
+enum Trait : uint32_t {
+  kPingpong = 1,   // one consumer warpgroup stores while the other multiplies
+  kSwapAb = 2,     // the filter is A, the pixels are B
+  kFilterRow = 4,  // one load of activations serves all taps of a filter row
+  kPointwise = 8,  // 1x1 filters only
+  kCluster = 16,   // slices are the CTAs of a cluster, without a workspace
+};
+
+// One entry of kernels.def.
+struct Instance {
+  uint32_t traits;
+  int64_t tile_m, tile_n;
+  int64_t stationary_k_blocks = 0;  // of the filter in shared memory, loaded once a CTA
+  bool dynamic = false;             // tiles may be scheduled dynamically
+  double throughput = 1;            // as a share of wgmma's
+
+  bool Is(Trait trait) const { return (traits & trait) != 0; }
+  bool WeightStationary() const { return stationary_k_blocks > 0; }
+};
+
+// Channels of a k-block, 128 bytes; wgrad: output pixels.
+inline int64_t KBlockElements(DType dtype) { return 128 / ByteWidth(dtype); }
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// wgmma takes TF32 K-major only: fprop reads the filter transposed.
+bool TransposesFilter(const ConvProblem& problem);
+
+struct Geometry {
+  LaunchParams launch;      // of one slice
+  int64_t tiles = 0;        // of one slice
+  int64_t k_blocks = 0;     // loads of the longest reduction
+  double average_taps = 0;  // 128 bytes of the reduction each, over residue classes
+  double taps_per_load = 1;
+  double taps_per_stage = 1;  // wgrad filter-row: 128-byte parts of a stage
+};
+
+// Refuses with a reason for the user.
+Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geometry* geometry);
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_GEOMETRY_H_

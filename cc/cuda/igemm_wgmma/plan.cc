@@ -1,0 +1,176 @@
+#include "cuda/igemm_wgmma/plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "core/implicit_gemm.h"
+#include "cuda/common/instances.h"
+#include "cuda/igemm_wgmma/cost.h"
+#include "cuda/igemm_wgmma/geometry.h"
+
+namespace jaxconv::igemm_wgmma {
+namespace {
+
+// Partial results of split-K take at most this much workspace.
+constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
+// A slice of fewer k-blocks spends more time on filling the ring than on its sum.
+constexpr int64_t kMinKBlocksPerSlice = 4;
+constexpr int64_t kMaxSlices = 512;
+// Dynamic scheduling pays from so many bytes of activations on, those read and those written: 205 MB
+// are 3 to 5 % faster so, 128 MB 4 % slower. And, without a stationary filter, up to so many
+// operations a byte: 85 are 10 % faster, 102 1 % slower.
+constexpr int64_t kDynamicFromBytes = 200'000'000;
+constexpr int64_t kDynamicOperationsPerByte = 100;
+
+// The forms' traits, by the names in kernels.def.
+constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
+                   kTraitsOfWgradMmaSync = 0, kTraitsOfPingpong = kPingpong,
+                   kTraitsOfWgradPingpong = kPingpong, kTraitsOfSwapAb = kPingpong | kSwapAb,
+                   kTraitsOfFilterRow = kPingpong | kFilterRow,
+                   kTraitsOfWeightStationary = kPingpong | kFilterRow,
+                   kTraitsOfSwapAbFilterRow = kPingpong | kSwapAb | kFilterRow,
+                   kTraitsOfSwapAbWeightStationary = kPingpong | kSwapAb | kFilterRow,
+                   kTraitsOfPointwise = kPingpong | kPointwise,
+                   kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
+                   kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
+
+int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
+  return slices > 1 && !instance.Is(kCluster)
+             ? slices * geometry.launch.output_elements * int64_t{sizeof(float)}
+             : 0;
+}
+
+// Whether tiles are scheduled dynamically: SMs progress at different speeds, and so they end at the
+// same time, at the price of a launch that resets the counters.
+bool Dynamic(const Instance& instance, const ConvProblem& problem) {
+  if (!instance.dynamic) return false;
+  // A stride skips pixels of x.
+  const int64_t pixels = problem.batch * problem.n * problem.out_pixels();
+  const int64_t bytes =
+      std::min(problem.x_elements(), pixels * problem.c) * ByteWidth(problem.x_dtype) +
+      problem.y_elements() * ByteWidth(problem.y_dtype);
+  return bytes >= kDynamicFromBytes &&
+         (instance.WeightStationary() || problem.flops() < kDynamicOperationsPerByte * bytes);
+}
+
+// Slices have the same length but the last; none may be empty, except in clusters. Wgrad filter-row
+// deals its loads out in turn.
+bool NoneEmpty(const Instance& instance, const ConvProblem& problem, int64_t k_blocks,
+               int64_t slices) {
+  if (problem.op == Op::kWgrad && instance.Is(kFilterRow)) return slices <= k_blocks;
+  return instance.Is(kCluster) || CeilDiv(k_blocks, CeilDiv(k_blocks, slices)) == slices;
+}
+
+int64_t MostSlices(const Instance& instance, const Geometry& geometry) {
+  if (instance.Is(kCluster)) return std::min<int64_t>(geometry.k_blocks, kMaxClusterCtas);
+  // Residue classes have reductions of different lengths, and a stationary filter is whole.
+  if (geometry.launch.kernel.residue_classes > 1 || instance.WeightStationary() ||
+      instance.Is(kPointwise)) {
+    return 1;
+  }
+  const auto taps =
+      static_cast<int64_t>(static_cast<double>(geometry.k_blocks) * geometry.taps_per_stage);
+  const int64_t partial = std::max<int64_t>(1, PartialBytes(instance, geometry, 2) / 2);
+  return std::max<int64_t>(
+      1, std::min({taps / kMinKBlocksPerSlice, kMaxWorkspaceBytes / partial, kMaxSlices}));
+}
+
+// The instance whose device code reads the filter as it is stored: fprop's of dgrad's krsc, and the
+// reverse.
+const KernelDesc* KernelOf(const KernelDesc& kernel, const ConvProblem& problem) {
+  if (KernelOp(problem) == kernel.op) return &kernel;
+  const std::string_view rest = std::string_view(kernel.name).substr(5);  // past "fprop" or "dgrad"
+  for (const KernelDesc& other : Kernels()) {
+    const std::string_view name = other.name;
+    if (other.op == KernelOp(problem) && name.substr(5) == rest) return &other;
+  }
+  return nullptr;
+}
+
+Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                      int64_t slices, Plan* plan) {
+  const Instance& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/true));
+  Geometry geometry;
+  JAXCONV_RETURN_IF_ERROR(MakeGeometry(instance, problem, &geometry));
+  const int64_t most = MostSlices(instance, geometry);
+  const bool dynamic = Dynamic(instance, problem);
+  auto microseconds = [&](int64_t count) {
+    return PredictMicroseconds(instance, problem, geometry, count,
+                               PartialBytes(instance, geometry, count), dynamic, gpu);
+  };
+  if (slices == 0) {
+    slices = 1;
+    plan->microseconds = microseconds(1);
+    for (int64_t count = 2; count <= most; ++count) {
+      if (!NoneEmpty(instance, problem, geometry.k_blocks, count)) continue;
+      const double us = microseconds(count);
+      if (us < plan->microseconds) plan->microseconds = us, slices = count;
+    }
+  } else if (slices > most) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most) + ", got " +
+                                   std::to_string(slices));
+  } else if (!NoneEmpty(instance, problem, geometry.k_blocks, slices)) {
+    return Status::InvalidArgument("slices: " + std::to_string(slices) + " slices of " +
+                                   std::to_string(geometry.k_blocks) + " k-blocks leave one empty");
+  } else {
+    plan->microseconds = microseconds(slices);
+  }
+
+  auto launch = std::make_shared<LaunchParams>(geometry.launch);
+  Params& params = launch->kernel;
+  const int64_t partial_bytes = PartialBytes(instance, geometry, slices);
+  const int64_t grid_slices = instance.Is(kCluster) ? 1 : slices;
+  params.cluster = FastDivmod(slices / grid_slices);
+  params.slices = FastDivmod(grid_slices);
+  params.k_blocks_per_slice = static_cast<int32_t>(CeilDiv(geometry.k_blocks, grid_slices));
+  params.slice_elements = partial_bytes > 0 ? launch->output_elements : 0;
+  params.out_is_f32 = partial_bytes > 0 || launch->output_is_f32;
+  params.tiles = static_cast<int32_t>(geometry.tiles * grid_slices);
+  // A cluster's CTAs have one tile; others are persistent. With a stationary filter a CTA keeps its
+  // range of output channels.
+  const int64_t ranges = instance.WeightStationary() ? params.n_tiles.divisor : 1;
+  const int64_t persistent = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
+  launch->ctas = static_cast<int32_t>(
+      instance.Is(kCluster) ? params.tiles * slices : std::min<int64_t>(params.tiles, persistent));
+  // The workspace: the transposed filter, then the partial results; or the counters.
+  launch->transposes_filter = TransposesFilter(problem);
+  if (launch->transposes_filter) {
+    launch->partial_offset = problem.w_elements() * int64_t{sizeof(float)};
+  }
+  launch->resets_counters = dynamic;
+  launch->reduced_slices = grid_slices;
+  plan->kernel = KernelOf(kernel, problem);
+  plan->slices = slices;
+  plan->workspace_bytes = launch->partial_offset + partial_bytes +
+                          (dynamic ? kTileCounters * int64_t{sizeof(int32_t)} : 0);
+  plan->params = std::move(launch);
+  return {};
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define JAXCONV_ROW(op, dtype, variant)                                                         \
+  all.push_back({JAXCONV_NAME(op, igemm_wgmma, dtype, variant), "igemm_wgmma", JAXCONV_OP_##op, \
+                 JAXCONV_DTYPE_##dtype, /*min_cc=*/90, /*max_cc=*/90, PlanIgemmWgmma, &instance});
+#define KERNEL(ops, types, variant, header, form, args, host)                 \
+  {                                                                           \
+    static constexpr Instance instance{kTraitsOf##form, JAXCONV_UNPACK host}; \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                        \
+  }
+#define PADDED(ops, types, variant)
+#include "cuda/igemm_wgmma/kernels.def"
+#undef KERNEL
+#undef PADDED
+#undef JAXCONV_ROW
+    return all;
+  }();
+  return kernels;
+}
+
+}  // namespace jaxconv::igemm_wgmma

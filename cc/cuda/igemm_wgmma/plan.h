@@ -1,0 +1,16 @@
+// igemm_wgmma: implicit GEMM by wgmma and TMA, for sm_90 alone. kernels.def lists its instances, one
+// kernel file each form. Plain C++.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_PLAN_H_
+#define JAXCONV_CUDA_IGEMM_WGMMA_PLAN_H_
+
+#include <vector>
+
+#include "cuda/common/kernel.h"
+
+namespace jaxconv::igemm_wgmma {
+
+const std::vector<KernelDesc>& Kernels();
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_PLAN_H_

@@ -1,0 +1,126 @@
+// Tensor-core accumulators -> epilogue -> output, through shared memory.
+//
+// A fragment holds two neighbouring columns of a row: stored directly it would touch every 32-byte
+// sector four times. So each warp writes 16 rows of its tile to shared memory of its own, reads
+// them back as 16 bytes of output a lane, a row's lanes side by side, and applies the epilogue
+// there, in float32, where residual and output are whole vectors. Chunk c of row r lies at c ^ 2 (r
+// % 4): no bank conflicts in the stores, two lanes a bank in the loads of 16-bit output.
+#ifndef JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_
+#define JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mma_tile.cuh"
+
+namespace jaxconv {
+
+// Two elements at an even place.
+template <typename Out>
+__device__ __forceinline__ void StoreNeighbours(Out* to, const Out (&elements)[2]) {
+  using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
+  Pair packed;
+  memcpy(&packed, elements, sizeof(packed));
+  *reinterpret_cast<Pair*>(to) = packed;
+}
+
+// Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
+// n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are multiples of 16 bytes.
+// `base`: offset of column 0 in the output, `channel0` its channel. `shared`: at least
+// kStagingBytes a warp that nobody else uses any more.
+template <class Tile>
+inline constexpr int kStagingBytes = 16 * Tile::kWarpN * 4;
+
+template <typename Out, class Tile, class Epilogue, typename DstRow>
+__device__ __forceinline__ void StoreAccumulators(
+    const float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4], uint32_t shared, Out* out,
+    const Epilogue& epilogue, DstRow dst_row, int64_t base, int32_t row_stride, int n_first,
+    int n_end, int channel0, bool vector) {
+  constexpr int kRowBytes = Tile::kWarpN * 4;
+  constexpr int kWidth = 16 / sizeof(Out);
+  constexpr int kLanesOfRow = Tile::kWarpN / kWidth;
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4;
+  const uint32_t staging = shared + threadIdx.x / 32 * kStagingBytes<Tile>;
+  auto chunk_address = [&](int row, int chunk) {
+    const int swizzle = kRowBytes >= 128 ? row % 4 * 2 : row / 2 % 2 * 2;
+    return staging + row * kRowBytes + (chunk ^ swizzle) * 16;
+  };
+  const uint32_t store = chunk_address(g, t / 2) + t % 2 * 8;
+  const int n_warp = n_first + Tile::WarpN();
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocksM; ++i) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < Tile::kBlocksN; ++j) {
+      StorePair(store ^ (j * 32), acc[i][j][0], acc[i][j][1]);
+      StorePair((store ^ (j * 32)) + 8 * kRowBytes, acc[i][j][2], acc[i][j][3]);
+    }
+    __syncwarp();
+    const int first_row = Tile::WarpM() + i * 16;
+    if (vector) {
+      const int column = lane % kLanesOfRow * kWidth;
+      const int n = n_warp + column;
+      constexpr int kPasses = kLanesOfRow / 2;
+      float values[kPasses][kWidth];
+      int32_t dst[kPasses];
+      // All loads, then all stores, and no branch: each waits for its memory once.
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = lane / kLanesOfRow + pass * (32 / kLanesOfRow);
+        dst[pass] = n < n_end ? dst_row(first_row + row) : -1;
+#pragma unroll
+        for (int q = 0; q < kWidth / 4; ++q) {
+          LoadShared<0>(chunk_address(row, column / 4 + q), &values[pass][q * 4]);
+        }
+      }
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const bool inside = dst[pass] >= 0;
+        const int64_t at = base + n + int64_t{dst[pass]} * row_stride;
+        Out elements[kWidth];
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          elements[e] = FromFloat<Out>(
+              epilogue.template operator()<Out>(values[pass][e], at + e, channel0 + n + e, inside));
+        }
+        uint4 packed;
+        memcpy(&packed, elements, sizeof(packed));
+        if (inside) *reinterpret_cast<uint4*>(out + at) = packed;
+      }
+    } else {
+      // Two neighbouring columns a lane; one store where rows are whole pairs.
+      constexpr int kPairsOfRow = Tile::kWarpN / 2;
+      const bool whole = n_end % 2 == 0 && row_stride % 2 == 0;
+#pragma unroll 4
+      for (int pair = lane; pair < 16 * kPairsOfRow; pair += 32) {
+        const int row = pair / kPairsOfRow, column = pair % kPairsOfRow * 2;
+        const int n = n_warp + column;
+        const int32_t dst = n < n_end ? dst_row(first_row + row) : -1;
+        if (dst < 0) continue;
+        float values[2];
+        LoadPair(chunk_address(row, column / 4) + column % 4 * 4, &values[0], &values[1]);
+        const int64_t at = base + int64_t{dst} * row_stride + n;
+        Out elements[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
+              values[e], at + e, channel0 + n + e, e == 0 || n + 1 < n_end));
+        }
+        if (whole) {
+          StoreNeighbours(out + at, elements);
+        } else {
+          out[at] = elements[0];
+          if (n + 1 < n_end) out[at + 1] = elements[1];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_

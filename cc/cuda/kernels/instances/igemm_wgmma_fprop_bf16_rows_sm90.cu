@@ -1,6 +1,0 @@
-#include "cuda/kernels/igemm_wgmma_sm90.cuh"
-
-namespace jaxconv {
-template Status LaunchIgemmWgmma<Op::kFprop, DType::kBF16, WgmmaTileId::k128x128PingpongRows>(
-    const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-}  // namespace jaxconv

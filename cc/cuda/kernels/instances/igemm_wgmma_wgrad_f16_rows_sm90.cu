@@ -1,6 +1,0 @@
-#include "cuda/kernels/igemm_wgmma_wgrad_sm90.cuh"
-
-namespace jaxconv {
-template Status LaunchWgmmaWgradRows<DType::kF16>(const IgemmWgmmaParams&, const WgmmaOperands&,
-                                                  void*);
-}  // namespace jaxconv

@@ -1,8 +1,0 @@
-#include "cuda/kernels/igemm_wmma.cuh"
-
-namespace jaxconv {
-template Status LaunchIgemmWmma<Op::kDgrad, DType::kF16, WmmaTileId::k256x16>(
-    const IgemmWmmaParams&, int64_t, void*);
-template Status LaunchIgemmWmma<Op::kDgrad, DType::kF16, WmmaTileId::k128x64Half>(
-    const IgemmWmmaParams&, int64_t, void*);
-}  // namespace jaxconv

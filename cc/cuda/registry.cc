@@ -1,0 +1,62 @@
+#include "cuda/common/registry.h"
+
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "cuda/common/instances.h"
+#include "cuda/common/padded_channels.h"
+#include "cuda/few_channels/plan.h"
+#include "cuda/igemm_simt/plan.h"
+#include "cuda/igemm_wgmma/plan.h"
+#include "cuda/igemm_wmma/plan.h"
+
+namespace jaxconv {
+namespace {
+
+std::vector<KernelDesc> FamilyKernels() {
+  std::vector<KernelDesc> all;
+  for (auto family :
+       {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, igemm_simt::Kernels}) {
+    for (const KernelDesc& kernel : family()) all.push_back(kernel);
+  }
+  return all;
+}
+
+// The instances of the PADDED lines: whose channels are padded, and the name of the padded form.
+constexpr std::pair<std::string_view, const char*> kPadded[] = {
+#define JAXCONV_PADDED_NAMES(op, dtype, variant)     \
+  {JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant), \
+   JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant) "_padded"},
+#define KERNEL(...)
+#define PADDED(ops, types, variant) JAXCONV_FOR_EACH(ops, types, JAXCONV_PADDED_NAMES, variant)
+#include "cuda/families.def"
+};
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = [] {
+    static const std::vector<KernelDesc> unpadded = FamilyKernels();
+    std::vector<KernelDesc> all = unpadded;
+    for (const auto& [name, padded_name] : kPadded) {
+      for (const KernelDesc& kernel : unpadded) {
+        if (kernel.name == name) all.push_back(PaddedKernel(kernel, padded_name));
+      }
+    }
+    return all;
+  }();
+  return kernels;
+}
+
+const KernelDesc* FindKernel(std::string_view name) {
+  static const std::unordered_map<std::string_view, const KernelDesc*> by_name = [] {
+    std::unordered_map<std::string_view, const KernelDesc*> map;
+    for (const KernelDesc& kernel : Kernels()) map.emplace(kernel.name, &kernel);
+    return map;
+  }();
+  const auto found = by_name.find(name);
+  return found == by_name.end() ? nullptr : found->second;
+}
+
+}  // namespace jaxconv

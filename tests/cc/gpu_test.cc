@@ -1,0 +1,77 @@
+// The model of a GPU: products by name, capabilities by their usual part.
+#include "cuda/common/gpu.h"
+
+#include <cstdio>
+#include <string>
+
+namespace jaxconv {
+namespace {
+
+int failures = 0;
+
+void Expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::printf("FAIL %s\n", what.c_str());
+}
+
+Gpu Model(const std::string& target) {
+  Gpu gpu;
+  Expect(ModelOf(target, &gpu), target + " is a target");
+  return gpu;
+}
+
+Gpu Present(const char* name, int major, int minor, double clock_ghz, double dram_bytes_per_us) {
+  Gpu gpu;
+  gpu.name = name;
+  gpu.cc_major = major;
+  gpu.cc_minor = minor;
+  FillRates(clock_ghz, dram_bytes_per_us, &gpu);
+  return gpu;
+}
+
+void TestTargets() {
+  for (const char* target : {"a100", "l40s", "rtx4090", "h100", "h200", "b200", "sm_80", "sm_86",
+                             "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"}) {
+    const Gpu gpu = Model(target);
+    Expect(gpu.sm_count > 0 && gpu.smem_per_block_optin >= 99 << 10 && gpu.l2_bytes > 0 &&
+               gpu.clock_ghz > 1 && gpu.dram_bytes_per_us > 1e5 && gpu.launch_us > 0 &&
+               gpu.mma_sync_per_clock > 0,
+           std::string(target) + " has all its rates");
+    Expect((gpu.wgmma_per_clock > 0) == (gpu.compute_capability() == 90),
+           std::string(target) + ": wgmma is of sm_90 alone");
+  }
+  Expect(Model("sm_90a").compute_capability() == 90, "the suffix changes nothing");
+  Expect(Model("h200").measured && !Model("a100").measured, "what was measured is marked");
+  Expect(Model("sm_91").compute_capability() == 91 && Model("sm_91").sm_count == 132,
+         "an unknown capability has the nearest part below");
+  Expect(Model("sm_75").sm_count == Model("a100").sm_count, "anything older is as the oldest");
+  Gpu gpu;
+  for (const char* target : {"", "sm_", "sm_90b", "sm_x", "h300", "90"}) {
+    Expect(!ModelOf(target, &gpu), std::string("'") + target + "' is no target");
+  }
+}
+
+void TestPresent() {
+  const Gpu h200 = Present("NVIDIA H200", 9, 0, 1.1, 1e6);
+  Expect(h200.measured && h200.clock_ghz == Model("h200").clock_ghz &&
+             h200.dram_bytes_per_us == Model("h200").dram_bytes_per_us,
+         "a known product has its own rates, whatever the driver reports");
+  const Gpu other = Present("NVIDIA GeForce RTX 4060", 8, 9, 2.46, 272e3);
+  Expect(!other.measured && other.clock_ghz == 2.46 && other.dram_bytes_per_us < 272e3 &&
+             other.mma_sync_per_clock == Model("rtx4090").mma_sync_per_clock,
+         "another product has its capability's rates at the driver's clock and bandwidth");
+  const Gpu silent = Present("NVIDIA Something", 8, 0, 0, 0);
+  Expect(silent.clock_ghz == Model("a100").clock_ghz,
+         "a driver that does not tell changes nothing");
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main() {
+  jaxconv::TestTargets();
+  jaxconv::TestPresent();
+  std::printf("gpu_test: %d failures\n", jaxconv::failures);
+  return jaxconv::failures != 0;
+}
