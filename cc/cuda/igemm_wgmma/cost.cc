@@ -186,10 +186,9 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double sm = instance.Is(kPingpong) ? tiles * std::max(mainloop, epilogue / 2) + epilogue
                                            : tiles * (mainloop + epilogue);
   // Pingpong tiles of TF32 operands store sector by sector.
-  const double sector_bytes =
-      tf32 && instance.Is(kPingpong)
-          ? static_cast<double>(geometry.launch.output_elements) * out_bytes
-          : 0;
+  const double sector_bytes = tf32 && instance.Is(kPingpong)
+                                  ? static_cast<double>(geometry.launch.output_elements) * out_bytes
+                                  : 0;
   const double shared_sectors =
       n_tiles > 1 && traffic.pitch_out % 32 != 0
           ? kSharedSectorExcess * 128 / (static_cast<double>(instance.tile_n) * out_bytes)
