@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pathlib
 import re
 import shutil
@@ -76,8 +77,29 @@ def test_there_are_programs():
     }
 
 
+def compiled(compiler: str, flags: list[str], source: pathlib.Path, objects: pathlib.Path):
+    """The object file of a source, made once for all programs (and workers) of a session."""
+    target = objects / f"{source.relative_to(TESTS.parent).as_posix().replace('/', '_')}.o"
+    if target.exists():
+        return target
+    partial = objects / f"{target.name}.{os.getpid()}"
+    command = [compiler, *flags, "-c", str(source), "-o", str(partial)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert built.returncode == 0, f"{' '.join(command)}\n{built.stderr[-8000:]}"
+    partial.replace(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory) -> pathlib.Path:
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "objects"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=[p.stem for p in PROGRAMS])
-def test_program(program, tmp_path):
+def test_program(program, tmp_path, objects):
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler: none of c++, g++ and clang++ is on PATH")
@@ -87,15 +109,10 @@ def test_program(program, tmp_path):
         if sys.platform != "linux":
             pytest.skip("the CPU kernels are built on Linux only")
         compile_flags, link_flags = onednn_flags()
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-I", str(CC), "-I", str(TESTS)]
+    linked = [str(compiled(compiler, flags + compile_flags, file, objects)) for file in files]
     binary = tmp_path / program.stem
-    command = [
-        *(compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1"),
-        *("-I", str(CC), "-I", str(TESTS)),
-        *compile_flags,
-        *map(str, files),
-        *("-o", str(binary)),
-        *link_flags,
-    ]
+    command = [compiler, *linked, "-o", str(binary), *link_flags]
     built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert built.returncode == 0, f"{' '.join(command)}\n{built.stderr[-8000:]}"
     ran = subprocess.run([str(binary)], capture_output=True, text=True, check=False, timeout=300)

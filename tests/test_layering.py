@@ -50,8 +50,8 @@ FOREIGN = {
     "xla": re.compile(r"xla/.*"),
     "nanobind": re.compile(r"nanobind/.*"),
 }
-# What is selected and planned without a toolkit knows no CUDA: all .cc files of cc/cuda, and what the
-# handlers include.
+# What is selected and planned without a toolkit knows no CUDA: all .cc files of cc/cuda, and what
+# the handlers include.
 PLAIN = re.compile(r".*\.(h|cc|def)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
