@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import kernel_tables
 import numpy as np
 from jax import lax
-from numerics import mismatch, reference
+from numerics import integer_operands, mismatch, reference
 from problems import DTYPES, Problem, problem, xla_aborts
 
 import jaxconv
@@ -221,17 +221,6 @@ def draw(seed: int, index: int, platform: str) -> Case:
 # --- computing it ---------------------------------------------------------------------------------
 
 
-def _operands(case: Case) -> dict[str, np.ndarray]:
-    """x, w and y (dy), canonical: integers whose absolute products sum to less than 2^24."""
-    rng = np.random.default_rng([case.seed, case.index, 1])
-    terms = max(case.problem.reduction(op) for op in case.ops)
-    largest = min(8, math.isqrt((2**24 - 1) // terms))
-    return {
-        role: rng.integers(-largest, largest, case.problem.canonical_shape(role), endpoint=True)
-        for role in "xwy"
-    }
-
-
 def accepting(case: Case, platform: str) -> list[str]:
     """Every instance that takes the primitive, by name."""
     p, dtypes = case.problem, (DTYPES[case.dtype][0], case.result_dtype)
@@ -321,7 +310,7 @@ def judge(
     dtypes = dict.fromkeys("xwy", DTYPES[case.dtype][0])
     if case.op:
         dtypes[case.op.roles[2]] = case.result_dtype
-    canonical = _operands(case)
+    canonical = integer_operands(case.problem, case.ops, [case.seed, case.index, 1])
     roles = "xwy" if case.op is None else case.op.roles[:2]
     arrays = [_array(case, r, canonical[r]).astype(dtypes[r]) for r in roles]
     expected = {

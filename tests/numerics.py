@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,20 @@ def exact_operands(
         density /= 2
 
 
+def integer_operands(problem: Problem, ops: Iterable[Op], seed: object) -> dict[str, np.ndarray]:
+    """x, w and y (dy), canonical: integers whose absolute products sum to less than 2^24.
+
+    Every partial sum in float32 is exact, so a kernel gives ``reference`` rounded once.
+    """
+    rng = np.random.default_rng(seed)
+    terms = max(problem.reduction(op) for op in ops)
+    largest = min(8, math.isqrt((2**24 - 1) // terms))
+    return {
+        role: rng.integers(-largest, largest, problem.canonical_shape(role), endpoint=True)
+        for role in "xwy"
+    }
+
+
 def normal_operands(
     op: Op, problem: Problem, dtype: str, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -152,6 +167,26 @@ def mismatch(actual, expected, repro: str) -> str:
 def assert_exact(actual, expected, repro: str) -> None:
     report = mismatch(actual, expected, repro)
     assert not report, report
+
+
+def into_poison(function, *operands):
+    """``function(*operands)``, compiled, with its results in arrays that held NaN beforehand.
+
+    Memory of a GPU may hold the right result of another call: an element that a kernel does not
+    write would not be seen.
+    """
+    count = len(operands)
+    shapes = jax.tree.leaves(jax.eval_shape(function, *operands))
+    poison = [
+        np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else -1, s.dtype)
+        for s in shapes
+    ]
+    program = jax.jit(
+        lambda *arrays: function(*arrays[:count]),
+        donate_argnums=range(count, count + len(shapes)),
+        keep_unused=True,
+    )
+    return program(*operands, *jax.device_put(poison))
 
 
 def on_cpu(function, *arguments):

@@ -13,6 +13,7 @@ from numerics import (
     error,
     error_in_order,
     exact_operands,
+    into_poison,
     normal_operands,
     reference,
 )
@@ -25,9 +26,10 @@ from jaxconv._src.spec import Op
 
 def run(op, problem, dtype, lhs, rhs, layout="last", **options):
     """The compiled operation on channels-last arrays, stored in ``layout`` for the call."""
-    call = problem.operation(op, dtype, layout=layout, **options)
-    out = call(
-        problem.to_layout(op.roles[0], lhs, layout), problem.to_layout(op.roles[1], rhs, layout)
+    out = into_poison(
+        problem.operation(op, dtype, layout=layout, **options),
+        problem.to_layout(op.roles[0], lhs, layout),
+        problem.to_layout(op.roles[1], rhs, layout),
     )
     return problem.to_canonical(op.roles[2], out, layout)
 
@@ -202,16 +204,16 @@ def test_the_same_inputs_give_the_same_bits(platform, problem):
 @pytest.mark.parametrize(
     ("op", "tile", "c", "k"),
     [
-        (Op.FPROP, "64x256x64_pingpong_one_tap_c128", 64, 256),
-        (Op.DGRAD, "64x256x64_pingpong_one_tap_c128", 256, 64),
-        (Op.FPROP, "256x64x64_columns_one_tap", 256, 64),
-        (Op.DGRAD, "256x64x64_columns_one_tap", 64, 256),
-        (Op.FPROP, "128x128x64_pingpong_one_tap", 256, 128),
-        (Op.DGRAD, "128x128x64_pingpong_one_tap", 128, 256),
+        (Op.FPROP, "64x256x64_pointwise_c128", 64, 256),
+        (Op.DGRAD, "64x256x64_pointwise_c128", 256, 64),
+        (Op.FPROP, "256x64x64_pointwise_swap_ab", 256, 64),
+        (Op.DGRAD, "256x64x64_pointwise_swap_ab", 64, 256),
+        (Op.FPROP, "128x128x64_pointwise", 256, 128),
+        (Op.DGRAD, "128x128x64_pointwise", 128, 256),
     ],
 )
-def test_tiles_that_go_to_the_sm_that_is_free(op, tile, c, k):
-    """257 MB of activations or more, 128 images: the counters of tiles are the whole workspace."""
+def test_dynamically_scheduled_tiles(op, tile, c, k):
+    """257 MB of activations or more, 128 images: the tile counters are the whole workspace."""
     instance = f"{op.value}_igemm_wgmma_bf16_{tile}"
     large = make_problem("large", 56, 1, n=128, c=c, k=k)
     spec = large.spec(algorithm=instance)

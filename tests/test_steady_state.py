@@ -1,0 +1,331 @@
+"""Persistent kernels past their first tile: at least three tiles a CTA, and split-K slices.
+
+The ring of stages, its phase bits and the consumers' turns then carry over from tile to tile. Every
+problem has at least two tiles along m and n, and tails in each; kernels that keep the filter in
+shared memory have one tile along n. Extents follow from the tile in the instance's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import kernel_tables
+import numpy as np
+import pytest
+from kernel_tables import Instance
+from numerics import assert_exact, integer_operands, into_poison, reference
+from problems import DTYPES, Problem, problem
+
+from jaxconv._src.lowering import call_target, select
+from jaxconv._src.spec import Op
+
+SMS = 132  # of an H100 or H200
+TILES = 3 * SMS + 10
+FEW_CTAS = 5  # of few_channels on an SM, at most
+
+INSTANCES = kernel_tables.instances()
+PERSISTENT = [each for each in INSTANCES if each.family in ("igemm_wgmma", "few_channels")]
+
+
+def ids(instances: list[Instance]) -> list[str]:
+    return [each.name for each in instances]
+
+
+def tile(each: Instance) -> tuple[int, int]:
+    """(tile_m, tile_n), with which a variant's name begins."""
+    m, n = re.match(r"(\d+)x(\d+)", each.variant).groups()
+    return int(m), int(n)
+
+
+def k_block(each: Instance) -> int:
+    """Channels of a k-block: 128 bytes."""
+    return 32 if each.dtype == "f32" else 64
+
+
+def keeps_the_filter(each: Instance) -> bool:
+    """In shared memory, all of it: then there is one tile along n."""
+    return "weight_stationary" in each.variant or "pointwise_swap_ab" in each.variant
+
+
+def contracted(each: Instance, k_blocks: int) -> int:
+    """Channels of so many k-blocks, the last one with a tail (after padding to 16, too)."""
+    return k_blocks * k_block(each) - (21 if each.padded else 8)
+
+
+# --- problems -------------------------------------------------------------------------------------
+
+
+def _gather(
+    each: Instance,
+    name: str,
+    window: tuple[int, int],
+    inner: int,
+    outer: int,
+    tiles_m: int,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    batch: int | None = None,
+) -> Problem:
+    """fprop or dgrad: ``inner`` channels are contracted, ``outer`` are the result's, in a group."""
+    images, width = 3, 61
+    height = -(-tiles_m * tile(each)[0] // (images * width))
+    fprop = each.op == "fprop"
+    extents = (height * stride, width * stride) if fprop else (height, width)
+    c, k = (inner, outer) if fprop else (outer, inner)
+    return problem(
+        name,
+        extents,
+        window,
+        n=images,
+        c=c * groups,
+        k=k * groups,
+        stride=stride,
+        padding=tuple((r // 2, (r - 1) // 2) for r in window),
+        groups=groups,
+        batch=batch,
+    )
+
+
+def gather_problems(each: Instance) -> list[Problem]:
+    """For fprop and dgrad of igemm_wgmma."""
+    tile_n = tile(each)[1]
+    wide, narrow = tile_n + (5 if each.padded else 8), tile_n - (5 if each.padded else 8)
+    inner = functools.partial(contracted, each)
+    make = functools.partial(_gather, each)
+    problems = [
+        make("row", (1, 3), inner(3), wide, TILES // 2),
+        make("square", (2, 2), inner(1), wide, TILES // 2),
+        make("pointwise", (1, 1), inner(3), wide, TILES // 2),
+        make("pointwise_short", (1, 1), inner(2), wide, TILES // 2),
+        make("strided", (3, 3), inner(1), wide, TILES // 2, stride=2),
+        make("groups", (1, 3), k_block(each), wide, TILES // 4, groups=2),
+        make("batched", (1, 3), inner(1), wide, TILES // 4, batch=2),
+        # Whole 128-byte lines, with which the filter is read as krsc too.
+        make("lines", (1, 3), 2 * k_block(each), tile_n + 64, TILES // 2),
+        make("pointwise_lines", (1, 1), 2 * k_block(each), tile_n + 64, TILES // 2),
+    ]
+    if keeps_the_filter(each):
+        problems += [
+            make("one_tile_wide", (3, 3), inner(1), narrow, TILES),
+            make("one_tile_wide_long", (3, 3), inner(2), narrow, TILES),
+            make("one_tile_wide_pointwise", (1, 1), inner(3), narrow, TILES),
+            make("one_tile_wide_lines", (2, 2), k_block(each), tile_n, TILES),
+            make("one_tile_wide_pointwise_lines", (1, 1), 2 * k_block(each), tile_n, TILES),
+        ]
+    return problems
+
+
+def wgrad_problems(each: Instance) -> list[Problem]:
+    """For wgrad of igemm_wgmma: m is (tap, c), n is k, and few pixels are summed."""
+    tile_m, tile_n = tile(each)
+    tail = 5 if each.padded else 32 if each.dtype == "f32" else 8
+
+    def make(
+        name: str,
+        window: tuple[int, int],
+        *,
+        spatial: tuple[int, int] = (9, 11),
+        n: int = 3,
+        stride: int = 1,
+        groups: int = 1,
+        batch: int | None = None,
+    ) -> Problem:
+        tiles_n = 3 if groups == 1 else 2
+        rows = TILES // (tiles_n * groups * (batch or 1)) * tile_m
+        k_blocks = -(-rows // (window[0] * window[1] * k_block(each))) + 1
+        return problem(
+            name,
+            tuple(e * stride for e in spatial),
+            window,
+            n=n,
+            c=contracted(each, k_blocks) * groups,
+            k=(tile_n * (tiles_n - 1) + tail) * groups,
+            stride=stride,
+            padding=tuple((r // 2, (r - 1) // 2) for r in window),
+            groups=groups,
+            batch=batch,
+        )
+
+    return [
+        make("square", (3, 3)),
+        make("row", (1, 4)),
+        make("pointwise", (1, 1)),
+        make("strided", (2, 3), stride=2),
+        make("groups", (3, 3), groups=2),
+        make("batched", (3, 3), n=1, spatial=(8, 40), batch=2),  # whole k-blocks of pixels
+    ]
+
+
+def few_channels_problems(each: Instance) -> list[Problem]:
+    """Images of few channels; a CTA has one part of 64 output channels (wgrad: and some rows)."""
+    if each.op == "fprop":
+        k, tiles = 5 * 64 + 8, TILES * FEW_CTAS // 6
+        extents = (-(-tiles * 128 // (2 * 150)), 150)
+        return [
+            problem("3x3", extents, 3, c=4, k=k, padding=1),
+            problem("7x7_strided", tuple(2 * e for e in extents), 7, c=3, k=k, stride=2, padding=3),
+        ]
+    if each.op == "dgrad":
+        window = (3, {16: 5, 24: 7, 48: 11}[tile(each)[1]])
+        pads = tuple((r // 2, r // 2) for r in window)
+        extents = (-(-TILES * FEW_CTAS * 256 // (5 * 321)), 321)
+        return [
+            problem("dense", extents, window, n=5, c=3, k=24, padding=pads),
+            problem("strided", extents, window, n=5, c=3, k=24, stride=2, padding=pads),
+        ]
+    return [
+        problem(
+            "3x3", (-(-TILES * FEW_CTAS * 128 // (15 * 131)), 131), 3, n=5, c=3, k=136, padding=1
+        ),
+        problem("5x5_strided", (330, 260), 5, n=5, c=4, k=72, stride=2, padding=2),
+    ]
+
+
+def steady_problems(each: Instance) -> list[Problem]:
+    if each.family == "few_channels":
+        return few_channels_problems(each)
+    return wgrad_problems(each) if each.op == "wgrad" else gather_problems(each)
+
+
+def split_problem(each: Instance) -> tuple[Problem, range]:
+    """A long reduction, and the numbers of slices to try: with them there are TILES tiles."""
+    tile_n = tile(each)[1]
+    tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
+    if each.family == "few_channels":
+        return problem("split", (90, 61), 3, c=3, k=72, padding=1), range(9, 6, -1)
+    if each.op == "wgrad":
+        pixels = 80 * 4 * 64
+        return (
+            problem(
+                "split",
+                (-(-pixels // (3 * 61)), 61),
+                (1, 3),
+                n=3,
+                c=contracted(each, 2),
+                k=tile_n + tail,
+                padding=((0, 0), (1, 1)),
+            ),
+            range(80, 60, -1),
+        )
+    if each.family == "igemm_wgmma" and "cluster" not in each.variant:
+        slices = 4
+        tiles_m = -(-TILES // (2 * slices))
+        return (
+            _gather(each, "split", (3, 3), contracted(each, 6), tile_n + tail, tiles_m),
+            range(2 * slices, slices - 1, -1),
+        )
+    return (
+        _gather(each, "split", (3, 3), contracted(each, 3), tile_n + tail, 3),
+        range(5, 1, -1),
+    )
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=3)
+def _exact(op: Op, which: Problem) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    operands = integer_operands(which, [op], 0)
+    return operands, reference(op, which, *(operands[role] for role in op.roles[:2]))
+
+
+def _selection(each: Instance, which: Problem, layout: str):
+    op = Op(each.op)
+    spec = which.spec(algorithm=each.name, layout=layout)
+    shapes = []
+    for role in op.roles[:2]:
+        extents = which.canonical_shape(role)
+        shapes.append(tuple(extents[axis] for axis in np.argsort(which.axes(role, layout))))
+    return select("cuda", op, spec, spec.sizes(op, *shapes), *DTYPES[each.dtype])
+
+
+def _operands(each: Instance, which: Problem, layout: str = "last") -> list[np.ndarray]:
+    op = Op(each.op)
+    arrays, _ = _exact(op, which)
+    return [
+        which.to_layout(role, arrays[role], layout).astype(DTYPES[each.dtype][0])
+        for role in op.roles[:2]
+    ]
+
+
+def _check(each: Instance, which: Problem, actual, repro: str) -> None:
+    _, expected = _exact(Op(each.op), which)
+    assert_exact(actual, expected.astype(DTYPES[each.dtype][1]), f"{each.name}: {repro}")
+
+
+def _skip_on_other_devices(each: Instance) -> None:
+    device = jax.devices()[0]
+    if each.family == "igemm_wgmma" and device.compute_capability != "9.0":
+        pytest.skip(f"{each.family} is for compute capability 9.0")
+    if device.core_count > SMS:
+        pytest.fail(f"the problems fill {SMS} SMs three times, the device has {device.core_count}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", PERSISTENT, ids=ids(PERSISTENT))
+def test_three_tiles_a_cta(each):
+    _skip_on_other_devices(each)
+    op, accepted = Op(each.op), set()
+    for which in steady_problems(each):
+        for layout in ("last", "krsc"):
+            chosen, line = _selection(each, which, layout)
+            if chosen.instance is None or (layout == "krsc" and not chosen.krsc):
+                continue
+            accepted.add(which.name)
+            call = which.operation(op, each.dtype, algorithm=each.name, layout=layout)
+            actual = into_poison(call, *_operands(each, which, layout))
+            _check(each, which, which.to_canonical(op.roles[2], actual, layout), line)
+    assert accepted, f"{each.name} takes none of the problems"
+
+
+def unsplittable(each: Instance) -> bool:
+    """Whether the kernel sums every output in one CTA."""
+    if each.family in ("igemm_simt", "few_channels"):
+        return each.op != "wgrad"
+    return "weight_stationary" in each.variant or "pointwise" in each.variant
+
+
+SPLIT = [each for each in INSTANCES if not unsplittable(each)]
+
+
+def _call_with_slices(each: Instance, which: Problem, slices: int, chosen, line: str):
+    """The custom call as the lowering makes it, but with so many slices."""
+    op = Op(each.op)
+    result = which.canonical_shape(op.roles[2])
+    partial = 4 * slices * int(np.prod([*result[:-2], result[-2] + 16, result[-1] + 16]))
+    call = jax.ffi.ffi_call(
+        call_target(op),
+        (
+            jax.ShapeDtypeStruct(result, DTYPES[each.dtype][1]),
+            jax.ShapeDtypeStruct((chosen.workspace_bytes + partial,), np.uint8),
+        ),
+    )
+    axes = {
+        f"{name}_axes": np.asarray(which.axes(role, "last"), np.int64)
+        for name, role in zip(("lhs", "rhs", "out"), op.roles, strict=True)
+    }
+    given = {"instance": each.name, "problem": line, "slices": np.int64(slices)}
+    return into_poison(lambda lhs, rhs: call(lhs, rhs, **given, **axes)[0], *_operands(each, which))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", SPLIT, ids=ids(SPLIT))
+def test_split_k_slices(each):
+    """More slices than selection takes where it sees no use in them, and CTAs with several."""
+    _skip_on_other_devices(each)
+    which, numbers = split_problem(each)
+    chosen, line = _selection(each, which, "last")
+    assert chosen.instance == each.name, chosen.refusals
+    for slices in numbers:
+        try:
+            actual = np.asarray(_call_with_slices(each, which, slices, chosen, line))
+        except jax.errors.JaxRuntimeError as error:
+            if "slices: " not in str(error):
+                raise
+            continue  # that many would be too short, or leave one empty
+        _check(each, which, actual, f"{line}, {slices} slices")
+        return
+    pytest.fail(f"no number of slices is accepted, of {numbers}")
