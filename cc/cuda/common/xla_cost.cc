@@ -1,7 +1,245 @@
 #include "cuda/common/xla_cost.h"
 
-namespace jaxconv {
+#include <algorithm>
+#include <cmath>
 
-double PredictXlaMicroseconds(const ConvProblem&, const Gpu&) { return 0; }
+namespace jaxconv {
+namespace {
+
+// XLA's autotuner takes a kernel of cuDNN or cuBLAS. A class is a kind of convolution for which it
+// takes kernels of one kind.
+enum class Class {
+  kDepthwise,          // a group has one input and one output channel
+  kDepthwiseAbove3x3,  // weight gradients of such filters in FP32, where cuDNN has a kernel up to 3x3
+  kDepthwiseRank1,
+  kGrouped,       // 2 to 32 channels a group
+  kFewChannels,   // at most 4 input channels
+  kDilatedWgrad,  // XLA exchanges stride and dilation
+  kPointwise,     // 1x1 of stride 1: a matrix product
+  kDense,
+  kUnmeasured,
+};
+enum class Operands { k16Bit, kTf32, kFp32 };
+enum class Pipe { kWgmma, kMmaSync, kFma };  // kWgmma: mma.sync where the GPU has no wgmma
+
+constexpr int kFprop = 1, kDgrad = 2, kWgrad = 4, kGather = kFprop | kDgrad;
+
+// Predicted microseconds: fixed + sqrt(compute^2 + memory^2). Compute is the FLOPs at a share of the
+// pipe's rate; memory is every tensor once at a share of the DRAM rate.
+struct Row {
+  Class problem_class;
+  int ops;
+  Operands operands;
+  double fixed_us;  // launches, memsets, first and last tile, split-K reduction
+  Pipe pipe;
+  double flop_share, dram_share;
+};
+
+// Fitted to lax on an H200 with jax 0.11.2 (docs/notes/xla.md). The last column: the number of
+// measured times, and the least and greatest prediction over measurement (kDense without 1x1 of
+// stride 2, which reads a part of x: up to 3.4, as the kernels' predictions count all of x too).
+// fprop and dgrad of kPointwise and kDense with 16-bit and TF32 operands lie above most of the
+// measured times: kernels of this library are about as fast there, and a layer is left to XLA only
+// where that probably gains.
+// clang-format off
+constexpr Row kRows[] = {
+    {Class::kDepthwise,         kGather, Operands::k16Bit,  4,   Pipe::kFma,     0.18,   0.80},  // 11  0.85 1.12
+    {Class::kDepthwise,         kWgrad,  Operands::k16Bit,  8,   Pipe::kFma,     0.25,   0.55},  //  7  0.24 1.01
+    {Class::kDepthwise,         kGather, Operands::kFp32,   1,   Pipe::kFma,     0.085,  1.00},  // 12  0.93 1.21
+    {Class::kDepthwise,         kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.18,   0.60},  //  3  0.96 0.99
+    {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},  //  3  0.98 1.05
+    {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},  //  1  0.95
+    {Class::kGrouped,           kGather, Operands::k16Bit,  3,   Pipe::kMmaSync, 0.40,   0.33},  //  5  0.88 1.08
+    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  2,   Pipe::kMmaSync, 0.21,   0.42},  //  2  0.88 1.09
+    {Class::kGrouped,           kGather, Operands::kTf32,   2,   Pipe::kMmaSync, 0.50,   0.50},  //  2  0.91 1.25  0.97 0.98
+    {Class::kGrouped,           kWgrad,  Operands::kTf32,   2,   Pipe::kMmaSync, 0.105,  0.20},  //  1  0.96
+    {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},  //  2  0.99 1.01
+    {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},  //  1  1.00
+    {Class::kFewChannels,       kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.08,   0.22},  //  2  0.89 1.02
+    {Class::kFewChannels,       kFprop,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.125,  0.28},  //  1  1.00
+    {Class::kFewChannels,       kDgrad,  Operands::kTf32,   3,   Pipe::kFma,     0.19,   0.30},  //  1  0.99
+    {Class::kFewChannels,       kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.105,  0.28},  //  1  1.00
+    {Class::kFewChannels,       kDgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.19,   0.30},  //  1  0.99
+    {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},  //  1  1.01
+    {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},  //  1  1.00
+    {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},  //  1  1.00
+    {Class::kPointwise,         kGather, Operands::k16Bit,  2.4, Pipe::kWgmma,   0.75,   0.86},  // 11  0.93 1.20
+    {Class::kPointwise,         kWgrad,  Operands::k16Bit, 13.5, Pipe::kWgmma,   0.90,   1.00},  //  4  0.88 1.19
+    {Class::kPointwise,         kGather, Operands::kTf32,   2.5, Pipe::kWgmma,   0.60,   0.87},  //  4  0.94 1.13
+    {Class::kPointwise,         kWgrad,  Operands::kTf32,  12,   Pipe::kWgmma,   0.60,   1.00},  //  2  1.04 1.05
+    {Class::kPointwise,         kGather, Operands::kFp32,   3,   Pipe::kFma,     0.55,   0.20},  //  4  0.92 1.13
+    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6,   Pipe::kFma,     0.43,   0.23},  //  2  1.00 1.02
+    {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},  // 39  0.82 1.83
+    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},  // 18  0.84 2.36
+    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},  // 29  0.92 1.39
+    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},  // 14  0.65 1.53
+    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},  // 32  0.55 1.26
+    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},  //  2  0.91 1.25
+};
+// clang-format on
+
+// cuDNN gathers groups into blocks of so many channels, with zeros between the groups.
+constexpr double kBlockChannels = 32;
+// A kernel of XLA's writes dy with the zeros of a strided dgrad at this share of the DRAM rate.
+constexpr double kDilateShare = 0.32;
+// Rank 3 is computed in another layout: all tensors are moved so many times more.
+constexpr double kRank3Passes = 7;
+
+// cuDNN's FFT of 3x3 filters in FP32. It was taken at 32 images and 128 channels and more, and not
+// below. Tiles have 16x16 or 32x32 pixels, and the spectrum of a tile has 16 x 9 or 32 x 17 numbers.
+constexpr int64_t kFftImages = 32, kFftChannels = 128;
+constexpr int64_t kFftSmallTile = 16, kFftTile = 32;
+constexpr double kFftFixedUs = 12;  // seven or eight kernels
+constexpr double kFftFlopShare = 0.66;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool AllOnes(const Spatial& value) { return value == Spatial{1, 1, 1}; }
+
+Class ClassOf(const ConvProblem& problem) {
+  const bool wgrad = problem.op == Op::kWgrad;
+  if (problem.batch > 1 || !AllOnes(problem.lhs_dilation)) return Class::kUnmeasured;
+  if (problem.groups > 1) {
+    const int64_t least = std::min(problem.c_per_group(), problem.k_per_group());
+    const int64_t most = std::max(problem.c_per_group(), problem.k_per_group());
+    if (!AllOnes(problem.dilation) || problem.rank == 3) return Class::kUnmeasured;
+    if (most == 1 && problem.rank == 1) return Class::kDepthwiseRank1;
+    if (most == 1) {
+      const bool fp32_wgrad = wgrad && problem.x_dtype == DType::kF32;
+      return fp32_wgrad && problem.taps() > 9 ? Class::kDepthwiseAbove3x3 : Class::kDepthwise;
+    }
+    const bool blocks = least > 1 && most <= kBlockChannels && problem.rank == 2;
+    return blocks ? Class::kGrouped : Class::kUnmeasured;
+  }
+  if (problem.c <= 4) return Class::kFewChannels;
+  // Channels that are no multiple of 16 bytes are padded by kernels of their own.
+  const int64_t aligned = 16 / ByteWidth(problem.lhs_dtype());
+  if (std::min(problem.c, problem.k) < 16 || problem.c % aligned != 0 || problem.k % aligned != 0) {
+    return Class::kUnmeasured;
+  }
+  if (wgrad && !AllOnes(problem.dilation)) return Class::kDilatedWgrad;
+  return problem.taps() == 1 && AllOnes(problem.stride) ? Class::kPointwise : Class::kDense;
+}
+
+// The row of the problem, or null where nothing was measured or XLA is not accurate enough.
+const Row* FindRow(const ConvProblem& problem) {
+  const DType type = problem.lhs_dtype();
+  if (problem.rhs_dtype() != type || problem.output_dtype() != type) return nullptr;
+  if (type != DType::kF32 && type != DType::kBF16 && type != DType::kF16) return nullptr;
+  const Class problem_class = ClassOf(problem);
+  Operands operands = Operands::k16Bit;
+  if (type == DType::kF32) {
+    // Depthwise kernels multiply in FP32 at every precision.
+    const bool depthwise =
+        problem_class == Class::kDepthwise || problem_class == Class::kDepthwiseAbove3x3;
+    // At HIGH the others multiply in TF32: an rms error of 3e-4 where a direct sum has 5e-7.
+    if (problem.precision == Precision::kHigh && !depthwise) return nullptr;
+    // At HIGHEST weight gradients of stride 1 go through Winograd or short sums, with rms errors of
+    // 4e-6 to 4e-5.
+    if (problem.precision == Precision::kHighest && problem.op == Op::kWgrad &&
+        problem.groups == 1 && problem.taps() > 1 && AllOnes(problem.stride)) {
+      return nullptr;
+    }
+    const bool fp32 = depthwise || problem.precision == Precision::kHighest;
+    operands = fp32 ? Operands::kFp32 : Operands::kTf32;
+  }
+  const int op = problem.op == Op::kFprop ? kFprop : problem.op == Op::kDgrad ? kDgrad : kWgrad;
+  for (const Row& row : kRows) {
+    if (row.problem_class == problem_class && row.operands == operands && (row.ops & op) != 0) {
+      return &row;
+    }
+  }
+  return nullptr;
+}
+
+double FmaFlopsPerUs(const Gpu& gpu) {
+  return 2 * gpu.fma_per_clock * gpu.sm_count * gpu.cycles_per_us();
+}
+
+double FlopsPerUs(const Row& row, const Gpu& gpu) {
+  if (row.pipe == Pipe::kFma) return FmaFlopsPerUs(gpu);
+  const bool wgmma = row.pipe == Pipe::kWgmma && gpu.wgmma_per_clock > 0;
+  const double per_clock = wgmma ? gpu.wgmma_per_clock : gpu.mma_sync_per_clock;
+  const double operations = row.operands == Operands::kTf32 ? 1 : 2;  // TF32 at half the rate
+  return operations * per_clock * gpu.sm_count * gpu.cycles_per_us();
+}
+
+// The outputs of whole waves of whole tiles, over the outputs of fprop or dgrad: with the tile that
+// suits them best.
+double WaveExcess(const ConvProblem& problem, const Gpu& gpu) {
+  struct Tile {
+    int64_t m, n;
+    double slower;  // than larger tiles, all SMs busy
+  };
+  constexpr Tile kTiles[] = {{256, 128, 1}, {128, 128, 1}, {256, 64, 1}, {128, 64, 1.12}};
+  const bool fprop = problem.op == Op::kFprop;
+  const int64_t m = problem.n * (fprop ? problem.out_pixels() : problem.in_pixels());
+  const int64_t n = fprop ? problem.k : problem.c;
+  double least = HUGE_VAL;
+  for (const Tile& tile : kTiles) {
+    const int64_t tiles = CeilDiv(m, tile.m) * CeilDiv(n, tile.n);
+    const auto ctas = static_cast<double>(CeilDiv(tiles, gpu.sm_count) * gpu.sm_count);
+    least = std::min(least, tile.slower * ctas * static_cast<double>(tile.m * tile.n));
+  }
+  return least / (static_cast<double>(m) * static_cast<double>(n));
+}
+
+// Microseconds of cuDNN's FFT, infinite where it was not taken. fprop's padded map lies in one tile;
+// only dgrad cuts larger maps into tiles.
+double FftMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
+  if (problem.op == Op::kWgrad || problem.groups > 1 || problem.rank != 2 || problem.taps() == 1 ||
+      !AllOnes(problem.stride) || !AllOnes(problem.dilation) || problem.n < kFftImages ||
+      std::min(problem.c, problem.k) < kFftChannels) {
+    return HUGE_VAL;
+  }
+  int64_t padded = 0, tiles = 1, tile = kFftTile;
+  for (int axis = 1; axis < 3; ++axis) {
+    if (problem.filter[axis] > kFftTile) return HUGE_VAL;
+    padded = std::max(padded, problem.out[axis] + problem.filter[axis] - 1);
+    tiles *= CeilDiv(problem.in[axis], kFftTile - problem.filter[axis] + 1);
+  }
+  if (problem.op == Op::kFprop) {
+    if (padded > kFftTile) return HUGE_VAL;
+    if (padded <= kFftSmallTile) tile = kFftSmallTile;
+    tiles = 1;
+  }
+  const auto frequencies = static_cast<double>(tile * (tile / 2 + 1));
+  const auto maps = static_cast<double>(problem.n * tiles);
+  const auto c = static_cast<double>(problem.c), k = static_cast<double>(problem.k);
+  // A complex number has 8 bytes, and a product of two takes 8 operations. Spectra are written and
+  // read; x and y are moved between layouts, written and read.
+  const double spectra = 8 * frequencies * (maps * (c + k) + c * k);
+  const double tensors = 4.0 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double flops = 8 * frequencies * maps * c * k;
+  return kFftFixedUs + 2 * (spectra + tensors) / gpu.dram_bytes_per_us +
+         flops / (kFftFlopShare * FmaFlopsPerUs(gpu));
+}
+
+}  // namespace
+
+double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
+  const Row* row = FindRow(problem);
+  if (row == nullptr) return 0;
+  const auto width = static_cast<double>(ByteWidth(problem.lhs_dtype()));
+  const double bytes = width * static_cast<double>(problem.x_elements() + problem.w_elements() +
+                                                   problem.y_elements());
+  auto flops = static_cast<double>(problem.flops());
+  double us = row->fixed_us;
+  if (problem.rank == 3) us += kRank3Passes * bytes / gpu.dram_bytes_per_us;
+  if (problem.groups == 1 && row->ops == kGather) flops *= WaveExcess(problem, gpu);
+  if (row->problem_class == Class::kGrouped) {
+    flops *= kBlockChannels / static_cast<double>(problem.c_per_group());
+  }
+  if (problem.groups > 1 && problem.op == Op::kDgrad && !AllOnes(problem.stride)) {
+    // XLA writes dy with zeros between its pixels and convolves that.
+    const auto pixels = static_cast<double>(problem.in_pixels());
+    flops *= pixels / static_cast<double>(problem.out_pixels());
+    us += width * static_cast<double>(problem.n * problem.k) * pixels /
+          (kDilateShare * gpu.dram_bytes_per_us);
+  }
+  us += std::hypot(flops / (row->flop_share * FlopsPerUs(*row, gpu)),
+                   bytes / (row->dram_share * gpu.dram_bytes_per_us));
+  return row->operands == Operands::kFp32 ? std::min(us, FftMicroseconds(problem, gpu)) : us;
+}
 
 }  // namespace jaxconv
