@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from jaxconv._src.spec import Op
-from jaxconv.bench.measure import Problem, Program
+from jaxconv.bench.problem import Problem
+from jaxconv.bench.program import Program
 
 
 def missing(platform: str) -> str | None:

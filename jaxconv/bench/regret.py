@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxconv._src import lowering, native
-from jaxconv.bench import layers, measure, report
+from jaxconv.bench import layers, report
 from jaxconv.bench.environment import kernel_platform
-from jaxconv.bench.measure import Problem
+from jaxconv.bench.problem import Problem
+from jaxconv.bench.program import Program, elapsed, libraries, operands, program, starts_of
 
 # Operands and results of one program, in bytes: many launches for small problems, so that the start
 # of the program does not blur the kernels' differences.
@@ -63,7 +64,7 @@ class Regret:
 def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
     """The instance that selection chooses, and all that take the problem.
 
-    ``problem.algorithm`` limits both to a family.
+    ``problem.algorithm`` limits both to a family. XLA's own convolution is no candidate.
     """
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
@@ -74,11 +75,10 @@ def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
         dtypes = problem.operand_dtype, problem.out_dtype
         return lowering.select(platform, problem.op, spec, problem.layer.sizes, *dtypes)[0].instance
 
-    prefix = f"{problem.op.value}_"
-    if problem.algorithm != "auto":
-        prefix += problem.algorithm
+    every = problem.algorithm in (lowering.AUTO, lowering.NATIVE)
+    prefix = f"{problem.op.value}_" + ("" if every else problem.algorithm)
     names = [name for name in kernels.kernels() if name.startswith(prefix) and chosen(name) == name]
-    return chosen(problem.algorithm), names
+    return chosen(lowering.NATIVE if every else problem.algorithm), names
 
 
 def measure_regret(
@@ -97,25 +97,25 @@ def measure_regret(
     if chosen is None:
         return Regret(problem, None, {})
     copies = _PROGRAM_BYTES[platform] / problem.footprint
-    pairs = measure.operands(problem, int(np.clip(copies, 2, _MOST_COPIES)), seed)
+    pairs = operands(problem, int(np.clip(copies, 2, _MOST_COPIES)), seed)
 
-    def program(instance: str) -> measure.Program:
-        forced = dataclasses.replace(problem, algorithm=instance)
-        return measure.program(forced, measure.libraries(forced)["jaxconv"], pairs)
+    def forced(instance: str) -> Program:
+        demanded = dataclasses.replace(problem, algorithm=instance)
+        return program(demanded, libraries(demanded)["jaxconv"], pairs)
 
     with ThreadPoolExecutor(threads) as pool:
-        programs = dict(zip(names, pool.map(program, names), strict=True))
+        programs = dict(zip(names, pool.map(forced, names), strict=True))
     first = {}
     for name, run in programs.items():
-        measure.elapsed(run)  # loads code
-        first[name] = measure.elapsed(run, 2)
+        elapsed(run)  # loads code
+        first[name] = elapsed(run, 2)
     least = min(first.values())
-    starts = measure.starts_of(platform, least)
+    starts = starts_of(platform, least)
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repetitions):
         for name, run in programs.items():
             if first[name] <= _HOPELESS * least:
-                times[name].append(measure.elapsed(run, starts))
+                times[name].append(elapsed(run, starts))
     seconds = {name: float(np.median(t or first[name])) / len(pairs) for name, t in times.items()}
     return Regret(problem, chosen, seconds)
 

@@ -1,0 +1,224 @@
+"""``python -m jaxconv.bench``: single convolutions, this library's kernels beside ``lax.conv``."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import os
+from collections.abc import Sequence
+
+from jaxconv._src.spec import Op
+from jaxconv.bench import environment, layers, options, peer, regret, report
+from jaxconv.bench.measure import measure
+from jaxconv.bench.networks import NETWORKS
+from jaxconv.bench.problem import DTYPES, Problem, Row
+from jaxconv.bench.progress import INTERRUPTED, Progress, each
+
+_CPU_BATCH = 4
+
+_EPILOG = f"""
+A layer of your own: --layer {layers.FORM}; for example
+--layer 64,56,56,128,128,3,3,2,1,32 is 3x3 of stride 2 with 32 groups. stride, pad and dilation hold
+for every axis, pad on both sides.
+
+Every row is checked first, against float32 HIGHEST (integers: exactly). Then each library runs one
+program of several independent convolutions with random inputs of their own, in turns. Times are
+medians for one convolution; "lax/ours" above 1 means that jaxconv takes less time. GB/s counts
+every tensor once. "compile s" is a program of one convolution: trace, lower and compile, jaxconv /
+lax; "temp MB" is its memory beside operands and result, jaxconv / lax, and / im2col with --peer
+im2col: the textbook's matrix of windows and XLA's matrix product. Exit status: 1 where a result is
+wrong, a kernel fails, or nothing could be measured.
+
+--algorithm auto takes XLA's own convolution where it is predicted to be faster than every kernel;
+native takes it only where no kernel accepts the problem.
+
+--device-time takes times from a profiler's trace of a GPU: for how long kernels run, without the
+host's time and the gaps between kernels. The operands of a program are several times as large as
+the L2 cache. Each program is traced --reps times (default: 3). A row whose trace lacks the selected
+kernel is wrong.
+
+--regret times every kernel that takes a problem instead, and shows how much longer the selected one
+takes than the best; --algorithm FAMILY compares within one family.
+"""
+
+
+def _layer(text: str) -> tuple[str, layers.Layer]:
+    try:
+        return text.replace(" ", ""), layers.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxconv.bench",
+        description=(
+            "Measures jaxconv's kernels beside lax.conv on JAX's default device. For whole "
+            "networks see: python -m jaxconv.bench --network --help"
+        ),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--set", nargs="+", choices=layers.SETS, metavar="SET", help="layer sets (default: all)")
+    add("--name", nargs="+", metavar="PATTERN", help="only layers whose name contains a pattern")
+    add("--layer", type=_layer, action="append", default=[], help="a layer, see below; repeatable")
+    add("--batch", type=options.count, help=f"largest batch (default on a CPU: {_CPU_BATCH})")
+    ops = [op.value for op in Op]
+    add("--op", nargs="+", choices=ops, help="operations (default: all three)")
+    add("--dtype", nargs="+", choices=DTYPES, help="operands (default: f32 on a CPU, else bf16)")
+    add("--precision", choices=["default", "high", "highest"], help="for f32, of both libraries")
+    add("--algorithm", default="auto", help="auto, native, a family or an instance")
+    add("--device-time", action="store_true", help="the device's own time, see below; on GPUs")
+    add("--reps", type=options.count, help="least runs of each program (default: 10)")
+    add("--seconds", type=options.seconds, help="to spend on each program (default: 0.4, GPU 0.1)")
+    add("--seed", type=int, default=0, help="of the random inputs")
+    add("--peer", nargs="+", choices=["torch", "im2col"], default=[], help="further columns")
+    add("--regret", action="store_true", help="the selected kernel beside all others, see below")
+    add("--random", type=options.count, default=0, help="random dense layers to add, from --seed")
+    add("--list", action="store_true", help="print layers, sets and networks, measure nothing")
+    options.add_outputs(parser, "the ratios")
+    return parser
+
+
+def _list() -> None:
+    width = max(map(len, layers.LAYERS))
+    for name, layer in layers.LAYERS.items():
+        print(f"{name:{width}}  {layer}")
+    print()
+    for name, layer_set in layers.SETS.items():
+        print(f"--set {name:10} {layer_set.about}: {' '.join(layer_set.names)}")
+    print()
+    for name, network in NETWORKS.items():
+        print(f"--network {name:16} {network.about}")
+
+
+def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
+    """Every row to measure, each once, layer by layer."""
+    selections = [layers.SETS[name] for name in arguments.set or ()]
+    if not selections and not arguments.layer and not arguments.random:
+        selections = [layers.SETS["all"]]
+    named = [((name, layers.LAYERS[name]), s) for s in selections for name in s.names]
+    named += [(entry, None) for entry in arguments.layer]
+    drawn = regret.random_layers(arguments.random, arguments.seed)
+    named += [(entry, None) for entry in drawn.items()]
+    batch = arguments.batch or (_CPU_BATCH if platform == "cpu" else None)
+    problems: dict[Problem, None] = {}
+    for (name, layer), chosen in named:
+        if arguments.name and not any(fnmatch.fnmatch(name, f"*{p}*") for p in arguments.name):
+            continue
+        # A layer given in numbers keeps its batch unless one is asked for.
+        limit = batch if chosen else arguments.batch
+        if limit:
+            layer = layer.with_batch_at_most(limit)
+        usual = (chosen and chosen.dtype) or ("f32" if platform == "cpu" else "bf16")
+        precision = arguments.precision or (chosen and chosen.precision) or "default"
+        for dtype in arguments.dtype or [usual]:
+            for op in Op:
+                # Integers have no gradients.
+                if (dtype == "int8" and op is not Op.FPROP) or (
+                    arguments.op and op.value not in arguments.op
+                ):
+                    continue
+                level = precision if dtype == "f32" else "default"
+                problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
+                problems[problem] = None
+    return list(problems)
+
+
+def _label(problem: Problem) -> str:
+    return f"{problem.name} {problem.op.value} {problem.dtype_label}"
+
+
+def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) -> list[Row]:
+    """Both libraries, and the peers asked for, on every problem."""
+    peers = {}
+    if "torch" in arguments.peer:
+        peers["torch"] = functools.partial(peer.program, platform=platform)
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = 0.4 if platform == "cpu" else 0.1
+    table = report.Table(problems, platform, arguments.peer)
+    one = functools.partial(
+        measure,
+        repetitions=arguments.reps,
+        seconds=seconds,
+        seed=arguments.seed,
+        device_time=arguments.device_time,
+        im2col="im2col" in arguments.peer,
+        peers=peers,
+    )
+    return each(Progress(len(problems)), problems, _label, one, table.row, table.header())
+
+
+def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
+    """Every kernel that takes a problem; problems that none takes are left out."""
+    one = functools.partial(
+        regret.measure_regret,
+        repetitions=arguments.reps or 10,
+        seed=arguments.seed,
+        threads=environment.threads(),
+    )
+    found = each(Progress(len(problems)), problems, _label, one, regret.line)
+    return [result for result in found if result.seconds]
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platform: str) -> None:
+    """Ends the program with an error where the options do not go together or lack something."""
+    if arguments.regret and (arguments.peer or arguments.plot):
+        parser.error("--regret: compares kernels of this library; it takes no --peer and no --plot")
+    if arguments.device_time and (arguments.regret or arguments.seconds is not None):
+        parser.error("--device-time: takes --reps traces; it takes no --seconds and no --regret")
+    if arguments.device_time and platform != "cuda":
+        parser.error(f"--device-time: needs a GPU, and JAX's default backend is {platform}")
+    options.check_outputs(parser, arguments)
+    if "torch" in arguments.peer and (reason := peer.missing(platform)):
+        parser.error(f"--peer torch: {reason}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures what the command line asks for; returns the exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.list:
+        _list()
+        return 0
+    if "torch" in arguments.peer:
+        # JAX would reserve most of the GPU's memory before PyTorch gets any.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    platform = environment.kernel_platform()
+    _check(parser, arguments, platform)
+    problems = _problems(arguments, platform)
+    if not problems:
+        parser.error("no layer, operation and dtype fit these options (int8 has fprop only)")
+
+    facts = environment.describe()
+    facts["clock"] = "the device's" if arguments.device_time else "the host's"
+    if "torch" in arguments.peer:
+        facts["torch"] = peer.about()
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
+    content = {"environment": facts, "command": list(argv)}
+    if arguments.regret:
+        regrets = _run_regret(problems, arguments)
+        if arguments.json:
+            content["rows"] = [found.as_json() for found in regrets]
+            options.write_json(arguments.json, content)
+        print("\n" + regret.summary(regrets))
+        return 0 if regrets else 1
+    rows = _run(problems, arguments, platform)
+    lines = report.summary(rows, arguments.peer)
+    if arguments.json:
+        ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]
+        content["rows"] = [row.as_json() for row in rows]
+        content["geometric_mean"] = report.geometric_mean(ratios) or None
+        options.write_json(arguments.json, content)
+        lines.insert(-1, f"results: {arguments.json}")
+    if arguments.plot and rows:
+        report.plot(rows, arguments.plot, facts)
+        lines.insert(-1, f"plot: {arguments.plot}")
+    print("\n" + "\n".join(lines))
+    if len(rows) < len(problems):
+        return INTERRUPTED
+    measured = any(row.sides["jaxconv"].median_s for row in rows)
+    return 0 if measured and not any(row.wrong for row in rows) else 1

@@ -1,0 +1,120 @@
+"""``python -m jaxconv.bench --network``: whole networks, the same source on lax and on jaxconv."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+import jax
+
+from jaxconv.bench import environment, options, report_network
+from jaxconv.bench.measure_network import DTYPES, MODES, Result, Run, measure, warm_up
+from jaxconv.bench.networks import NETWORKS, programs
+from jaxconv.bench.progress import INTERRUPTED, Progress, each
+
+_CPU_BATCH = 4
+_STEPS = {"cpu": 3, "cuda": 20}
+
+_EPILOG = """
+A network is plain JAX on lax's convolutions; no line of it knows of jaxconv. Each step is compiled
+twice, once under jaxconv.override(), and both programs are run in turns. Parameters are float32,
+activations --dtype. A training step is a step of gradient descent with momentum; its state is
+donated and fed back, and the results are awaited once, after --steps steps.
+
+"step ms" is the median over --rounds such runs, with the least and the most. "conv ms" and "rest
+ms" are the device's time in a step, from a profiler's trace: kernels of convolutions and matrix
+products, and all others. "compile s" is trace, lower and compile with JAX's caches empty; jaxconv
+comes first, so that what XLA's autotuner keeps is in lax's favour, and a network's training comes
+before its inference, which profits from it. "memory GB" is the program's: arguments, results and
+temporaries. "kernels" counts the convolutions on jaxconv's kernels. "difference" is that of the
+outputs, in training of the first step's losses. Exit status: 1 where a program fails or the two
+libraries do not agree.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxconv.bench",
+        description="Measures networks on lax's convolutions and on jaxconv's.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = ", ".join(NETWORKS)
+    add("--network", nargs="*", choices=NETWORKS, metavar="NAME", help=f"of {names} (default: all)")
+    add("--mode", nargs="+", choices=MODES, default=MODES, help="default: both")
+    add("--batch", type=options.count, help=f"examples (default: usual, on a CPU {_CPU_BATCH})")
+    add("--size", type=options.count, help="extent of every spatial axis (default: usual)")
+    add("--dtype", choices=DTYPES, help="activations (default: f32 on a CPU, else bf16)")
+    add("--algorithm", choices=["auto", "native"], default="auto", help="of jaxconv.override")
+    add("--steps", type=options.count, help="steps in a row (default: 20, on a CPU 3)")
+    add("--rounds", type=options.count, default=3, help="runs of so many steps (default: 3)")
+    add("--seed", type=int, default=0, help="of parameters and examples")
+    add("--verbose", action="store_true", help="list each program's ten largest kernels")
+    options.add_outputs(parser, "both libraries' time of a step")
+    return parser
+
+
+def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Run]:
+    """Everything to measure, network by network."""
+    on_cpu = environment.kernel_platform() == "cpu"
+    dtype = arguments.dtype or ("f32" if on_cpu else "bf16")
+    runs = []
+    for name in dict.fromkeys(arguments.network or NETWORKS):
+        network = NETWORKS[name]
+        batch = arguments.batch or (min(_CPU_BATCH, network.batch) if on_cpu else network.batch)
+        try:
+            shape = programs.input_shape(network, batch, arguments.size)
+        except ValueError as error:
+            parser.error(f"--size: {name}: {error}")
+        for mode in MODES:
+            if mode in arguments.mode:
+                runs.append(Run(name, mode, shape, dtype, arguments.algorithm, arguments.seed))
+    return runs
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures what the command line asks for; returns the exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    options.check_outputs(parser, arguments)
+    runs = _runs(parser, arguments)
+    platform = environment.kernel_platform()
+    steps = arguments.steps or _STEPS.get(platform, 20)
+
+    facts = environment.describe()
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
+    table, progress = report_network.Table(runs), Progress(len(runs))
+    warm_up()
+
+    def one(run: Run) -> Result:
+        note = functools.partial(_note, progress, run)
+        return measure(run, steps=steps, rounds=arguments.rounds, progress=note)
+
+    def lines(result: Result) -> str:
+        kernels = report_network.largest_kernels(result) if arguments.verbose else ""
+        return "\n".join(filter(None, (table.rows(result), kernels)))
+
+    results = each(progress, runs, report_network.label, one, lines, table.header())
+    said = report_network.summary(results, platform)
+    memory = jax.devices()[0].memory_stats() or {}
+    if peak := memory.get("peak_bytes_in_use"):
+        facts["peak device memory of this process"] = f"{peak / 1e9:.2f} GB"
+        said.insert(0, f"peak device memory of this process: {peak / 1e9:.2f} GB")
+    if arguments.json:
+        rows = [result.as_json() for result in results]
+        content = {"environment": facts, "command": list(argv), "rows": rows}
+        options.write_json(arguments.json, content)
+        said.append(f"results: {arguments.json}")
+    if arguments.plot and any(result.ratio for result in results):
+        report_network.plot(results, arguments.plot, facts)
+        said.append(f"plot: {arguments.plot}")
+    print("\n" + "\n".join(said))
+    if len(results) < len(runs):
+        return INTERRUPTED
+    return 1 if any(result.wrong for result in results) else 0
+
+
+def _note(progress: Progress, run: Run, word: str) -> None:
+    progress.start(f"{report_network.label(run)}: {word}")

@@ -1,0 +1,298 @@
+"""Measures a built-in network: the same source on lax's convolutions and on this library's.
+
+Both programs are compiled, checked against each other, and run in turns as a program of a user
+runs: one step after the other without a wait between them, in training with the state donated and
+fed back. On a GPU a trace of further steps splits the device's time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxconv
+from jaxconv._src import lowering
+from jaxconv.bench import trace
+from jaxconv.bench.environment import kernel_platform
+from jaxconv.bench.measure import first_line
+from jaxconv.bench.networks import NETWORKS, programs
+
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+MODES = ("train", "infer")
+LIBRARIES = ("lax", "jaxconv")
+
+# Largest accepted ||a - b|| / ||b|| between the libraries. With random parameters lax's results in
+# bfloat16 are off by 0.006 to 0.06 from those in float32; without one of its convolutions a network
+# is off by about 1.
+_BOUND = 0.1
+
+_TRACED_STEPS = 5
+_KERNELS_KEPT = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A network, how it is run, and on what input."""
+
+    name: str
+    mode: str  # of MODES
+    shape: tuple[int, ...]  # of the input
+    dtype: str  # of activations; parameters are float32
+    algorithm: str = "auto"
+    seed: int = 0
+
+    @property
+    def input(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, DTYPES[self.dtype])
+
+
+@dataclasses.dataclass
+class Side:
+    """One library's program. Times are seconds of one step."""
+
+    compile_s: float | None = None  # trace, lower and compile, with JAX's caches empty
+    memory_bytes: int | None = None  # arguments, results and temporaries, donated ones once
+    median_s: float | None = None
+    least_s: float | None = None
+    most_s: float | None = None
+    device: trace.Split | None = None
+    kernels: list[trace.Kernel] = dataclasses.field(default_factory=list)  # of the traced steps
+    failure: str | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    """Both libraries on one network."""
+
+    run: Run
+    platform: str
+    steps: int
+    traced_steps: int = 0
+    sides: dict[str, Side] = dataclasses.field(default_factory=dict)
+    difference: float | None = None  # ||a - b|| / ||b|| of outputs, in training of losses
+    # In training, of gradients. No test of anything: those of two 16-bit programs that are both
+    # right differ by 0.1 to 1 where batch normalisation sees few pixels, as rounding is amplified.
+    gradient_difference: float | None = None
+    convolutions: int = 0
+    on_kernels: int = 0
+    instances: dict[str, int] = dataclasses.field(default_factory=dict)
+    refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def wrong(self) -> bool:
+        """True where a library failed, or the two do not agree."""
+        if self.difference is None or any(side.failure for side in self.sides.values()):
+            return True
+        return not self.difference <= _BOUND  # also when it is NaN
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times longer lax's step takes; None where either was not timed."""
+        lax, ours = (self.sides[name].median_s for name in LIBRARIES)
+        return lax / ours if lax and ours and not self.wrong else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "network": self.run.name,
+            **{k: v for k, v in dataclasses.asdict(self.run).items() if k != "name"},
+            "steps": self.steps,
+            "traced_steps": self.traced_steps,
+            "wrong": self.wrong,
+            "difference": self.difference,
+            "gradient_difference": self.gradient_difference,
+            "ratio": self.ratio,
+            "convolutions": self.convolutions,
+            "on_kernels": self.on_kernels,
+            "instances": self.instances,
+            "refusals": self.refusals,
+            **{name: _side_as_json(side) for name, side in self.sides.items()},
+        }
+
+
+def _side_as_json(side: Side) -> dict[str, Any]:
+    return {
+        **{f.name: getattr(side, f.name) for f in dataclasses.fields(side)},
+        "device": side.device._asdict() if side.device else None,
+        "kernels": [kernel._asdict() for kernel in side.kernels],
+    }
+
+
+@dataclasses.dataclass
+class _Program:
+    """A compiled step and the state that it is at."""
+
+    compiled: jax.stages.Compiled
+    state: programs.State
+    examples: programs.Examples
+    train: bool
+
+    def __call__(self, steps: int) -> jax.Array:
+        """Runs so many steps; returns the last one's loss or output when it is there."""
+        for _ in range(steps):
+            if self.train:
+                self.state, result = self.compiled(self.state, self.examples)
+            else:
+                result = self.compiled(self.state, self.examples.x)
+        return jax.block_until_ready((self.state, result))[1]
+
+
+def function(run: Run) -> Callable:
+    """What one step computes."""
+    make = programs.training_step if run.mode == "train" else programs.inference
+    return make(NETWORKS[run.name])
+
+
+def warm_up() -> None:
+    """Loads what the first program of a process loads, so that no network's compilation pays it."""
+    x, w = jnp.ones((1, 32, 8, 8)), jnp.ones((32, 32, 3, 3))
+
+    def convolve_and_multiply(x, w):
+        y = lax.conv(x, w, (1, 1), "SAME")
+        return y @ y
+
+    for enabled in (True, False):
+        with jaxconv.override(enabled):
+            jax.block_until_ready(jax.jit(convolve_and_multiply)(x, w))
+
+
+def _override(library: str, run: Run):
+    return jaxconv.override(library == "jaxconv", algorithm=run.algorithm)
+
+
+def _compile(library: str, run: Run, arguments: tuple) -> tuple[jax.stages.Compiled, Side]:
+    side = Side()
+    donated = 0 if run.mode == "train" else ()
+    jax.clear_caches()  # what the other library's program left would be found again
+    start = time.perf_counter()
+    with _override(library, run):
+        compiled = jax.jit(function(run), donate_argnums=donated).lower(*arguments).compile()
+    side.compile_s = time.perf_counter() - start
+    if memory := compiled.memory_analysis():
+        side.memory_bytes = (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
+    return compiled, side
+
+
+def _explain(result: Result, arguments: tuple) -> None:
+    """Counts the step's convolutions and the kernels that they take."""
+    if result.platform not in lowering.PLATFORMS:
+        return
+    with _override("jaxconv", result.run):
+        explanation = jaxconv.explain(function(result.run), *arguments)
+    instances, refusals = collections.Counter(), collections.Counter()
+    for convolution in explanation.convolutions:
+        if convolution.instance:
+            instances[convolution.instance] += convolution.count
+        for kernel, reason in convolution.refusals:
+            refusals[f"{kernel}: {reason}"] += convolution.count
+    result.convolutions = sum(c.count for c in explanation.convolutions)
+    result.on_kernels = explanation.on_kernels
+    result.instances, result.refusals = dict(instances), dict(refusals)
+
+
+@jax.jit
+def _difference(ours: Any, theirs: Any) -> jax.Array:
+    """||ours - theirs|| / ||theirs|| over all arrays."""
+
+    def squares(tree: Any) -> jax.Array:
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))
+
+    difference = jax.tree.map(jnp.subtract, ours, theirs)
+    return jnp.sqrt(squares(difference) / squares(theirs))
+
+
+def measure(
+    run: Run, *, steps: int = 20, rounds: int = 3, progress: Callable[[str], None] = lambda _: None
+) -> Result:
+    """Compiles, checks and times a network on JAX's default device.
+
+    Args:
+        run: what to measure.
+        steps: steps in a row before the results are awaited.
+        rounds: how often each library runs so many, in turns.
+        progress: called with a word on what is going on.
+
+    Returns:
+        The result; failures are recorded in it, not raised.
+    """
+    network, train = NETWORKS[run.name], run.mode == "train"
+    result = Result(run, kernel_platform(), steps)
+    state = programs.initial_state(network, run.input, run.seed)
+    if not train:
+        state = state._replace(velocity=[])
+    examples = programs.random_examples(network, run.shape, run.input.dtype, run.seed)
+    arguments = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+        (state, examples if train else examples.x),
+    )
+
+    running: dict[str, _Program] = {}
+    first: dict[str, Any] = {}
+    # XLA keeps within a process what its autotuner found. So the library that comes second has an
+    # advantage where both leave an operation to XLA, and lax gets it.
+    for library in reversed(LIBRARIES):
+        progress(f"{library}, compiling")
+        try:
+            compiled, result.sides[library] = _compile(library, run, arguments)
+            program = _Program(compiled, jax.device_put(state), examples, train)
+            # The first step begins without velocity, so that it leaves the gradients there.
+            first[library] = program(1), jax.tree.map(jnp.copy, program.state.velocity)
+            running[library] = program
+        except Exception as error:  # shown in the row, whatever a library or device raises
+            result.sides.setdefault(library, Side()).failure = first_line(error)
+    if len(running) < len(LIBRARIES):
+        return result
+    outputs, gradients = zip(*(first.pop(library) for library in reversed(LIBRARIES)), strict=True)
+    result.difference = float(_difference(*outputs))
+    if train:
+        result.gradient_difference = float(_difference(*gradients))
+    del outputs, gradients
+    _explain(result, arguments)
+    _time(result, running, rounds, progress)
+    return result
+
+
+def _time(
+    result: Result,
+    running: dict[str, _Program],
+    rounds: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Fills in the times of both programs."""
+    times: dict[str, list[float]] = {library: [] for library in running}
+    for program in running.values():
+        program(2)
+    for number in range(rounds):
+        for library, program in running.items():
+            progress(f"{library}, round {number + 1} of {rounds}")
+            start = time.perf_counter()
+            last = program(result.steps)
+            times[library].append((time.perf_counter() - start) / result.steps)
+            if not jnp.isfinite(last).all():
+                result.sides[library].failure = "infinities or NaNs, on which times do not count"
+    for library, values in times.items():
+        side = result.sides[library]
+        side.least_s, side.median_s, side.most_s = map(float, np.percentile(values, (0, 50, 100)))
+    if result.platform != "cuda":
+        return
+    result.traced_steps = min(result.steps, _TRACED_STEPS)
+    for library, program in running.items():
+        progress(f"{library}, tracing")
+        events = trace.device_events(functools.partial(program, result.traced_steps))
+        computing = trace.Classifier(program.compiled.as_text())
+        total, side = trace.split(events, computing), result.sides[library]
+        side.device = trace.Split(*(seconds / result.traced_steps for seconds in total))
+        side.kernels = trace.largest(events, computing)[:_KERNELS_KEPT]

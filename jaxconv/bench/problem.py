@@ -1,0 +1,147 @@
+"""What the bench measures, and what it finds: a problem, its two sides, a row of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv._src.spec import Op
+from jaxconv.bench.layers import Layer
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8}
+
+# Largest accepted ||a - b|| / ||b|| against a float32 HIGHEST reference, by (dtype, precision).
+# 16-bit results are rounded once, to 2^-9 or 2^-12 relative at worst (and 1 / sqrt(3) of that on
+# average), TF32 products are off by 3e-4. A float32 sum over n random terms is off by about
+# 1e-8 sqrt(n): 1e-5 in the longest weight gradients, in the reference as well.
+_BOUNDS = {
+    ("f32", "default"): 1e-3,
+    ("f32", "high"): 1e-4,
+    ("f32", "highest"): 5e-5,
+    ("bf16", None): 4e-3,
+    ("f16", None): 5e-4,
+    ("int8", None): 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One operation of one layer, at one dtype."""
+
+    name: str
+    layer: Layer
+    op: Op
+    dtype: str
+    precision: str = "default"
+    algorithm: str = "auto"
+
+    @property
+    def operand_dtype(self) -> np.dtype:
+        return np.dtype(DTYPES[self.dtype])
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        return np.dtype(np.int32) if self.dtype == "int8" else self.operand_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.layer.nbytes(self.op, self.operand_dtype, self.out_dtype)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of one convolution in a program: two results, as an earlier one may be alive."""
+        result = self.layer.size(self.op.roles[2]) * self.out_dtype.itemsize
+        return self.nbytes + result
+
+    @property
+    def bound(self) -> float:
+        """The largest accepted relative error."""
+        precision = self.precision if self.dtype == "f32" else None
+        return _BOUNDS[self.dtype, precision]
+
+    @property
+    def dtype_label(self) -> str:
+        return self.dtype if self.precision == "default" else f"{self.dtype} {self.precision}"
+
+
+@dataclasses.dataclass
+class Side:
+    """One library on one problem. Times are seconds for one convolution."""
+
+    compile_s: float | None = None  # trace, lower and compile a program of one convolution
+    temporary_bytes: int | None = None  # memory of that program beside operands and result
+    error: float | None = None  # ||a - b|| / ||b|| against the reference
+    median_s: float | None = None
+    p20_s: float | None = None
+    p80_s: float | None = None
+    kernels: list[str] = dataclasses.field(default_factory=list)  # in a trace of the program
+    failure: str | None = None
+
+
+@dataclasses.dataclass
+class Row:
+    """The result for one problem."""
+
+    problem: Problem
+    platform: str
+    kernel: str = "?"  # the instance that ran, or "XLA"
+    reason: str = ""  # why XLA's convolution ran
+    refused: bool = False  # the demanded algorithm does not take this problem
+    copies: int = 0
+    repetitions: int = 0
+    sides: dict[str, Side] = dataclasses.field(default_factory=dict)
+
+    @property
+    def wrong(self) -> bool:
+        """True where this library failed, or its result is not the reference's."""
+        ours = self.sides["jaxconv"]
+        if ours.error is None:
+            return not self.refused
+        return self.other_kernel_ran or not ours.error <= self.problem.bound  # also when it is NaN
+
+    @property
+    def other_kernel_ran(self) -> bool:
+        """True where the program was traced and no kernel of the selected instance is in it."""
+        kernels = self.sides["jaxconv"].kernels
+        # The textbook's matrix product is XLA's, under a name of its own.
+        named = self.kernel not in ("XLA", "?") and not self.kernel.endswith("_im2col")
+        return bool(kernels) and named and not any(self.kernel in kernel for kernel in kernels)
+
+    def ratio(self, peer: str = "lax") -> float | None:
+        """How many times longer ``peer`` takes; None where either was not timed."""
+        ours, theirs = self.sides["jaxconv"], self.sides.get(peer)
+        if self.wrong or not ours.median_s or theirs is None or not theirs.median_s:
+            return None
+        return theirs.median_s / ours.median_s
+
+    def rate(self, amount: float) -> float | None:
+        """``amount`` per second of this library's median time."""
+        seconds = self.sides["jaxconv"].median_s
+        return amount / seconds if seconds else None
+
+    def as_json(self) -> dict[str, Any]:
+        problem, layer = self.problem, self.problem.layer
+        return {
+            "layer": problem.name,
+            "problem": dataclasses.asdict(layer),
+            "op": problem.op.value,
+            "dtype": problem.dtype,
+            "precision": problem.precision,
+            "algorithm": problem.algorithm,
+            "kernel": self.kernel,
+            "reason": self.reason,
+            "wrong": self.wrong,
+            "refused": self.refused,
+            "error_bound": problem.bound,
+            "flop": layer.flops,
+            "bytes": problem.nbytes,
+            "flop_per_s": self.rate(layer.flops),
+            "bytes_per_s": self.rate(problem.nbytes),
+            "copies": self.copies,
+            "repetitions": self.repetitions,
+            "ratio": {peer: self.ratio(peer) for peer in self.sides if peer != "jaxconv"},
+            **{name: dataclasses.asdict(side) for name, side in self.sides.items()},
+        }

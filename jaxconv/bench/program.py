@@ -1,0 +1,152 @@
+"""The programs that are measured: several independent convolutions in one jitted function."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxconv
+from jaxconv._src import lowering
+from jaxconv._src.spec import Op
+from jaxconv.bench.problem import Problem
+
+Convolution = Callable[..., jax.Array]
+
+# On a GPU a program is started so often in a row that one measurement takes about this long.
+_MEASUREMENT_SECONDS = 0.01
+_MOST_STARTS = 32
+
+# A program's runs: so many in a row, returning when the last one's results are there.
+Program = Callable[[int], Any]
+
+
+def operation(problem: Problem, convolution: Convolution) -> Convolution:
+    """The problem's operation as a function of its two operands.
+
+    Args:
+        problem: what to compute.
+        convolution: ``lax.conv_general_dilated`` or a function with its signature; gradients are
+            taken through it with ``jax.vjp``.
+
+    Returns:
+        (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, all channels-last.
+    """
+    layer = problem.layer
+    axes = "DHW"[3 - layer.rank :]
+    convolve = functools.partial(
+        convolution,
+        window_strides=layer.stride,
+        padding=[(p, p) for p in layer.padding],
+        rhs_dilation=layer.dilation,
+        dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+        feature_group_count=layer.groups,
+        precision=None if problem.precision == "default" else problem.precision,
+        preferred_element_type=problem.out_dtype if problem.dtype == "int8" else None,
+    )
+
+    # A gradient of a bilinear function does not depend on the operand it is taken in: only the
+    # shape of that operand matters, and jit removes the forward pass.
+    def dgrad(dy: jax.Array, w: jax.Array) -> jax.Array:
+        x = jnp.zeros(layer.shape("x"), dy.dtype)
+        return jax.vjp(lambda x: convolve(x, w), x)[1](dy)[0]
+
+    def wgrad(x: jax.Array, dy: jax.Array) -> jax.Array:
+        w = jnp.zeros(layer.shape("w"), x.dtype)
+        return jax.vjp(lambda w: convolve(x, w), w)[1](dy)[0]
+
+    return {Op.FPROP: convolve, Op.DGRAD: dgrad, Op.WGRAD: wgrad}[problem.op]
+
+
+def libraries(problem: Problem, im2col: bool = False) -> dict[str, Convolution]:
+    """The convolutions that are compared, this library's first; im2col is the textbook's."""
+    ours = jaxconv.conv_general_dilated
+    compared = {
+        "jaxconv": functools.partial(ours, algorithm=problem.algorithm),
+        "lax": lax.conv_general_dilated,
+    }
+    if im2col:
+        compared["im2col"] = functools.partial(ours, algorithm="im2col")
+    return compared
+
+
+def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Array, jax.Array]]:
+    """Random operands, drawn on the device: normal, or over the whole range of an integer type."""
+    shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
+    dtype = problem.operand_dtype
+
+    @jax.jit
+    def draw(key):
+        keys = jax.random.split(key)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return tuple(
+                jax.random.randint(k, shape, -127, 128, dtype)
+                for k, shape in zip(keys, shapes, strict=True)
+            )
+        return tuple(
+            jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
+        )
+
+    # "rbg" draws several times faster than the default generator.
+    return [draw(key) for key in jax.random.split(jax.random.key(seed, impl="rbg"), copies)]
+
+
+def instances(text: str) -> list[str]:
+    """The kernel instances named in a lowered or compiled program, in order of appearance."""
+    return re.findall(r'\binstance\\*"?\s*[=:]\s*\\*"([^"\\]+)', text)
+
+
+def kernel_of(
+    problem: Problem, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, platform: str
+) -> tuple[str, str]:
+    """The instance that a program of one operation runs; or "XLA", and why."""
+    if found := instances(lowered.as_text()) or instances(compiled.as_text()):
+        return found[0], ""
+    if platform not in lowering.PLATFORMS:
+        return "XLA", f"no kernels for the platform {platform}"
+    layer = problem.layer
+    spec = layer.spec(problem.precision, problem.algorithm)
+    try:
+        chosen, _ = lowering.select(
+            platform, problem.op, spec, layer.sizes, problem.operand_dtype, problem.out_dtype
+        )
+    except ValueError as error:
+        return "XLA", str(error)
+    if chosen.instance:
+        return "XLA", f"{chosen.instance} was selected, but is not in the compiled program"
+    return "XLA", "; ".join(f"{kernel}: {reason}" for kernel, reason in chosen.refusals)
+
+
+def program(problem: Problem, convolution: Convolution, pairs: Sequence) -> Program:
+    """All pairs through one compiled program."""
+    # A jitted function inside is lowered once and called for every pair.
+    one = jax.jit(operation(problem, convolution))
+    compiled = jax.jit(lambda pairs: [one(*pair) for pair in pairs]).lower(pairs).compile()
+
+    def run(starts: int):
+        for _ in range(starts):
+            results = compiled(pairs)
+        return jax.block_until_ready(results)
+
+    return run
+
+
+def elapsed(run: Program, starts: int = 1) -> float:
+    """Seconds for one run of a program, of so many in a row."""
+    start = time.perf_counter()
+    run(starts)
+    return (time.perf_counter() - start) / starts
+
+
+def starts_of(platform: str, seconds: float) -> int:
+    """How often a program that takes ``seconds`` is started before its results are awaited."""
+    if platform == "cpu":  # the host computes: nothing runs ahead of it
+        return 1
+    return int(np.clip(_MEASUREMENT_SECONDS / seconds, 1, _MOST_STARTS))
