@@ -5,9 +5,9 @@
 
 #include <string>
 
-#include "cuda/kernels/filter_transpose.h"
+#include "cuda/igemm_wgmma/filter_transpose.h"
 
-namespace jaxconv {
+namespace jaxconv::igemm_wgmma {
 namespace {
 
 constexpr int kBlock = 64;
@@ -69,4 +69,4 @@ Status LaunchFilterTranspose(const void* filter, int64_t matrices, int64_t rows,
   return {};
 }
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wgmma

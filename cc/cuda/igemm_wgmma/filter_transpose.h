@@ -1,18 +1,18 @@
 // (tap, C, K) -> (tap, K, C): the filter as tensor cores without a transposing operand want it.
-#ifndef JAXCONV_CUDA_KERNELS_FILTER_TRANSPOSE_H_
-#define JAXCONV_CUDA_KERNELS_FILTER_TRANSPOSE_H_
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_TRANSPOSE_H_
+#define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_TRANSPOSE_H_
 
 #include <cstdint>
 
 #include "core/status.h"
 
-namespace jaxconv {
+namespace jaxconv::igemm_wgmma {
 
 // `matrices` matrices of `rows` by `columns` float32 elements, each transposed into `out`. Both are
 // multiples of 4.
 Status LaunchFilterTranspose(const void* filter, int64_t matrices, int64_t rows, int64_t columns,
                              void* out, void* stream);
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wgmma
 
-#endif  // JAXCONV_CUDA_KERNELS_FILTER_TRANSPOSE_H_
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_FILTER_TRANSPOSE_H_

@@ -1,42 +1,45 @@
-// A warpgroup-cooperative tile with pixels as columns: few output channels.
+// A tile with the operands swapped: the filter is A, the pixels are B (sm_90a). For few output
+// channels.
 //
-// With 64 channels as columns, m64n64k16 reads 2 KB of pixels and 2 KB of the filter in 32 clocks,
-// and a descriptor has to be ready every 32. With the filter as the 64 rows and up to 256 pixels as
-// columns, an instruction lasts 128 clocks and reads 2 + 8 KB. The result is transposed: rows are
-// channels, and stmatrix turns it back on its way to lines of channels.
-#ifndef JAXCONV_CUDA_DEVICE_WGMMA_COLUMNS_SM90_CUH_
-#define JAXCONV_CUDA_DEVICE_WGMMA_COLUMNS_SM90_CUH_
+// With 64 channels as columns, m64n64k16 reads 2 KB of pixels and 2 KB of the filter in 32 cycles,
+// and a descriptor has to be ready every 32. With the filter's 64 channels as rows and up to 256
+// pixels as columns, an instruction lasts 128 cycles and reads 2 + 8 KB. The result is transposed:
+// rows are channels, and stmatrix transposes it back on its way to rows of channels.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_SWAP_AB_TILE_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_SWAP_AB_TILE_SM90_CUH_
 
 #include <cstdint>
 #include <cstring>
 
-#include "cuda/device/element.cuh"
-#include "cuda/device/wgmma_tile_sm90.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tensor_copy_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
-namespace jaxconv {
+namespace jaxconv::igemm_wgmma {
 
-// Two warpgroups in pingpong, each with 64 channels by kTileM pixels of its own. The rest as in
-// WgmmaLayout.
-template <int kTileM_, int kStages_, int kSlotsB_ = 0, int kResident_ = 0,
-          int kStagingBytes_ = 2048, bool kOneTap_ = false>
-struct WgmmaColumnsTile
-    : WgmmaLayout<2, true, kTileM_, 64, kStages_, kSlotsB_, kResident_, kStagingBytes_, kOneTap_> {
-  static constexpr bool kColumns = true;
-  static constexpr int kOwnPixels = 0;
+// Two consumer warpgroups in pingpong, each with a tile of 64 channels by kTileM pixels. The rest as
+// in TileLayout.
+template <int kTileM_, int kStages_, bool kFilterRow_ = false, int kFilterSlots_ = 0,
+          int kStationary_ = 0, int kStagingBytes_ = 2048>
+struct SwapAbTile : TileLayout<2, true, kTileM_, 64, kStages_, kFilterRow_, kFilterSlots_,
+                               kStationary_, kStagingBytes_> {
+  static constexpr bool kSwapAb = true;
 
   struct Accumulators {
     float of[kTileM_ / 2];
   };
 
-  // One tap and 64 of the reduction. `a`: the pixels; `b`: the filter.
+  // One k-block. `a`: the pixels; `b`: the filter.
   template <typename T, bool kMnMajorA, bool kMnMajorB>
   static __device__ __forceinline__ void Multiply(Accumulators& acc, uint32_t a, uint32_t b,
                                                   bool accumulate) {
-    static_assert(!kMnMajorA, "pixels are lines of the reduction");
+    static_assert(!kMnMajorA, "a row of pixels runs along the reduction");
     const uint64_t pixels = KMajorDescriptor(a);
     const uint64_t filter = kMnMajorB ? MnMajorDescriptor<8192>(b) : KMajorDescriptor(b);
     constexpr int kStepFilter = (kMnMajorB ? 2048 : 32) >> 4;
@@ -50,15 +53,15 @@ struct WgmmaColumnsTile
   }
 };
 
-// A warpgroup's accumulators -> 16-bit output, nothing added: rounded at once, laid down by
-// stmatrix as 32 pixels of 128 bytes (chunk c of pixel p at c ^ p % 8, so neither way conflicts),
-// stored as 16 bytes a lane, eight lanes a pixel. Two buffers of 4 KB take turns, so that one
-// barrier a buffer is enough. `row(i, p)`: output row of pixel p of this warp's four among pixels
-// 16 i.., or negative; `out`: of row 0, this tile's first channel; `pitch`: bytes of a row.
+// A warpgroup's accumulators -> 16-bit output: rounded at once, staged by stmatrix as 32 pixels of
+// 128 bytes (chunk c of pixel p at c ^ p % 8, so that neither access conflicts), stored as 16 bytes a
+// lane, eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is enough.
+// `row(i, p)`: output row of pixel p of this warp's four among pixels 16 i.., or negative; `out`: of
+// row 0, this tile's first channel; `pitch`: bytes of a row.
 template <int kBarrier, typename T, int kCount, typename PixelRow>
-__device__ __forceinline__ void StoreRoundedColumns(const float (&acc)[kCount], uint32_t staging,
-                                                    T* out, uint32_t pitch, PixelRow row,
-                                                    int channels) {
+__device__ __forceinline__ void StoreRoundedSwapAb(const float (&acc)[kCount], uint32_t staging,
+                                                   T* out, uint32_t pitch, PixelRow row,
+                                                   int channels) {
   constexpr int kPixels = kCount * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t store =
@@ -96,12 +99,12 @@ __device__ __forceinline__ void StoreRoundedColumns(const float (&acc)[kCount], 
   }
 }
 
-// The same by the copy engine, which leaves the warps free and ends sooner: all of a tile is laid
-// down, as the map's swizzle has it, and leaves as boxes of kStoredPixels. `map`: (channels, rows).
+// The same by TMA, which leaves the warps free and ends sooner: the whole tile is staged, swizzled as
+// the map has it, and stored as boxes of kStoredPixels. `map`: (channels, rows).
 inline constexpr int kStoredPixels = 64;
 
 template <int kBarrier, typename T, int kCount>
-__device__ __forceinline__ void StoreColumnBoxes(const float (&acc)[kCount], uint32_t staging,
+__device__ __forceinline__ void StoreSwapAbBoxes(const float (&acc)[kCount], uint32_t staging,
                                                  const CUtensorMap* map, int32_t channel,
                                                  int32_t row) {
   constexpr int kPixels = kCount * 2;
@@ -129,11 +132,13 @@ __device__ __forceinline__ void StoreColumnBoxes(const float (&acc)[kCount], uin
 
 // The same in float32 through two buffers of 16 pixels, with an epilogue, for outputs of either
 // width. Chunk c of pixel p lies at c ^ 2 (p / 2 % 4): no bank conflicts in the stores.
-template <int kBarrier, typename Out, int kCount, class Epilogue, typename PixelOffset>
-__device__ __forceinline__ void StoreFinishedColumns(const float (&acc)[kCount], uint32_t staging,
-                                                     Out* out, const Epilogue& epilogue,
-                                                     PixelOffset offset, int channels,
-                                                     int channel0) {
+// `row(i, p)` as above; `out`: of row 0, this tile's first channel, which is `channel0` of the
+// output's; `offset`: of that element in the output; `pitch`: elements of a row.
+template <int kBarrier, typename Out, int kCount, class Epilogue, typename PixelRow>
+__device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], uint32_t staging,
+                                                    Out* out, const Epilogue& epilogue,
+                                                    int64_t offset, int32_t pitch, PixelRow row,
+                                                    int channels, int channel0) {
   constexpr int kWidth = 16 / sizeof(Out);
   constexpr int kLanesOfPixel = 64 / kWidth, kPixelsOfPass = 32 / kLanesOfPixel;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -155,7 +160,8 @@ __device__ __forceinline__ void StoreFinishedColumns(const float (&acc)[kCount],
 #pragma unroll
     for (int p = 0; p < 4; p += kPixelsOfPass) {
       const int pixel = p + lane / kLanesOfPixel;
-      const int64_t at = offset(i, pixel);
+      const int32_t m = row(i, pixel);
+      const int64_t at = m < 0 ? -1 : offset + int64_t{m} * pitch;
       float values[kWidth];
 #pragma unroll
       for (int q = 0; q < kWidth / 4; ++q) {
@@ -166,7 +172,7 @@ __device__ __forceinline__ void StoreFinishedColumns(const float (&acc)[kCount],
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
-            values[e], at + column + e, channel0 + column + e, true));
+            values[e], OutputPlace{at + column + e, m, channel0 + column + e, /*inside=*/true}));
       }
       uint4 packed;
       memcpy(&packed, elements, sizeof(packed));
@@ -175,6 +181,44 @@ __device__ __forceinline__ void StoreFinishedColumns(const float (&acc)[kCount],
   }
 }
 
-}  // namespace jaxconv
+// A warpgroup's finished tile -> the output. `staging`: of the warpgroup.
+template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue>
+__device__ __forceinline__ void StoreSwapAbTile(const Params& params, const TilePlace& place,
+                                                const ResidueClass& of,
+                                                const typename Tile::Accumulators& acc,
+                                                uint32_t staging, const Epilogue& epilogue) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int channels = params.gemm_n - n_first;
+  const int64_t base = place.OutputOffset(params, n_first);
+  // Of every 16 pixels a warp stores four, decoded once, a pixel a lane, and distributed by shuffles.
+  constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
+  int32_t decoded[kDecoded];
+#pragma unroll
+  for (int i = 0; i < kDecoded; ++i) {
+    decoded[i] = OutputRow<kOp>(
+        params, of, place.m_tile * Tile::kTileM + (i * 8 + lane / 4) * 16 + warp * 4 + lane % 4);
+  }
+  auto row = [&](int sixteen, int pixel) {
+    return __shfl_sync(0xffffffff, decoded[sixteen / 8], sixteen % 8 * 4 + pixel);
+  };
+  // Nobody reads the staging of the tile before: the warpgroup's threads have met since, when its
+  // turn came.
+  constexpr int kBarrier = 3 + kWarpgroup;
+  const int channel0 = place.group * params.gemm_n + n_first;
+  if (Epilogue::kPlain && !params.out_is_f32) {
+    StoreRoundedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out) + base,
+                                 params.out_channels * sizeof(T), row, channels);
+  } else if (params.out_is_f32) {
+    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<float*>(params.out), epilogue, base,
+                                  params.out_channels, row, channels, channel0);
+  } else if constexpr (!Epilogue::kPlain) {
+    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out), epilogue, base,
+                                  params.out_channels, row, channels, channel0);
+  }
+  FinishTile<Tile>(params, place, of, epilogue);
+}
 
-#endif  // JAXCONV_CUDA_DEVICE_WGMMA_COLUMNS_SM90_CUH_
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_SWAP_AB_TILE_SM90_CUH_

@@ -1,22 +1,24 @@
-#include "cuda/kernels/igemm_wgmma.h"
-#include "cuda/kernels/overlapping_launch.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/igemm_wgmma/params.h"
+#include "cuda/igemm_wgmma/tile_counter_reset.h"
 #include "cuda/ptx/grid_dependency_sm90.cuh"
 
-namespace jaxconv {
+namespace jaxconv::igemm_wgmma {
 namespace {
 
-__global__ void WgmmaDrawReset(int32_t* drawn) {
+__global__ void TileCounterReset(int32_t* counters) {
   WaitForPrecedingGrids();
   LetNextGridStart();
-  drawn[threadIdx.x] = 0;
+  counters[threadIdx.x] = 0;
 }
 
 }  // namespace
 
-Status LaunchWgmmaDrawReset(int32_t* drawn, void* stream) {
-  OverlappingLaunch launch;
-  launch.threads = kWgmmaDrawCounters;
-  return Launch(WgmmaDrawReset, launch, stream, drawn);
+Status LaunchTileCounterReset(int32_t* counters, void* stream) {
+  LaunchConfig config;
+  config.threads = kTileCounters;
+  config.overlaps = true;
+  return Launch<TileCounterReset>("tile_counter_reset", config, stream, counters);
 }
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wgmma

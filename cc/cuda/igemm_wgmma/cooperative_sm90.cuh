@@ -1,0 +1,142 @@
+// igemm_wgmma, cooperative: two or three consumer warpgroups share a tile, one above the other
+// (sm_90a).
+//
+//     fprop   rows = output pixels, columns = K / groups, reduction = taps x C / groups
+//     dgrad   rows = input pixels of one stride residue class, columns = C / groups,
+//             reduction = taps x K / groups
+//
+// A k-block of the reduction is one tap and 128 bytes of channels: 64 in 16 bits, 32 in float32,
+// which TMA rounds to TF32. Its activations are one im2col box of tile_m pixels x 128 bytes: TMA
+// handles padding, row ends, image ends, strides, dilation and the end of the batch. Its filter is
+// tile_n / 64 boxes of 64 x 128 bytes of (tap, C, K), MN-major for fprop and K-major for dgrad. A 1x1
+// convolution without stride and padding is a matrix, and loaded as one.
+//
+//     128 x 256     B: 256 columns         producer warpgroup: one thread issues the TMA loads
+//     A: rows 0-63  | consumer 0 |         consumers: 64 rows each (256 x 128: 128 rows each)
+//     rows 64-127   | consumer 1 |
+//
+// Persistent: CTA b processes tiles b, b + gridDim.x, ..., with the N index fastest. Shared memory of
+// 128x256: 4 stages of (16 + 32) KB, 32 KB of staging, barriers. Registers: producer 24 to 40,
+// consumers 232 or 240, three of them 160.
+//
+// Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer warpgroup
+// arrives when its wgmma has retired, the producer waits. While consumers store a tile, the producer
+// fills the ring for the next. All is set up while the kernel in front of this one ends.
+//
+// Refused, with a reason (geometry.cc): channels whose pitch is not a multiple of 16 bytes, groups
+// whose channels are not a multiple of a k-block's, more than eight residue classes, windows beyond
+// the fields of a tensor map, strides above 8.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_COOPERATIVE_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_COOPERATIVE_SM90_CUH_
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/igemm_wgmma/launch_sm90.cuh"
+#include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// A consumer warpgroup. Its number is a template parameter, so that the compiler sees that all
+// threads have the same descriptors and keeps them in uniform registers: moved there from others
+// before every wgmma, they cost the narrow tiles half their rate.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+__device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_t ring,
+                                                   const Barriers<Tile>& barriers) {
+  constexpr uint32_t kFirstRow = kWarpgroup * Tile::kRowsOfWarpgroup;
+  const Release release;
+  RingPlace<Tile::kStages> stage;
+  const int32_t stride = gridDim.x;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += stride) {
+    const TilePlace place(params, index);
+    const ResidueClass& of = params.residue_class[place.residue_class];
+    const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
+    auto store = [&](const typename Tile::Accumulators& results) {
+      StoreTile<kOp, T, Tile>(
+          params, place, of, results,
+          place.m_tile * Tile::kTileM + kFirstRow + threadIdx.x / 32 % 4 * 16,
+          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes,
+          MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+    };
+    if (k_blocks == 0) {
+      if constexpr (kStoresZeros<kOp, Tile>) {
+        // A call of its own: zeros joined with the accumulators below would spill them.
+        if (HasRows<Tile>(of, place)) store({});
+      }
+      continue;
+    }
+    typename Tile::Accumulators acc;
+    uint32_t last = 0;
+    for (int32_t i = 0; i < k_blocks; ++i) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t a = ring + stage.slot * Tile::kStageBytes;
+      const uint32_t b = a + Tile::kBytesA;
+      Tile::template Multiply<T, kOp == Op::kWgrad, kMnMajorFilter<kOp, T>>(
+          acc, a + kFirstRow * 128, b, i > 0);
+      // A stage is given back one k-block late, so that one wgmma is always in flight.
+      WgmmaWait<1>();
+      if (i > 0) release(barriers.Empty(last));
+      last = stage.slot;
+      stage.Next();
+    }
+    WgmmaWait<0>();
+    release(barriers.Empty(last));
+    store(acc);
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kThreads, 1)
+    CooperativeKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
+  using Tile = typename Tag::Tile;
+  using T = typename ElementOf<Tag::kType>::Type;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
+  if (threadIdx.x == 0) {
+    barriers.Init(Tile::kWarpgroups);
+    PrefetchTensorMap(&maps.a[0]);
+    PrefetchTensorMap(&maps.b);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
+      Tag::Produce(params, maps, ring, barriers);
+    }
+  } else {
+    RaiseRegisters<Tile::kConsumerRegisters>();
+    WaitForInputs();
+    if (warpgroup == 1) {
+      ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue, 0>(params, ring, barriers);
+    } else if (Tile::kWarpgroups == 2 || warpgroup == 2) {
+      ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue, 1>(params, ring, barriers);
+    } else {
+      ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue, 2>(params, ring, barriers);
+    }
+  }
+}
+
+template <Op kOp_, DType kType_, int kWarpgroups, int kBlocks, int kN0, int kN1, int kStages>
+struct Cooperative : WgmmaTile<kWarpgroups, false, kBlocks, kN0, kN1, kStages> {
+  static constexpr Op kOp = kOp_;
+  static constexpr DType kType = kType_;
+  using Tile = WgmmaTile<kWarpgroups, false, kBlocks, kN0, kN1, kStages>;
+  using Epilogue = PlainEpilogue;
+
+  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
+                                                 uint32_t ring, const Barriers<Tile>& barriers) {
+    ProduceStages<kOp, typename ElementOf<kType>::Type>(params, maps, ring, barriers);
+  }
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    return LaunchForm<CooperativeKernel<Tag>, Tag>(plan, operands, stream);
+  }
+};
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_COOPERATIVE_SM90_CUH_

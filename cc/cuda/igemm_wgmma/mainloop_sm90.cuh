@@ -1,0 +1,118 @@
+// The mainloop of the forms whose stages hold the activations and the filter of one k-block
+// (cooperative, pingpong, swap-AB): the producer's loads and the consumers' products (sm_90a).
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_MAINLOOP_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_MAINLOOP_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/igemm_wgmma/loads_sm90.cuh"
+#include "cuda/igemm_wgmma/params.h"
+#include "cuda/igemm_wgmma/ring_sm90.cuh"
+#include "cuda/igemm_wgmma/tensor_maps.h"
+#include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// A residue class without taps (channel0 > 0) is stored as zeros, and nothing is loaded: strided
+// dgrad of a small filter has many such tiles. In fprop they are rare, and the second call of the
+// store cost its short launches 3 %: there, in filter-row and in swap-AB they are a k-block of zeros.
+template <Op kOp, class Tile>
+inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kFilterRow && !Tile::kSwapAb;
+
+// Whether a tile has rows: of residue classes of different sizes, the smaller leave tiles empty.
+template <class Tile>
+__device__ __forceinline__ bool HasRows(const ResidueClass& of, const TilePlace& place) {
+  return place.m_tile * Tile::kTileM < of.rows;
+}
+
+// Loads of a tile's activations; 0: its outputs, if there are any, are zeros.
+template <Op kOp, class Tile>
+__device__ __forceinline__ int32_t KBlocksOf(const Params& params, const TilePlace& place) {
+  const ResidueClass& of = params.residue_class[place.residue_class];
+  if (!HasRows<Tile>(of, place)) return 0;
+  if (kStoresZeros<kOp, Tile> && of.channel0 > 0) return 0;
+  return min(params.k_blocks_per_slice, of.k_blocks - place.slice * params.k_blocks_per_slice);
+}
+
+// A tile as the producer sees it.
+template <Op kOp, typename T, class Tile>
+struct ProducedTile {
+  const Params& params;
+  const Maps& maps;
+  const ResidueClass& of;
+  const int32_t residue_class;
+  const PixelPlace pixel;
+  const int32_t n_first;
+  const int boxes;  // of the filter
+  const int32_t first, k_blocks;
+  const int32_t tap_of_batch, a_channel, b_channel;
+  KBlock<Tile::kFilterRow> k_block;
+
+  __device__ __forceinline__ ProducedTile(const Params& params, const Maps& maps,
+                                          const TilePlace& place)
+      : params(params),
+        maps(maps),
+        of(params.residue_class[place.residue_class]),
+        residue_class(place.residue_class),
+        pixel(params, of, place.m_tile * Tile::kTileM, of.rows, place.batch),
+        n_first(place.n_tile * Tile::kTileN),
+        boxes(FilterBoxes<Tile>(params, n_first)),
+        first(place.slice * params.k_blocks_per_slice),
+        k_blocks(min(params.k_blocks_per_slice, of.k_blocks - first)),
+        tap_of_batch(place.batch * params.filter_taps),
+        a_channel(place.group * params.a_group + of.channel0),
+        b_channel(place.group * params.b_group),
+        k_block(of, first) {}
+
+  __device__ __forceinline__ void LoadA(uint32_t shared, uint32_t barrier) const {
+    LoadActivations<T>(params, of, k_block, shared, &maps.a[residue_class], barrier, a_channel,
+                       pixel);
+  }
+  // The filter under a tap of the k-block's row, counted from its first.
+  __device__ __forceinline__ void LoadB(uint32_t shared, uint32_t barrier, int32_t t0 = 0) const {
+    LoadFilter<kOp, T, Tile>(shared, &maps.b, barrier, boxes, n_first,
+                             of.channel0 + k_block.channel_block * kKBlockChannels<T>, b_channel,
+                             tap_of_batch + k_block.Tap(of) + t0 * of.filter_step[0]);
+  }
+  // The first pixels and a tap of the filter, each CTA another one, into L2. It may run while the
+  // kernel in front still writes them: L2 is the point of coherence.
+  __device__ __forceinline__ void Prefetch() const {
+    LoadActivations<T, BoxTarget::kL2>(params, of, k_block, 0, &maps.a[residue_class], 0, a_channel,
+                                       pixel);
+    LoadFilter<kOp, T, Tile, BoxTarget::kL2>(
+        0, &maps.b, 0, boxes, n_first, of.channel0 + k_block.channel_block * kKBlockChannels<T>,
+        b_channel, tap_of_batch + blockIdx.x % params.filter_taps);
+  }
+};
+
+// The producer, one thread.
+template <Op kOp, typename T, class Tile>
+__device__ __forceinline__ void ProduceStages(const Params& params, const Maps& maps, uint32_t ring,
+                                              const Barriers<Tile>& barriers) {
+  RingPlace<Tile::kStages> stage;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const TilePlace place(params, index);
+    const ResidueClass& of = params.residue_class[place.residue_class];
+    if (!HasRows<Tile>(of, place)) continue;
+    if (kStoresZeros<kOp, Tile> && of.channel0 > 0) continue;
+    ProducedTile<kOp, T, Tile> tile(params, maps, place);
+    if (index == blockIdx.x) tile.Prefetch();
+    // So late, because nothing before reads what the kernel in front may write.
+    WaitForPrecedingGrids();
+    for (int32_t i = 0; i < tile.k_blocks; ++i) {
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      BarrierArriveExpect(barrier, Tile::kBytesA + tile.boxes * kBoxBytes);
+      tile.LoadA(shared, barrier);
+      stage.Next();
+      tile.LoadB(shared + Tile::kBytesA, barrier);
+      tile.k_block.Next(of);
+    }
+  }
+}
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_MAINLOOP_SM90_CUH_

@@ -1,0 +1,162 @@
+// igemm_wgmma, pingpong: two consumer warpgroups, each with a tile of its own, alternate on the tensor
+// cores, so that one stores while the other multiplies (sm_90a). The map from convolution to GEMM, the
+// loads and what is refused are those of cooperative_sm90.cuh.
+//
+//     time            ->
+//     consumer 0      | multiply tile 0 | store 0        | multiply tile 2 | store 2 ...
+//     consumer 1                        | multiply tile 1 | store 1        | multiply tile 3 ...
+//     producer        | loads of tile 0 | of tile 1       | of tile 2 ...
+//
+// Two kinds of tiles: pixels as rows (Pingpong), and for few output channels the filter's 64 channels
+// as rows and up to 256 pixels as columns (SwapAb, swap_ab_tile_sm90.cuh).
+//
+// Persistent: CTA b processes tiles b, b + gridDim.x, ..., consumer 0 the first, third, ... of them.
+// Shared memory of 128x128: 6 stages of (16 + 16) KB, 32 KB of staging, barriers; of 256x64 swap-AB: 5
+// stages of (32 + 8) KB, 16 KB of staging. Registers: producer 24 to 40, consumers 232 or 240.
+//
+// Full(s) and Empty(s) as in cooperative_sm90.cuh, with one consumer warpgroup a stage. Named barriers
+// 1 and 2 hand the tensor cores over: a consumer waits for its own before its mainloop, and arrives at
+// the other's behind it. 3 and 4 order the staging of a swap-AB tile.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/igemm_wgmma/launch_sm90.cuh"
+#include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// A consumer warpgroup's tile -> the output, of both kinds of tiles.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+__device__ __forceinline__ void StorePingpongTile(const Params& params, const TilePlace& place,
+                                                  const ResidueClass& of,
+                                                  const typename Tile::Accumulators& acc,
+                                                  uint32_t ring) {
+  if constexpr (Tile::kSwapAb) {
+    StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(
+        params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes,
+        MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+  } else {
+    StoreTile<kOp, T, Tile>(params, place, of, acc,
+                            place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
+                            ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes,
+                            MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+  }
+}
+
+// A consumer warpgroup. Its number is a template parameter for the reason given at
+// ConsumeCooperative.
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+__device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t ring,
+                                                const Barriers<Tile>& barriers) {
+  const Release release;
+  RingPlace<Tile::kStages> stage;
+  if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
+  // A consumer strides over its own tiles: where it walked over all and counted turns, the compiler
+  // took one consumer's descriptors for different in its threads.
+  const int32_t stride = gridDim.x;
+  for (int32_t index = blockIdx.x + kWarpgroup * stride; index < params.tiles;
+       index += 2 * stride) {
+    if (index >= stride) {  // the other's tile before
+      const TilePlace other(params, index - stride);
+      stage.Skip(KBlocksOf<kOp, Tile>(params, other));
+    }
+    const TilePlace place(params, index);
+    const ResidueClass& of = params.residue_class[place.residue_class];
+    const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
+    NamedBarrierSync(1 + kWarpgroup, 256);
+    auto store = [&](const typename Tile::Accumulators& results) {
+      StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, results, ring);
+    };
+    if (k_blocks == 0) {
+      NamedBarrierArrive(2 - kWarpgroup, 256);
+      if constexpr (kStoresZeros<kOp, Tile>) {
+        // A call of its own: zeros joined with the accumulators below would spill them.
+        if (HasRows<Tile>(of, place)) store({});
+      }
+      continue;
+    }
+    typename Tile::Accumulators acc;
+    uint32_t last = 0;
+    for (int32_t i = 0; i < k_blocks; ++i) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t a = ring + stage.slot * Tile::kStageBytes;
+      const uint32_t b = a + Tile::kBytesA;
+      Tile::template Multiply<T, kOp == Op::kWgrad, kMnMajorFilter<kOp, T>>(acc, a, b, i > 0);
+      // A stage is given back one k-block late, so that one wgmma is always in flight.
+      WgmmaWait<1>();
+      if (i > 0) release(barriers.Empty(last));
+      last = stage.slot;
+      stage.Next();
+    }
+    NamedBarrierArrive(2 - kWarpgroup, 256);
+    WgmmaWait<0>();
+    release(barriers.Empty(last));
+    store(acc);
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kThreads, 1)
+    PingpongKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
+  using Tile = typename Tag::Tile;
+  using T = typename ElementOf<Tag::kType>::Type;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
+  if (threadIdx.x == 0) {
+    barriers.Init(1);
+    PrefetchTensorMap(&maps.a[0]);
+    PrefetchTensorMap(&maps.b);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
+      Tag::Produce(params, maps, ring, barriers);
+    }
+  } else {
+    RaiseRegisters<Tile::kConsumerRegisters>();
+    WaitForInputs();
+    if (warpgroup == 1) {
+      ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, 0>(params, ring, barriers);
+    } else {
+      ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, 1>(params, ring, barriers);
+    }
+  }
+}
+
+template <Op kOp_, DType kType_, class Tile_>
+struct PingpongForm : Tile_ {
+  static constexpr Op kOp = kOp_;
+  static constexpr DType kType = kType_;
+  using Tile = Tile_;
+  using Epilogue = PlainEpilogue;
+
+  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
+                                                 uint32_t ring, const Barriers<Tile>& barriers) {
+    ProduceStages<kOp, typename ElementOf<kType>::Type>(params, maps, ring, barriers);
+  }
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    return LaunchForm<PingpongKernel<Tag>, Tag>(plan, operands, stream);
+  }
+};
+
+template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStagingBytes>
+struct Pingpong
+    : PingpongForm<kOp, kType,
+                   WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes>> {};
+
+template <Op kOp, DType kType, int kPixels, int kStages>
+struct SwapAb : PingpongForm<kOp, kType, SwapAbTile<kPixels, kStages>> {};
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_

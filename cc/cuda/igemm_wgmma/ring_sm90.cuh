@@ -1,0 +1,86 @@
+// The ring of stages in shared memory between the producer and the consumer warpgroups, and the
+// set-up that all kernels of the family share.
+//
+// Full(s): the producer announces a stage's bytes, TMA delivers them, consumers wait. Empty(s): each
+// consumer warpgroup that reads the stage arrives when its wgmma has retired; the producer waits.
+// Filter slots, and k-blocks of the filter that stay in shared memory, have barriers of their own.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/ptx/grid_dependency_sm90.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// Whether a kernel lets the next one in the stream start while it still computes: its barriers and
+// tensor maps are then set up, and its first loads prefetched into L2, before this kernel has ended
+// (common/launch.cuh). This is the one switch of all kernels of the family.
+inline constexpr bool kLetsNextGridStart = true;
+
+// In every consumer thread, before its first store.
+__device__ __forceinline__ void WaitForInputs() {
+  WaitForPrecedingGrids();
+  if constexpr (kLetsNextGridStart) LetNextGridStart();
+}
+
+// The mbarriers' addresses in shared memory.
+template <class Tile>
+struct Barriers {
+  static constexpr int kCount = 2 * Tile::kStages + 2 * Tile::kFilterSlots + Tile::kStationary;
+  uint32_t first;
+  __device__ __forceinline__ uint32_t Full(uint32_t stage) const { return first + stage * 8; }
+  __device__ __forceinline__ uint32_t Empty(uint32_t stage) const {
+    return first + (Tile::kStages + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t FullFilter(uint32_t slot) const {
+    return first + (2 * Tile::kStages + slot) * 8;
+  }
+  __device__ __forceinline__ uint32_t EmptyFilter(uint32_t slot) const {
+    return first + (2 * Tile::kStages + Tile::kFilterSlots + slot) * 8;
+  }
+  __device__ __forceinline__ uint32_t Stationary(uint32_t k_block) const {
+    return first + (2 * Tile::kStages + 2 * Tile::kFilterSlots + k_block) * 8;
+  }
+
+  // One thread; `readers`: arrivals that free a slot.
+  __device__ __forceinline__ void Init(int readers) const {
+    for (int s = 0; s < Tile::kStages; ++s) {
+      BarrierInit(Full(s), 1);
+      BarrierInit(Empty(s), readers);
+    }
+    for (int s = 0; s < Tile::kFilterSlots; ++s) {
+      BarrierInit(FullFilter(s), 1);
+      BarrierInit(EmptyFilter(s), readers);
+    }
+    for (int s = 0; s < Tile::kStationary; ++s) BarrierInit(Stationary(s), 1);
+    BarrierInitFence();
+  }
+};
+
+// Gives slots back, for a consumer warpgroup, by one of its threads.
+struct Release {
+  const bool signals = threadIdx.x % 128 == 0;
+  __device__ __forceinline__ void operator()(uint32_t barrier) const {
+    if (signals) BarrierArrive(barrier);
+  }
+};
+
+// A slot of a ring of kSize and the parity of its round.
+template <int kSize>
+struct RingPlace {
+  uint32_t slot = 0, parity = 0;
+  __device__ __forceinline__ void Next() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void Skip(uint32_t count) {
+    const uint32_t at = slot + count;
+    parity ^= at / kSize & 1;
+    slot = at % kSize;
+  }
+};
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_

@@ -1,0 +1,16 @@
+// Resets the counters of dynamic scheduling.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_TILE_COUNTER_RESET_H_
+#define JAXCONV_CUDA_IGEMM_WGMMA_TILE_COUNTER_RESET_H_
+
+#include <cstdint>
+
+#include "core/status.h"
+
+namespace jaxconv::igemm_wgmma {
+
+// kTileCounters counters, all 0 when the kernel behind it in the stream starts to use them.
+Status LaunchTileCounterReset(int32_t* counters, void* stream);
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_TILE_COUNTER_RESET_H_
