@@ -12,6 +12,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue_params.h"
+#include "cuda/common/kernel.h"
 
 namespace jaxconv {
 
@@ -73,6 +74,40 @@ struct FusedEpilogue {
   }
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
 };
+
+// An epilogue that leaves the partial sums of split-K slices alone: the reduction finishes their
+// sum.
+template <class Epilogue>
+struct WholeSumsOnly {
+  static constexpr bool kPlain = false;
+  const Epilogue epilogue;
+  const bool partial;
+  template <typename Out, typename Acc>
+  __device__ __forceinline__ float operator()(Acc sum, const OutputPlace& at) const {
+    return partial ? static_cast<float>(sum) : epilogue.template operator()<Out>(sum, at);
+  }
+  __device__ __forceinline__ void FinishTile(int32_t m_first, int32_t m_end, int32_t channel_first,
+                                             int32_t channel_end) const {
+    if (!partial) epilogue.FinishTile(m_first, m_end, channel_first, channel_end);
+  }
+};
+
+// The epilogue of a kernel whose slices, if it has several, store partial sums.
+template <class Epilogue>
+__device__ __forceinline__ auto MakeEpilogue(const EpilogueParams& params, bool partial) {
+  if constexpr (Epilogue::kPlain) {
+    return Epilogue(params);
+  } else {
+    return WholeSumsOnly<Epilogue>{Epilogue(params), partial};
+  }
+}
+
+// The pointers of a launch.
+inline void BindEpilogue(const Operands& operands, EpilogueParams* params) {
+  params->scale = operands.scale;
+  params->bias = operands.bias;
+  params->residual = operands.residual;
+}
 
 }  // namespace jaxconv
 

@@ -68,17 +68,17 @@ __device__ __forceinline__ void Unroll(Body&& body) {
 }
 
 // One operand of a stage: kExtent rows or columns (gemm_m or gemm_n) times the reduction.
-template <typename T, int kExtent, int kTileKBytes, bool kAcross_>
+template <typename T, int kExtent, int kTileKBytes, bool kMnMajor_>
 struct OperandTile {
-  static constexpr bool kAcross = kAcross_;
+  static constexpr bool kMnMajor = kMnMajor_;
   static constexpr int kChunkElements = 16 / sizeof(T);
   static constexpr int kTileK = kTileKBytes / sizeof(T);
-  static constexpr int kRows = kAcross ? kTileK : kExtent;
-  static constexpr int kRowBytes = kAcross ? kExtent * int{sizeof(T)} : kTileKBytes;
+  static constexpr int kRows = kMnMajor ? kTileK : kExtent;
+  static constexpr int kRowBytes = kMnMajor ? kExtent * int{sizeof(T)} : kTileKBytes;
   static constexpr int kChunks = kRowBytes / 16;
 
   __device__ static constexpr int Swizzle(int row) {
-    if constexpr (kAcross && sizeof(T) == 4) {
+    if constexpr (kMnMajor && sizeof(T) == 4) {
       return kRowBytes >= 128 ? row % 4 * 2 : row / 2 % 2 * 2;
     }
     return kRowBytes >= 128 ? row % 8 : kRowBytes == 64 ? row / 2 % 4 : row / 4 % 2;
@@ -96,7 +96,7 @@ class FragmentReader {
   // `first`: the warp's first row (column) in the tile; `base`: the operand in stage 0.
   __device__ __forceinline__ FragmentReader(uint32_t base, int first) {
     const int lane = threadIdx.x % 32;
-    if constexpr (!Operand::kAcross) {
+    if constexpr (!Operand::kMnMajor) {
       const int row = kIsB ? lane % 8 + lane / 16 * 8 : lane % 16;
       const int chunk = kIsB ? lane / 8 % 2 : lane / 16;
       address_ = base + Operand::Offset(first + row, chunk);
@@ -117,7 +117,7 @@ class FragmentReader {
   __device__ __forceinline__ void Read(int step, uint32_t (&fragment)[kBlocks][4]) const {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if constexpr (!Operand::kAcross) {
+      if constexpr (!Operand::kMnMajor) {
         LoadMatrices((address_ ^ (step * 32)) + i * 16 * Operand::kRowBytes, fragment[i]);
       } else if constexpr (sizeof(T) == 2) {
         LoadMatricesTransposed((address_ ^ (i * 32)) + step * 16 * Operand::kRowBytes, fragment[i]);

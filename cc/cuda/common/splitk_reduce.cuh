@@ -119,6 +119,18 @@ Status LaunchSplitkReduceWith(const float* partial, int64_t elements, int64_t sl
   }
 }
 
+// The reduction behind a kernel whose instance has this epilogue. The plain one is compiled once.
+template <class Epilogue>
+Status ReduceSlices(const float* partial, int64_t elements, int64_t slices, int64_t channels,
+                    const EpilogueParams& epilogue, void* out, DType out_dtype, void* stream) {
+  if constexpr (Epilogue::kPlain) {
+    return LaunchSplitkReduce(partial, elements, slices, out, out_dtype, stream);
+  } else {
+    return LaunchSplitkReduceWith<Epilogue>(partial, elements, slices, channels, epilogue, out,
+                                            out_dtype, stream);
+  }
+}
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_

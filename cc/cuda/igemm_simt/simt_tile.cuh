@@ -13,20 +13,17 @@
 // read neighbouring quads. Lanes run in z order over the lane grid: lanes 2i and 2i+1 differ in m,
 // so that the lanes served together read few distinct quads of A and of B and the hardware
 // broadcasts them.
-#ifndef JAXCONV_CUDA_DEVICE_SIMT_TILE_CUH_
-#define JAXCONV_CUDA_DEVICE_SIMT_TILE_CUH_
+#ifndef JAXCONV_CUDA_IGEMM_SIMT_SIMT_TILE_CUH_
+#define JAXCONV_CUDA_IGEMM_SIMT_SIMT_TILE_CUH_
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "cuda/igemm_simt/params.h"
 #include "cuda/ptx/shared_memory.cuh"
 
-namespace jaxconv {
-
-// Reduction indices of one shared-memory stage. 8 keeps the two staged quads of a thread at 8
-// registers and still gives 512 FMAs between barriers.
-inline constexpr int kSimtTileK = 8;
+namespace jaxconv::igemm_simt {
 
 template <int kTileM_, int kTileN_, int kThreadN_, int kWarpsM_, int kWarpsN_, int kLanesM_,
           int kLanesN_, int kMinBlocks_>
@@ -61,8 +58,8 @@ struct SimtTile {
 
 template <class Tile>
 struct alignas(16) SimtStage {
-  float a[kSimtTileK][Tile::kStrideA];
-  float b[kSimtTileK][Tile::kStrideB];
+  float a[kTileK][Tile::kStrideA];
+  float b[kTileK][Tile::kStrideB];
 };
 
 template <class Tile>
@@ -164,6 +161,6 @@ __device__ __forceinline__ void SimtMainloop(Loader& loader, const SimtStage<Til
   } while (run > 0);
 }
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_simt
 
-#endif  // JAXCONV_CUDA_DEVICE_SIMT_TILE_CUH_
+#endif  // JAXCONV_CUDA_IGEMM_SIMT_SIMT_TILE_CUH_

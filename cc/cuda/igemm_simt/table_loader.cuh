@@ -52,8 +52,8 @@ class TableLoader {
   }
 
   // wgrad: the rows from m_first on, the pixels from `first` to `end`.
-  __device__ __forceinline__ TableLoader(const Params& params, const T* a, const T* b,
-                                         int m_first, int n_first, int32_t first, int32_t end,
+  __device__ __forceinline__ TableLoader(const Params& params, const T* a, const T* b, int m_first,
+                                         int n_first, int32_t first, int32_t end,
                                          const SimtStage<Tile>& stage, ReduceTable& table)
       : params_(params), phase_(nullptr), table_(table), b_(b), next_(first), end_(end) {
     const ImplicitGemm& gemm = params.gemm;
@@ -140,9 +140,8 @@ class TableLoader {
 #pragma unroll
       for (int r = 0; r < kRowsOfA; ++r) {
         a_pack_[i][r].Unpack(values);
-        StoreShared(
-            a_store_ + (i * (kTileK / kPassesA) * Tile::kStrideA + r * Tile::kThreads) * 4,
-            values);
+        StoreShared(a_store_ + (i * (kTileK / kPassesA) * Tile::kStrideA + r * Tile::kThreads) * 4,
+                    values);
       }
     }
 #pragma unroll

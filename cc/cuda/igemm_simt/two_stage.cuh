@@ -62,22 +62,30 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
   params.n_tiles.Divmod(index, &index, &n_tile);
   params.m_tiles.Divmod(index, &index, &m_tile);
   const int n_first = n_tile * Tile::kTileN;
-  const int32_t m_first = m_tile * Tile::kTileM;
 
-  auto store = [&](int64_t base, int32_t group, int n_from, int32_t rows, auto dst_row) {
+  // `base`: offset of the tile's batch and group, and of its slice, in the output; `rows`: of the
+  // GEMM.
+  auto store_as = [&](auto* out, int64_t base, int32_t group, int n_from, int32_t rows,
+                      auto dst_row) {
+    using Out = std::remove_pointer_t<decltype(out)>;
+    const auto epilogue =
+        MakeEpilogue<typename Tag::Epilogue>(params.epilogue, params.slice_elements > 0);
     const int channel_first = group * gemm.gemm_n;
-    WithEpilogue<typename Tag::Epilogue>(
-        params.epilogue, params.slice_elements > 0, [&](const auto& epilogue) {
-          if (std::is_same_v<T, float> || params.out_is_f32) {
-            StoreTile<Tile, kVec>(acc, static_cast<float*>(params.out), epilogue, dst_row, base,
-                                  gemm.out_channels, n_from, gemm.gemm_n, channel_first);
-          } else {
-            StoreTile<Tile, kVec>(acc, static_cast<T*>(params.out), epilogue, dst_row, base,
-                                  gemm.out_channels, n_from, gemm.gemm_n, channel_first);
-          }
-          epilogue.FinishTile(m_first, min(m_first + Tile::kTileM, rows), channel_first + n_from,
-                              channel_first + min(n_from + Tile::kTileN, gemm.gemm_n));
-        });
+    if constexpr (!Tag::Epilogue::kPlain) {
+      FinishAccumulators<Tile, Out>(acc, epilogue, dst_row, base, gemm.out_channels, n_from,
+                                    gemm.gemm_n, channel_first);
+    }
+    StoreTile<Tile, kVec>(acc, out + base, dst_row, gemm.out_channels, n_from, gemm.gemm_n);
+    epilogue.FinishTile(m_tile * Tile::kTileM, min((m_tile + 1) * Tile::kTileM, rows),
+                        channel_first + n_from,
+                        channel_first + min(n_from + Tile::kTileN, gemm.gemm_n));
+  };
+  auto store = [&](int64_t base, int32_t group, int n_from, int32_t rows, auto dst_row) {
+    if (std::is_same_v<T, float> || params.out_is_f32) {
+      store_as(static_cast<float*>(params.out), base, group, n_from, rows, dst_row);
+    } else {
+      store_as(static_cast<T*>(params.out), base, group, n_from, rows, dst_row);
+    }
   };
 
   if constexpr (kOp == Op::kWgrad) {
@@ -88,6 +96,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
     const int32_t slice_pixels = params.blocks_per_slice * kTileK;
     const int64_t first = int64_t{slice} * slice_pixels;
     const int64_t end = min(first + slice_pixels, int64_t{gemm.reduce_pixels});
+    const int32_t m_first = m_tile * Tile::kTileM;
     TableLoader<T, Tile, kOp, kVec ? 4 : 1> loader(
         params, a + batch * gemm.a_batch + int64_t{group} * gemm.a_group,
         b + batch * gemm.b_batch + int64_t{group} * gemm.b_group, m_first, n_first,
@@ -138,17 +147,16 @@ struct TwoStage {
     params.a = operands.lhs;
     params.b = operands.rhs;
     params.out = split ? operands.workspace : operands.out;
-    SetOperands(operands, &params.epilogue);
+    BindEpilogue(operands, &params.epilogue);
     LaunchConfig config;
     config.grid = static_cast<unsigned>(planned.ctas);
     config.threads = Tile::kThreads;
     JAXCONV_RETURN_IF_ERROR(
         jaxconv::Launch<TwoStageKernel<Tag>>(plan.kernel->name, config, stream, params));
     if (!split) return {};
-    return ReduceSlices<typename Tag::Epilogue>(static_cast<const float*>(operands.workspace),
-                                                params.slice_elements, plan.slices,
-                                                params.gemm.out_channels, params.epilogue,
-                                                operands.out, planned.out_dtype, stream);
+    return ReduceSlices<typename Tag::Epilogue>(
+        static_cast<const float*>(operands.workspace), params.slice_elements, plan.slices,
+        params.gemm.out_channels, params.epilogue, operands.out, planned.out_dtype, stream);
   }
 };
 

@@ -21,8 +21,7 @@ namespace jaxconv::igemm_simt {
 template <typename T, class Tile, bool kTransposeB>
 class VectorGatherLoader {
  public:
-  __device__ __forceinline__ VectorGatherLoader(const Params& params,
-                                                const GatherTile<Tile>& tile,
+  __device__ __forceinline__ VectorGatherLoader(const Params& params, const GatherTile<Tile>& tile,
                                                 const SimtStage<Tile>& stage)
       : params_(params), tile_(tile) {
     const int k = threadIdx.x % 2 * 4;

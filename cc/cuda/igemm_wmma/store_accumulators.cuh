@@ -16,7 +16,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mma_tile.cuh"
 
-namespace jaxconv {
+namespace jaxconv::igemm_wmma {
 
 // Two elements at an even place.
 template <typename Out>
@@ -29,7 +29,7 @@ __device__ __forceinline__ void StoreNeighbours(Out* to, const Out (&elements)[2
 
 // Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
 // n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are multiples of 16 bytes.
-// `base`: offset of column 0 in the output, `channel0` its channel. `shared`: at least
+// `base`: offset of column 0 in the output, `channel_first` its channel. `shared`: at least
 // kStagingBytes a warp that nobody else uses any more.
 template <class Tile>
 inline constexpr int kStagingBytes = 16 * Tile::kWarpN * 4;
@@ -38,7 +38,7 @@ template <typename Out, class Tile, class Epilogue, typename DstRow>
 __device__ __forceinline__ void StoreAccumulators(
     const float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4], uint32_t shared, Out* out,
     const Epilogue& epilogue, DstRow dst_row, int64_t base, int32_t row_stride, int n_first,
-    int n_end, int channel0, bool vector) {
+    int n_end, int channel_first, bool vector) {
   constexpr int kRowBytes = Tile::kWarpN * 4;
   constexpr int kWidth = 16 / sizeof(Out);
   constexpr int kLanesOfRow = Tile::kWarpN / kWidth;
@@ -84,8 +84,8 @@ __device__ __forceinline__ void StoreAccumulators(
         Out elements[kWidth];
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          elements[e] = FromFloat<Out>(
-              epilogue.template operator()<Out>(values[pass][e], at + e, channel0 + n + e, inside));
+          elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
+              values[pass][e], OutputPlace{at + e, dst[pass], channel_first + n + e, inside}));
         }
         uint4 packed;
         memcpy(&packed, elements, sizeof(packed));
@@ -108,7 +108,7 @@ __device__ __forceinline__ void StoreAccumulators(
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
-              values[e], at + e, channel0 + n + e, e == 0 || n + 1 < n_end));
+              values[e], OutputPlace{at + e, dst, channel_first + n + e, e == 0 || n + 1 < n_end}));
         }
         if (whole) {
           StoreNeighbours(out + at, elements);
@@ -121,6 +121,6 @@ __device__ __forceinline__ void StoreAccumulators(
   }
 }
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wmma
 
 #endif  // JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_

@@ -1,198 +1,36 @@
-// Global memory -> swizzled shared memory for the tensor-core implicit GEMMs.
+// Global memory -> swizzled shared memory for the tensor-core implicit GEMM.
 //
 // The reduction is one flat index over (tap, channel) in fprop and dgrad and over the output's
 // pixels in wgrad, so a channel count that does not fill a stage wastes nothing. A thread always
 // copies the same chunk column of a stage:
 //     fprop A, dgrad A and B   the column is a reduction index: one tap and channel for all rows
 //     fprop B, wgrad B         rows are reduction indices, the column is gemm_n
-//     wgrad A                  rows are pixels, the column is one tap and channel, for ever
-// What the gather needs of a pixel is two words: where it lies at tap 0, and one bit for each tap
-// coordinate of each axis that says whether that coordinate stays inside the source. A tap is
-// inside when its (up to three) bits are set. Everything else is zero-filled: the padding, rows
-// past the last, and the reduction past its end, on both sides.
+//     wgrad A                  rows are pixels, the column is one tap and channel, in all stages
+// The padding, rows past the last, and the reduction past its end are filled with zeros, on both
+// sides.
 //
-// A chunk (16 bytes) is one copy where both channel counts allow; the "narrow" instances cut it
-// into copies of 8 or 4 bytes, or into 16-bit loads that pass through registers.
-#ifndef JAXCONV_CUDA_DEVICE_ASYNC_LOADERS_CUH_
-#define JAXCONV_CUDA_DEVICE_ASYNC_LOADERS_CUH_
+// A chunk (16 bytes) is one copy where both channel counts allow; the align8, align2 and b_align2
+// instances cut it into copies of 8 or 4 bytes, or into 16-bit loads through registers.
+#ifndef JAXCONV_CUDA_IGEMM_WMMA_ASYNC_LOADER_CUH_
+#define JAXCONV_CUDA_IGEMM_WMMA_ASYNC_LOADER_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/implicit_gemm.h"
-#include "cuda/device/igemm_wmma_params.h"
-#include "cuda/device/mma_tile.cuh"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/igemm_wmma/chunk_copy.cuh"
+#include "cuda/igemm_wmma/gather_pixel.cuh"
+#include "cuda/igemm_wmma/params.h"
+#include "cuda/ptx/cp_async.cuh"
 
-namespace jaxconv {
-
-struct GatherPixel {
-  int32_t pixel;  // of the gathered tensor's batch, at tap coordinates 0; may lie outside
-  uint32_t taps;  // axis 0's bits lowest; bit 31 is never set
-};
-// A tap that no pixel has.
-inline constexpr uint32_t kNoTap = 1u << 31;
-
-// What one CTA knows of its tile.
-template <typename T>
-struct WmmaTile {
-  int32_t rows;  // of the phase
-  int32_t m_first, n_first;
-  int32_t k_begin, k_end;  // reduction indices of this slice
-  const T* a;              // of this batch and group
-  const T* b;
-};
-
-// One bit for each tap coordinate t that src + t * src_per_t keeps inside the source.
-__device__ __forceinline__ uint32_t TapsInside(const GatherAxis& axis, int32_t src,
-                                               int32_t tap_count) {
-  if (axis.src_per_t == 1 || axis.src_per_t == -1) {  // an interval of t
-    const int32_t first = axis.src_per_t == 1 ? -src : src - axis.src_extent + 1;
-    const int32_t low = max(0, first), high = min(tap_count, first + axis.src_extent);
-    return high > low ? ((2u << (high - low - 1)) - 1) << low : 0;
-  }
-  uint32_t taps = 0;
-  for (int t = 0; t < tap_count; ++t) {
-    if (axis.InSource(src + t * axis.src_per_t)) taps |= 1u << t;
-  }
-  return taps;
-}
-
-// Destination row or pixel -> GatherPixel, and the pixel of the output (-1: there is none).
-__device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
-                                                   const AxisPhase (&phase)[3], int32_t row,
-                                                   int32_t rows, int32_t* dst) {
-  GatherPixel result{0, 0};
-  *dst = -1;
-  if (row >= rows) return result;
-  int32_t image, j[3], src[3];
-  gemm.DecodeRow(phase, row, &image, j);
-  int32_t first_bit = 0;
-#pragma unroll
-  for (int a = 0; a < 3; ++a) {
-    src[a] = phase[a].src0 + j[a] * gemm.axis[a].src_per_j;
-    result.taps |= TapsInside(gemm.axis[a], src[a], phase[a].tap_count) << first_bit;
-    first_bit += phase[a].tap_count;
-  }
-  result.pixel = image * static_cast<int32_t>(gemm.SourceImage()) +
-                 static_cast<int32_t>(gemm.SourcePixel(src[0], src[1], src[2]));
-  *dst = image;
-#pragma unroll
-  for (int a = 0; a < 3; ++a) {
-    *dst = *dst * gemm.axis[a].dst_extent + phase[a].phase + j[a] * gemm.axis[a].period;
-  }
-  return result;
-}
-
-// A reduction index of fprop or dgrad, or a row index of wgrad, as (tap, channel).
-struct TapChannel {
-  int32_t pixel;    // distance of the tap's pixel from tap 0's
-  uint32_t taps;    // its bits
-  int32_t channel;  // inside the group
-  int32_t filter_tap;
-
-  __device__ __forceinline__ static TapChannel Decode(const ImplicitGemm& gemm,
-                                                      const AxisPhase (&phase)[3],
-                                                      const FastDivmod& channels, int32_t index,
-                                                      int32_t end) {
-    TapChannel result{0, kNoTap, 0, 0};
-    if (index >= end) return result;
-    int32_t tap, t[3];
-    channels.Divmod(index, &tap, &result.channel);
-    gemm.DecodeTap(phase, tap, t);
-    result.pixel = static_cast<int32_t>(gemm.SourcePixel(t[0] * gemm.axis[0].src_per_t,
-                                                         t[1] * gemm.axis[1].src_per_t,
-                                                         t[2] * gemm.axis[2].src_per_t));
-    result.taps = (1u << t[0] | 1u << (phase[0].tap_count + t[1]) |
-                   1u << (phase[0].tap_count + phase[1].tap_count + t[2]));
-    result.filter_tap = gemm.TapIndex(phase[0].first_tap + t[0] * gemm.axis[0].tap_period,
-                                      phase[1].first_tap + t[1] * gemm.axis[1].tap_period,
-                                      phase[2].first_tap + t[2] * gemm.axis[2].tap_period);
-    return result;
-  }
-};
-
-// A tap as it lies in a table in shared memory.
-struct TapEntry {
-  int32_t pixel;
-  uint32_t taps;
-  int32_t filter_tap;
-  int32_t unused;
-};
-// Taps of the table; kernels with a compile-time copy width refuse more. 7x7 and 4x4x4 fit.
-inline constexpr int kMaxTableTaps = 64;
-
-// How a CTA's threads share the chunks of an operand: every thread has one column and kPasses rows.
-template <class Operand, int kThreads>
-struct ChunkOwner {
-  static constexpr int kRowsOfPass = kThreads / Operand::kChunks;
-  static constexpr int kPasses = Operand::kRows / kRowsOfPass;
-  static_assert(kPasses >= 1 && kRowsOfPass * Operand::kChunks == kThreads);
-  static_assert((kRowsOfPass & (kRowsOfPass - 1)) == 0);
-
-  __device__ static int Column() { return threadIdx.x % Operand::kChunks; }
-  __device__ static int Row() { return threadIdx.x / Operand::kChunks; }
-  // Where the chunk of a pass lies, from the operand's start in a slot. A pass of fewer rows than
-  // the swizzle's period adds bits to the row number that the thread's own row does not have.
-  __device__ static uint32_t Offset() { return Operand::Offset(Row(), Column()); }
-  __device__ static constexpr uint32_t OfPass(uint32_t first, int pass) {
-    return (first + pass * kRowsOfPass * Operand::kRowBytes) ^
-           (Operand::Swizzle(pass * kRowsOfPass) * 16);
-  }
-};
-
-// Chunks that travel as 16-bit loads: held from Issue to Finish.
-template <class Operand, int kThreads, bool kEnabled>
-struct HeldChunks {
-  static constexpr int kPasses = ChunkOwner<Operand, kThreads>::kPasses;
-  uint16_t value[kPasses][8];
-  __device__ __forceinline__ void Store(uint32_t shared) const {
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      uint32_t word[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) word[w] = value[i][2 * w] | uint32_t{value[i][2 * w + 1]} << 16;
-      StoreChunk(ChunkOwner<Operand, kThreads>::OfPass(shared, i), word);
-    }
-  }
-};
-template <class Operand, int kThreads>
-struct HeldChunks<Operand, kThreads, false> {};
-
-// kCopyBytes of global memory to piece `piece` of a chunk.
-template <int kCopyBytes, class Held>
-__device__ __forceinline__ void CopyPiece(Held& held, int pass, int piece, uint32_t chunk,
-                                          const void* source, bool valid) {
-  if constexpr (kCopyBytes == 2) {
-    held.value[pass][piece] =
-        valid ? __ldg(static_cast<const unsigned short*>(source)) : uint16_t{0};
-  } else {
-    CopyAsync<kCopyBytes>(chunk + piece * kCopyBytes, source, valid);
-  }
-}
-
-// A copy width that is known only when the kernel runs.
-inline constexpr int kAnyCopy = 0;
-
-// Calls body with the copy width as a compile-time constant.
-template <typename T, int kCopy, typename Body>
-__device__ __forceinline__ void WithCopyBytes(int32_t bytes, Body body) {
-  if constexpr (kCopy != kAnyCopy) {
-    body(std::integral_constant<int, kCopy>());
-  } else if (bytes == 16) {
-    body(std::integral_constant<int, 16>());
-  } else if (bytes == 8) {
-    body(std::integral_constant<int, 8>());
-  } else if (sizeof(T) == 4 || bytes == 4) {
-    body(std::integral_constant<int, 4>());
-  } else {
-    body(std::integral_constant<int, sizeof(T) == 4 ? 4 : 2>());
-  }
-}
+namespace jaxconv::igemm_wmma {
 
 // One operation's two operands, in the protocol of MmaMainloop. OperandA and OperandB: OperandTile.
-// kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kPhased: fprop whose taps are not the
+// kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kDilated: fprop whose taps are not the
 // filter's, in order (lhs_dilation).
 template <Op kOp, typename T, class Tile, class OperandA, class OperandB, int kCopyA, int kCopyB,
-          bool kPhased>
+          bool kDilated>
 class AsyncLoader {
  public:
   static constexpr int kTileK = OperandA::kTileK;
@@ -212,7 +50,7 @@ class AsyncLoader {
     TapChannel row[kOp == Op::kWgrad && kCopyA == kAnyCopy ? Tile::kTileM : 1];
   };
 
-  __device__ __forceinline__ AsyncLoader(const IgemmWmmaParams& params, const WmmaTile<T>& tile,
+  __device__ __forceinline__ AsyncLoader(const Params& params, const GemmTile<T>& tile,
                                          Shared& shared)
       : params_(params),
         shared_(shared),
@@ -300,12 +138,13 @@ class AsyncLoader {
         }
       }
     } else if constexpr (kPart == 0) {
-      WithCopyBytes<T, kCopyA>(params_.a_copy_bytes, [&](auto bytes) { NarrowA<bytes>(a, b); });
+      WithCopyBytes<T, kCopyA>(params_.a_copy_bytes, [&](auto bytes) { AnyWidthA<bytes>(a, b); });
     }
     if constexpr (kOp != Op::kDgrad) {
-      if constexpr (kPhased) {
+      if constexpr (kDilated) {
         if constexpr (kPart == 0) {
-          WithCopyBytes<T, kCopyB>(params_.b_copy_bytes, [&](auto bytes) { PhasedRows<bytes>(b); });
+          WithCopyBytes<T, kCopyB>(params_.b_copy_bytes,
+                                   [&](auto bytes) { DilatedRows<bytes>(b); });
         }
       } else if constexpr (kCopyB != kAnyCopy) {
         MatrixRows<kCopyB, kFirstB, kLastB>(b);
@@ -438,7 +277,7 @@ class AsyncLoader {
   }
   // The same where every row has a tap of its own.
   template <int kBytes>
-  __device__ __forceinline__ void PhasedRows(uint32_t b) {
+  __device__ __forceinline__ void DilatedRows(uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
     // Unrolled only where the rows wait in registers, for which there is no other way.
 #pragma unroll(kBytes == 2 ? OwnerB::kPasses : 1)
@@ -453,7 +292,7 @@ class AsyncLoader {
 
   // A with any copy width, piece by piece; in dgrad B too, from the same reduction indices.
   template <int kBytes>
-  __device__ __forceinline__ void NarrowA(uint32_t a, uint32_t b) {
+  __device__ __forceinline__ void AnyWidthA(uint32_t a, uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
     constexpr int kElements = kBytes / int{sizeof(T)};
 #pragma unroll
@@ -482,7 +321,7 @@ class AsyncLoader {
                     k_begin_ + group * kThreads + static_cast<int32_t>(threadIdx.x), k_end_, &dst);
   }
 
-  const IgemmWmmaParams& params_;
+  const Params& params_;
   Shared& shared_;
   const T* a_;  // of this batch and group
   const T* b_;
@@ -497,6 +336,6 @@ class AsyncLoader {
   HeldChunks<OperandB, kThreads, kHeldB> held_b_;
 };
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wmma
 
-#endif  // JAXCONV_CUDA_DEVICE_ASYNC_LOADERS_CUH_
+#endif  // JAXCONV_CUDA_IGEMM_WMMA_ASYNC_LOADER_CUH_

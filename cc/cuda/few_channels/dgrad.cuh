@@ -1,0 +1,274 @@
+// few_channels, dgrad: the data gradient of a convolution with few input channels.
+//
+// GEMM: z[(n,h,q), (s,c)] = sum over (r, k) of dy[n, p(h,r), q, k] w[r,s,c,k] in the accumulators, then
+//     dx[n,h,w,c] = sum over s of z[n, h, q(w,s), s, c]
+// out of shared memory. So 3 channels fill 21 of 24 columns of a 7x7 filter instead of 3 of 16. (One
+// convolution of groups of pixels with a filter full of structural zeros would multiply those with
+// gradients, and a NaN would reach pixels that no window connects with it.)
+//
+// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24 or 48 columns (s, c), 4 warps
+// of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and tap by tap
+// inside. The rows of a warp's blocks are of one residue modulo the stride, so that they share their
+// taps. CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB: the halo tile of dy
+// (64 channels) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the filter in the order
+// of fragments; a table with the first term and the number of terms of each element of a row of dx.
+// Registers: 32 to 96 accumulators, at most 102, for 48 columns 255.
+//
+// Who waits for whom: cp.async loads 64 channels of the halo tile, a barrier, the MMAs; at the end of
+// the reduction z replaces the halo tile between two barriers. The next tile's pixels are prefetched to
+// L2 during the MMAs; five CTAs (48 columns: two) share an SM and hide each other's loads.
+//
+// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; filters stored as
+// krsc; K that is not a multiple of 8; S C beyond the columns; halo tiles beyond the shared memory.
+#ifndef JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
+#define JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/few_channels/halo_loader.cuh"
+#include "cuda/few_channels/params.h"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+
+namespace jaxconv::few_channels {
+
+template <class Tag>
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    DgradKernel(const __grid_constant__ Params params) {
+  using T = typename Tag::T;
+  using Gradient = OperandTile<T, kDgradPixels, 128, false>;
+  constexpr int kBlocksN = Tag::kColumns / 8;
+  constexpr int kBlocksM = 4;  // of a warp
+  constexpr int kPitch = Tag::kPitch;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto* z = reinterpret_cast<float*>(shared);  // after the MMAs, in the place of the halo tile
+  unsigned char* filter = shared + params.halo_bytes;
+  const int32_t batch = blockIdx.y;
+  const T* dy = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
+  const T* w = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
+  const int log2_columns = 4 + params.log2_across;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+
+  // The filter in the order of fragments: (r, k-block, block of 8 columns, lane, two words).
+  const int32_t columns = params.columns.filter * params.c;
+  const int32_t chunks = params.k_blocks * 2;  // of 8 channels
+  for (int32_t i = threadIdx.x; i < params.rows.filter * kBlocksN * 8 * chunks; i += kThreads) {
+    const int32_t chunk = i % chunks, line = i / chunks;
+    const int32_t r = line / (kBlocksN * 8), n = line % (kBlocksN * 8);
+    const bool valid = n < columns && chunk * 8 < params.k;
+    const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * 8;
+    const uint4 value =
+        valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+    const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+    const int32_t fragment = (r * params.k_blocks + chunk / 2) * kBlocksN + n / 8;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      *reinterpret_cast<uint32_t*>(filter + (fragment * 32 + n % 8 * 4 + e) * 8 + chunk % 2 * 4) =
+          words[e];
+    }
+  }
+  // What an element of a row of dx is the sum of: its first term in a row of z, and their number.
+  int2* sums =
+      reinterpret_cast<int2*>(filter + params.rows.filter * params.k_blocks * kBlocksN * 256);
+  for (int32_t i = threadIdx.x; i < params.tile_columns * params.c; i += kThreads) {
+    int32_t column, channel;
+    params.c_divmod.Divmod(i, &column, &channel);
+    // q stride = column + pad - s dilation, with q counted from the halo tile's first column.
+    int32_t numerator = column + params.columns.pad - params.first_column * params.columns.stride;
+    int32_t s = 0;
+    while (s < params.columns.filter && numerator % params.columns.stride != 0) {
+      ++s;
+      numerator -= params.columns.dilation;
+    }
+    const int32_t left = params.columns.filter - s + params.column_period - 1;
+    const int32_t q = numerator / params.columns.stride;
+    sums[i] = make_int2(q * kPitch + s * params.c + channel, left / params.column_period);
+  }
+  // The warp's blocks: rows of dx of one residue modulo the stride (the host sees to that), so that
+  // they share their taps.
+  const int log2_rows = params.log2_across < 2 ? 2 - params.log2_across : 0;
+  const int32_t warp_row = warp >> (params.log2_across > 2 ? params.log2_across - 2 : 0);
+  int32_t block_pixel[kBlocksM], block_row[kBlocksM];
+  uint32_t
+      block_offset[kBlocksM];  // in the halo tile, from the first pixel of the warp's first row
+#pragma unroll
+  for (int i = 0; i < kBlocksM; ++i) {
+    const int down = i >> (2 - log2_rows);
+    const int across = params.log2_across > 2 ? warp % (1 << (params.log2_across - 2)) * 4 + i
+                                              : i - (down << (2 - log2_rows));
+    block_row[i] = warp_row + down * 4;
+    block_pixel[i] = across * 16;
+    block_offset[i] = ((params.row_stride_divmod.Div(down * 4) << log2_columns) + block_pixel[i]) *
+                      Gradient::kRowBytes;
+  }
+  // Taps of the warp's rows: r_first, r_first + row_period, ...
+  int32_t r_first = 0;
+  {
+    int32_t numerator = warp_row + params.rows.pad - params.first_row * params.rows.stride;
+    while (r_first < params.rows.filter &&
+           (numerator - r_first * params.rows.dilation) % params.rows.stride != 0) {
+      ++r_first;
+    }
+  }
+  const uint32_t gradient = SharedAddress(shared) + Gradient::Offset(lane % 16, lane / 16);
+  const uint32_t fragment_address = SharedAddress(filter) + lane * 8;
+  const uint32_t copied =
+      SharedAddress(shared) + Gradient::Offset(threadIdx.x / 8, threadIdx.x % 8);
+  const int32_t k_bytes = params.k * int32_t{sizeof(T)};
+
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const PixelTile tile(params, index);
+    const int32_t p_first = params.first_row + params.row_stride_divmod.Div(tile.row);
+    const int32_t q_first = params.first_column + params.column_stride_divmod.Div(tile.column);
+    float acc[kBlocksM][kBlocksN][4] = {};
+    for (int32_t k_first = 0; k_first < params.k_blocks * 16; k_first += 64) {
+      __syncthreads();
+      const int32_t k = k_first + static_cast<int32_t>(threadIdx.x % 8) * 8;
+      const T* image =
+          dy + int64_t{tile.image} * (params.rows.out * params.columns.out) * params.k + k;
+      for (int32_t across = 0; across < 1 << params.log2_across; ++across) {
+        // One column of blocks of 16 pixels.
+        const int32_t q = q_first + across * 16 + static_cast<int32_t>(threadIdx.x / 8);
+        const bool inside =
+            static_cast<uint32_t>(q) < static_cast<uint32_t>(params.columns.out) && k < params.k;
+        uint32_t to = copied + across * 16 * Gradient::kRowBytes;
+        int32_t pixel = p_first * params.columns.out + q;
+#pragma unroll 4
+        for (int32_t row = 0; row < params.halo_rows; ++row) {
+          const bool valid = inside && static_cast<uint32_t>(p_first + row) <
+                                           static_cast<uint32_t>(params.rows.out);
+          CopyAsync<16>(to, OffsetBytes(image, pixel, k_bytes), valid);
+          to += Gradient::kRowBytes << log2_columns;
+          pixel += params.columns.out;
+        }
+      }
+      CopyAsyncCommit();
+      CopyAsyncWait<0>();
+      __syncthreads();
+      // 48 columns have no registers for it.
+      if (kBlocksN <= 3 && k_first == 0 && index + gridDim.x < params.tiles) {
+        // The next tile's pixels on their way to L2, a line of 64 channels each.
+        const PixelTile next(params, index + gridDim.x);
+        const int32_t p_next = params.first_row + params.row_stride_divmod.Div(next.row);
+        const int32_t q_next = params.first_column + params.column_stride_divmod.Div(next.column);
+        const T* next_image =
+            dy + int64_t{next.image} * (params.rows.out * params.columns.out) * params.k;
+        for (int32_t i = threadIdx.x; i < params.halo_rows << log2_columns; i += kThreads) {
+          const int32_t down = i >> log2_columns;
+          const int32_t p = p_next + down, q = q_next + i - (down << log2_columns);
+          if (static_cast<uint32_t>(p) < static_cast<uint32_t>(params.rows.out) &&
+              static_cast<uint32_t>(q) < static_cast<uint32_t>(params.columns.out)) {
+            PrefetchToL2(OffsetBytes(next_image, p * params.columns.out + q, k_bytes));
+          }
+        }
+      }
+      const int32_t k_blocks = min(4, params.k_blocks - k_first / 16);
+      for (int32_t r = r_first; r < params.rows.filter; r += params.row_period) {
+        const int32_t row = params.row_stride_divmod.Div(warp_row + params.rows.pad -
+                                                         params.first_row * params.rows.stride -
+                                                         r * params.rows.dilation);
+        const uint32_t row_address = gradient + (row << log2_columns) * Gradient::kRowBytes;
+#pragma unroll 2
+        for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+          uint32_t b[kBlocksN][2];
+#pragma unroll
+          for (int j = 0; j < kBlocksN; ++j) {
+            LoadPair(fragment_address +
+                         ((r * params.k_blocks + k_first / 16 + k_block) * kBlocksN + j) * 256,
+                     &b[j][0], &b[j][1]);
+          }
+#pragma unroll
+          for (int i = 0; i < kBlocksM; ++i) {
+            uint32_t a[4];
+            LoadMatrices((row_address + block_offset[i]) ^ (k_block * 32), a);
+#pragma unroll
+            for (int j = 0; j < kBlocksN; ++j) MultiplyAdd<T>(acc[i][j], a, b[j][0], b[j][1]);
+          }
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kBlocksM; ++i) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int32_t pixel = block_pixel[i] + upper * 8 + g;
+        float* row = z + ((block_row[i] << log2_columns) + pixel) * kPitch + t * 2;
+        // Zeros of a pixel outside dy may have met an infinite weight.
+        const bool inside =
+            static_cast<uint32_t>(q_first + pixel) < static_cast<uint32_t>(params.columns.out);
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+          *reinterpret_cast<float2*>(row + j * 8) =
+              inside ? make_float2(acc[i][j][upper * 2], acc[i][j][upper * 2 + 1])
+                     : make_float2(0, 0);
+        }
+      }
+    }
+    __syncthreads();
+    const int32_t elements = min(params.tile_columns, params.columns.in - tile.column) * params.c;
+    const int32_t rows = min(params.tile_rows, params.rows.in - tile.row);
+    T* out = static_cast<T*>(params.out) + batch * params.out_batch +
+             ((int64_t{tile.image} * params.rows.in + tile.row) * params.columns.in + tile.column) *
+                 params.c;
+    const typename Tag::Epilogue epilogue(params.epilogue);
+    // A warp's rows are four apart, and up to four.
+    const int32_t row_elements = params.columns.in * params.c;
+    for (int32_t element = lane; element < elements; element += 32) {
+      const int2 at = sums[element];
+      const float* from = z + (warp << log2_columns) * kPitch + at.x;
+      float sum[4] = {};
+#pragma unroll 1
+      for (int32_t tap = 0; tap < at.y; ++tap, from += params.z_step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (warp + i * 4 < rows) sum[i] += from[((i * 4) << log2_columns) * kPitch];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int32_t row = warp + i * 4;
+        if constexpr (!Tag::Epilogue::kPlain) {
+          const int32_t column = params.c_divmod.Div(element),
+                        channel = element - column * params.c;
+          const int32_t pixel = (tile.image * params.rows.in + tile.row + row) * params.columns.in +
+                                tile.column + column;
+          const OutputPlace place{batch * params.out_batch + int64_t{pixel} * params.c + channel,
+                                  pixel, channel, row < rows};
+          sum[i] = epilogue.template operator()<T>(sum[i], place);
+        }
+        if (row < rows) out[row * row_elements + element] = FromFloat<T>(sum[i]);
+      }
+    }
+    epilogue.FinishTile(index * kDgradPixels, (index + 1) * kDgradPixels, 0, params.c);
+  }
+}
+
+template <Op kOp, DType kType, int kColumns_, int kCtasPerSm_>
+struct Dgrad {
+  static_assert(kOp == Op::kDgrad);
+  static constexpr int kColumns = kColumns_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kPitch = DgradPitch(kColumns);
+  using T = typename ElementOf<kType>::Type;
+  using Epilogue = PlainEpilogue;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& planned = plan.As<PlannedLaunch>();
+    Params params = planned.params;
+    params.lhs = operands.lhs;
+    params.rhs = operands.rhs;
+    params.out = operands.out;
+    BindEpilogue(operands, &params.epilogue);
+    return jaxconv::Launch<DgradKernel<Tag>>(plan.kernel->name, ConfigOf(planned), stream, params);
+  }
+};
+
+}  // namespace jaxconv::few_channels
+
+#endif  // JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_

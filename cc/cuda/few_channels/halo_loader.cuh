@@ -1,0 +1,134 @@
+// The halo tile of x in shared memory: fprop's and wgrad's tiles of pixels, and the loader.
+#ifndef JAXCONV_CUDA_FEW_CHANNELS_HALO_LOADER_CUH_
+#define JAXCONV_CUDA_FEW_CHANNELS_HALO_LOADER_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/few_channels/params.h"
+
+namespace jaxconv::few_channels {
+
+// A tile of y's pixels: where it starts.
+struct PixelTile {
+  int32_t image, row, column;
+
+  __device__ __forceinline__ PixelTile(const Params& params, int32_t index) {
+    int32_t across, down;
+    params.tiles_across.Divmod(index, &index, &across);
+    params.tiles_down.Divmod(index, &image, &down);
+    row = down * params.tile_rows;
+    column = across * params.tile_columns;
+  }
+};
+
+// Copies the halo tile of x by pairs of elements: Load fetches a thread's next pairs, Store hands
+// them out, so that a caller can multiply between the two. A row of the halo tile begins with the even
+// element at or before the tile's first one (halo_lead says which).
+template <typename T>
+class HaloLoader {
+ public:
+  static constexpr int kInFlight = kPairsInFlight;
+
+  __device__ __forceinline__ HaloLoader(const Params& params, const T* x)
+      : params_(params), x_(reinterpret_cast<const unsigned short*>(x)) {
+    params.halo_row_divmod.Divmod(threadIdx.x, &thread_row_, &thread_pair_);
+  }
+
+  __device__ __forceinline__ void Begin(const PixelTile& tile) {
+    first_row_ = tile.row * params_.rows.stride - params_.rows.pad;
+    first_element_ = (tile.column * params_.columns.stride - params_.columns.pad) * params_.c -
+                     params_.halo_lead;
+    image_ = x_ + int64_t{tile.image} * (params_.rows.in * params_.columns.in * params_.c);
+    row_ = thread_row_;
+    pair_ = thread_pair_;
+    left_ = params_.halo_pairs;
+  }
+  __device__ __forceinline__ bool More() const { return left_ > 0; }
+  // Whether the next fetch is the last.
+  __device__ __forceinline__ bool Last() const { return left_ <= kInFlight * kThreads; }
+
+  __device__ __forceinline__ void Load() {
+    if (params_.halo_words) {
+      // Rows are whole pairs: a pair lies inside or outside.
+      Fetch([](const unsigned short* source, int32_t element, int32_t row_elements) {
+        return static_cast<uint32_t>(element) < static_cast<uint32_t>(row_elements)
+                   ? __ldg(reinterpret_cast<const uint32_t*>(source))
+                   : 0;
+      });
+    } else {
+      Fetch([](const unsigned short* source, int32_t element, int32_t row_elements) {
+        uint32_t value = 0;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (static_cast<uint32_t>(element + e) < static_cast<uint32_t>(row_elements)) {
+            value |= uint32_t{__ldg(source + e)} << (e * 16);
+          }
+        }
+        return value;
+      });
+    }
+  }
+  // store(row, pair of the row, two elements).
+  template <typename StorePairOf>
+  __device__ __forceinline__ void Store(StorePairOf store) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kThreads >= left_) break;
+      if (row_ < params_.halo_rows) store(row_, pair_, values_[i]);
+      Next(&row_, &pair_);
+    }
+    left_ -= kInFlight * kThreads;
+  }
+
+ private:
+  template <typename FetchPair>
+  __device__ __forceinline__ void Fetch(FetchPair fetch) {
+    int32_t row = row_, pair = pair_;
+    const int32_t row_elements = params_.columns.in * params_.c;
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kThreads >= left_) break;  // for all threads alike
+      const int32_t from = first_row_ + row, element = first_element_ + pair * 2;
+      const bool inside = row < params_.halo_rows &&
+                          static_cast<uint32_t>(from) < static_cast<uint32_t>(params_.rows.in);
+      // An element of a row that does not exist is outside.
+      values_[i] =
+          fetch(image_ + (from * row_elements + element), inside ? element : -2, row_elements);
+      Next(&row, &pair);
+    }
+  }
+  __device__ __forceinline__ void Next(int32_t* row, int32_t* pair) const {
+    const auto pairs = static_cast<int32_t>(params_.halo_row_divmod.divisor);
+    *row += params_.rows_per_pass;
+    *pair += params_.pairs_per_pass;
+    if (*pair >= pairs) *pair -= pairs, ++*row;
+  }
+
+  const Params& params_;
+  const unsigned short* x_;
+  const unsigned short* image_;
+  int32_t thread_row_, thread_pair_;  // of its first value in any halo tile
+  int32_t first_row_, first_element_;
+  int32_t row_, pair_;  // of the next value
+  int32_t left_ = 0;    // pairs that no thread has fetched
+  uint32_t values_[kInFlight];
+};
+
+// Two neighbouring 16-bit rows of 64 columns: a stage of dy or the filter, rows along the
+// reduction.
+template <typename T>
+using RowMatrix = OperandTile<T, 64, 128, true>;
+
+inline LaunchConfig ConfigOf(const PlannedLaunch& planned) {
+  LaunchConfig config;
+  config.grid = dim3(static_cast<unsigned>(planned.grid_x), static_cast<unsigned>(planned.grid_y));
+  config.threads = kThreads;
+  config.shared_bytes = static_cast<size_t>(planned.shared_bytes);
+  return config;
+}
+
+}  // namespace jaxconv::few_channels
+
+#endif  // JAXCONV_CUDA_FEW_CHANNELS_HALO_LOADER_CUH_

@@ -1,0 +1,169 @@
+// igemm_wmma: implicit GEMM on the tensor cores of every GPU since sm_80.
+//
+// Convolution -> GEMM (per batch, group and stride residue class; core/implicit_gemm.h has the
+// algebra):
+//     fprop  y[(n,p), k]   = sum over (r,c) of x[gather(n,p,r), c]  w[(r,c), k]
+//     dgrad  dx[(n,i), c]  = sum over (r,k) of dy[gather(n,i,r), k] w[(r,c), k]
+//     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
+// The reduction is one flat index, so a tap or a channel count that does not fill a stage wastes
+// nothing; strided dgrad runs residue class by residue class and multiplies no inserted zero. f16 and
+// bf16 go through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32; all sums
+// are float32.
+//
+// Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a
+// warp; 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output channels
+// (common/mma_tile.cuh has the swizzle). Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes
+// (256x64: 4 of 64), 147,456 bytes at 128x256, 98,304 at 128x128, 73,728 at 128x64, 49,152 at
+// 64x64, plus 1 to 5 KB of row, pixel and tap tables. Registers, 64x64 a warp: 128 accumulators, 64
+// fragments (two mma steps), 16 for the rows' pixels and tap masks; at most 255.
+//
+// Who waits for whom: cp.async fills stage s + 2 between the MMAs of stage s. Before the last step
+// of stage s a thread waits for its copies of stage s + 1; one barrier then tells that all copies
+// have arrived and that stage s is in registers. Addresses of a stage are looked up a stage ahead.
+//
+// Copies are 16 bytes where the channels allow, 8 in align8 instances; b_align2 copies any width of
+// B, align2 of both, single 16-bit elements through registers.
+// A filter stored as (k, r, c) is read by the other operation's kernel: strides are parameters.
+// Split-K, in all three operations: slices write float32 partial results, common/splitk_reduce.cuh
+// adds them in order.
+//
+// Why not nvcuda::wmma: docs/notes/igemm_wmma.md.
+//
+// Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default";
+// outputs other than the operand type or f32; wgrad with lhs_dilation; filters whose extents (of a
+// residue class) add up to more than 31; more than 64 taps, or channel counts that do not suit the
+// copies, except in align2 instances; fprop with lhs_dilation in 8-warp tiles. After: "Implicit GEMM
+// convolution with WMMA" (seeds/000).
+#ifndef JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
+#define JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
+
+#include <type_traits>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/common/splitk_reduce.cuh"
+#include "cuda/igemm_wmma/async_loader.cuh"
+#include "cuda/igemm_wmma/gather_pixel.cuh"
+#include "cuda/igemm_wmma/params.h"
+#include "cuda/igemm_wmma/store_accumulators.cuh"
+
+namespace jaxconv::igemm_wmma {
+
+// kDilated: fprop with lhs_dilation, where every residue class has taps of its own.
+template <class Tag, bool kDilated>
+__global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
+    MultistageKernel(const __grid_constant__ Params params) {
+  using T = typename Tag::T;
+  using Tile = typename Tag::Tile;
+  constexpr Op kOp = Tag::kOp;
+  using OperandA = OperandTile<T, Tile::kTileM, Tile::kTileKBytes, kOp == Op::kWgrad>;
+  using OperandB = OperandTile<T, Tile::kTileN, Tile::kTileKBytes, kOp != Op::kDgrad>;
+  using Loader = AsyncLoader<kOp, T, Tile, OperandA, OperandB, Tag::kCopyA, Tag::kCopyB, kDilated>;
+  extern __shared__ __align__(1024) unsigned char stages[];
+  __shared__ typename Loader::Shared shared;
+  const ImplicitGemm& gemm = params.gemm;
+
+  int32_t index = blockIdx.x, n_tile, m_tile, slice, z, batch, group;
+  params.n_tiles.Divmod(index, &index, &n_tile);
+  params.m_tiles.Divmod(index, &index, &m_tile);
+  params.slices.Divmod(index, &index, &slice);
+  params.batch_groups.Divmod(index, &index, &z);
+  gemm.groups_divmod.Divmod(z, &batch, &group);
+  if (threadIdx.x < 3) shared.phase[threadIdx.x] = gemm.PhaseOfAxis(index, threadIdx.x);
+  __syncthreads();
+  GemmTile<T> tile;
+  tile.rows = kOp == Op::kWgrad ? gemm.gemm_m : ImplicitGemm::Rows(gemm.images, shared.phase);
+  tile.m_first = m_tile * Tile::kTileM;
+  tile.n_first = n_tile * Tile::kTileN;
+  if (tile.m_first >= tile.rows) return;
+  const int32_t reduction = kOp == Op::kWgrad
+                                ? gemm.reduce_pixels
+                                : ImplicitGemm::TapCount(shared.phase) * gemm.reduce_channels;
+  const int32_t slice_length = params.blocks_per_slice * Loader::kTileK;
+  tile.k_begin = static_cast<int32_t>(min(int64_t{slice} * slice_length, int64_t{reduction}));
+  tile.k_end = static_cast<int32_t>(min(int64_t{tile.k_begin} + slice_length, int64_t{reduction}));
+  tile.a = static_cast<const T*>(params.a) + batch * gemm.a_batch + int64_t{group} * gemm.a_group;
+  tile.b = static_cast<const T*>(params.b) + batch * gemm.b_batch + int64_t{group} * gemm.b_group;
+
+  float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
+  {
+    Loader loader(params, tile, shared);
+    MmaMainloop<T, Tile, OperandA, OperandB>(
+        loader, SharedAddress(stages),
+        (tile.k_end - tile.k_begin + Loader::kTileK - 1) / Loader::kTileK, acc);
+  }
+
+  auto dst_row = [&](int row) -> int32_t {
+    if constexpr (kOp != Op::kWgrad) return shared.dst[row];
+    return tile.m_first + row < tile.rows ? tile.m_first + row : -1;
+  };
+  const int channel_first = group * gemm.gemm_n;
+  const auto epilogue =
+      MakeEpilogue<typename Tag::Epilogue>(params.epilogue, params.slice_elements > 0);
+  auto store = [&](auto* out) {
+    StoreAccumulators<std::remove_pointer_t<decltype(out)>, Tile>(
+        acc, SharedAddress(stages), out, epilogue, dst_row,
+        slice * params.slice_elements + batch * gemm.out_batch + int64_t{group} * gemm.out_group,
+        gemm.out_channels, tile.n_first, gemm.gemm_n, channel_first, params.out_vector);
+  };
+  if (std::is_same_v<T, float> || params.out_is_f32) {
+    store(static_cast<float*>(params.out));
+  } else {
+    store(static_cast<T*>(params.out));
+  }
+  epilogue.FinishTile(tile.m_first, min(tile.m_first + Tile::kTileM, tile.rows),
+                      channel_first + tile.n_first,
+                      channel_first + min(tile.n_first + Tile::kTileN, gemm.gemm_n));
+}
+
+template <Op kOp_, DType kType, int kTileM, int kTileN, int kTileKBytes, int kWarpsM, int kWarpsN,
+          int kStages, int kCtasPerSm, int kCopyBytesA, int kCopyBytesB>
+struct Multistage {
+  static constexpr Op kOp = kOp_;
+  static constexpr int kCopyA = kCopyBytesA, kCopyB = kCopyBytesB;
+  using T = typename ElementOf<kType>::Type;
+  using Tile = MmaTile<kTileM, kTileN, kTileKBytes, kWarpsM, kWarpsN, kStages, kCtasPerSm>;
+  using Epilogue = PlainEpilogue;
+  static constexpr int kSharedBytes = kStages * Tile::kStageBytes;
+  static_assert(kStagingBytes<Tile> * Tile::kThreads / 32 <= kSharedBytes);
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& planned = plan.As<PlannedLaunch>();
+    Params params = planned.params;
+    const bool split = params.slice_elements > 0;
+    params.a = operands.lhs;
+    params.b = operands.rhs;
+    params.out = split ? operands.workspace : operands.out;
+    BindEpilogue(operands, &params.epilogue);
+    LaunchConfig config;
+    config.grid = static_cast<unsigned>(planned.ctas);
+    config.threads = Tile::kThreads;
+    config.shared_bytes = kSharedBytes;
+    JAXCONV_RETURN_IF_ERROR(LaunchKernel<Tag>(plan.kernel->name, config, stream, params));
+    if (!split) return {};
+    return ReduceSlices<typename Tag::Epilogue>(
+        static_cast<const float*>(operands.workspace), params.slice_elements, plan.slices,
+        params.gemm.out_channels, params.epilogue, operands.out, planned.out_dtype, stream);
+  }
+
+ private:
+  template <class Tag>
+  static Status LaunchKernel(const char* name, const LaunchConfig& config, void* stream,
+                             const Params& params) {
+    // Eight-warp tiles have no registers left for the taps of residue classes: the plan refuses.
+    if constexpr (kOp == Op::kFprop && Tile::kThreads == 128) {
+      if (!params.all_taps) {
+        return jaxconv::Launch<MultistageKernel<Tag, true>>(name, config, stream, params);
+      }
+    }
+    return jaxconv::Launch<MultistageKernel<Tag, false>>(name, config, stream, params);
+  }
+};
+
+}  // namespace jaxconv::igemm_wmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
