@@ -1,21 +1,21 @@
 // The tensor-core tile: its geometry, its swizzled shared memory, and the mainloop.
 //
-// A stage holds one block of the reduction for both operands, each in the order in which it lies in
-// global memory, so that every copy is 16 bytes of one row to 16 bytes of one row:
+// A stage holds one k-block of both operands, each in the order in which it lies in global memory,
+// so that every copy is 16 bytes of one row to 16 bytes of one row:
 //
-//     along    rows are gemm_m (gemm_n), bytes run along the reduction    A of fprop, dgrad; B of
-//              dgrad: ldmatrix
-//     across   rows are the reduction, bytes run along gemm_m (gemm_n)    A of wgrad; B of fprop,
-//              wgrad: ldmatrix.trans, or single words for 32-bit elements
+//     K-major    rows are gemm_m (gemm_n), bytes run along the reduction:
+//                A of fprop and dgrad, B of dgrad; read by ldmatrix
+//     MN-major   rows are the reduction, bytes run along gemm_m (gemm_n):
+//                A of wgrad, B of fprop and wgrad; read by ldmatrix.trans, 32-bit elements by words
 //
-// Chunk c (16 bytes) of row r lies at chunk c ^ f(r) of its row, without padding:
+// Swizzle: chunk c (16 bytes) of row r lies at chunk c ^ f(r) of its row, without padding:
 //     rows of 128 bytes and more   f = r % 8          eight rows of one chunk: eight bank groups
 //     rows of 64 bytes             f = (r / 2) % 4    two rows share the 32 banks
-//     rows of 32 bytes             f = (r / 4) % 2    four rows do
-//     32-bit elements, across      f = 2 (r % 4)      four rows of two chunks, read word by word;
-//                                      (r / 2 % 2) * 2 in rows of 64 bytes
+//     rows of 32 bytes             f = (r / 4) % 2    four rows share them
+//     MN-major 32-bit elements     f = 2 (r % 4)      four rows of two chunks, read word by word
+//       of rows of 64 bytes        f = 2 (r / 2 % 2)
 // All reads of fragments and all copies then run without bank conflicts. f depends on the lane
-// alone, because every other term of a row number is a multiple of 8; so the blocks of a warp tile
+// alone, because every other term of a row number is a multiple of 8. So the blocks of a warp tile
 // differ in address bits that the lane's bits do not touch, and an XOR with a constant moves
 // between them.
 #ifndef JAXCONV_CUDA_COMMON_MMA_TILE_CUH_
@@ -88,8 +88,8 @@ struct OperandTile {
   }
 };
 
-// The addresses from which a lane reads its fragments. kIsB: the operand's blocks are 8 columns and
-// two of them travel in one ldmatrix; A's are 16 rows.
+// The addresses from which a lane reads its fragments. kIsB: the operand's blocks are 8 columns,
+// two to one ldmatrix; A's are 16 rows.
 template <typename T, class Operand, bool kIsB>
 class FragmentReader {
  public:
@@ -122,7 +122,7 @@ class FragmentReader {
       } else if constexpr (sizeof(T) == 2) {
         LoadMatricesTransposed((address_ ^ (i * 32)) + step * 16 * Operand::kRowBytes, fragment[i]);
       } else {
-        // e: b[0], b[1] along the reduction and then the next 8 columns; A the other way round.
+        // e counts b[0], b[1] along the reduction, then the next 8 columns; for A rows come first.
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int upper_half = kIsB ? e / 2 : e % 2, upper_k = kIsB ? e % 2 : e / 2;
@@ -137,7 +137,7 @@ class FragmentReader {
   uint32_t address_;
 };
 
-// 32-bit fragments to TF32, as late as possible: the raw ones may still be on their way.
+// 32-bit fragments to TF32, as late as possible: their loads may still be outstanding.
 template <typename T>
 __device__ __forceinline__ void RoundFragment(uint32_t (&fragment)[4]) {
   if constexpr (sizeof(T) == 4) {
@@ -151,20 +151,20 @@ __device__ __forceinline__ void RoundFragments(uint32_t (&fragment)[kBlocks][4])
   for (int i = 0; i < kBlocks; ++i) RoundFragment<T>(fragment[i]);
 }
 
-// acc += A B over `stages` blocks of the reduction.
+// acc += A B over `stages` k-blocks.
 //
 // Loader, called in this order by all threads for every stage:
-//     Prepare()                what needs branches
+//     Prepare()                  work that needs branches
 //     IssuePart<p, parts>(slot)  starts a part of the copies into a slot of shared memory
-//     Advance()                looks up what the next stage's addresses are made of
-//     Finish(slot)             stores what was loaded into registers instead
-// The last kStages - 1 passes issue nothing and have a loop of their own, so that the other has no
-// branch between its multiplications.
+//     Advance()                  looks up the components of the next stage's addresses
+//     Finish(slot)               stores the chunks that were loaded into registers
+// The last kStages - 1 passes issue no copies and have a loop of their own, so that the main loop
+// has no branch between its MMAs.
 //
 // In the pass of stage s the copies of stage s + kStages - 1 go to the slot of stage s - 1, a part
-// between the multiplications of each step but the last. Then this thread waits for its copies of
-// stage s + 1, and the barrier says that everybody's are there and that everybody has read stage s:
-// the fragments of its last step are in registers. Behind it the first fragments of stage s + 1 are
+// between the MMAs of each step but the last. Then this thread waits for its copies of stage s + 1;
+// the barrier tells that all threads' copies have arrived and that all threads have read stage s,
+// whose last fragments are in registers. After the barrier the first fragments of stage s + 1 are
 // read while the last step is multiplied, so neither the barrier nor a read leaves the tensor cores
 // idle.
 template <typename T, class Tile, class OperandA, class OperandB, class Loader>
@@ -222,7 +222,7 @@ __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int
         RoundFragment<T>(a[step % 2][i]);
 #pragma unroll
         for (int jj = 0; jj < Tile::kBlocksN; ++jj) {
-          // There and back again: neighbouring instructions share an operand.
+          // Serpentine order: neighbouring instructions share an operand.
           const int j = i % 2 == 0 ? jj : Tile::kBlocksN - 1 - jj;
           MultiplyAdd<T>(acc[i][j], a[step % 2][i], b[step % 2][j / 2][j % 2 * 2],
                          b[step % 2][j / 2][j % 2 * 2 + 1]);

@@ -1,25 +1,28 @@
 // few_channels, dgrad: the data gradient of a convolution with few input channels.
 //
-// GEMM: z[(n,h,q), (s,c)] = sum over (r, k) of dy[n, p(h,r), q, k] w[r,s,c,k] in the accumulators, then
+// GEMM: z[(n,h,q), (s,c)] = sum over (r, k) of dy[n, p(h,r), q, k] w[r,s,c,k] in the accumulators,
+// then
 //     dx[n,h,w,c] = sum over s of z[n, h, q(w,s), s, c]
-// out of shared memory. So 3 channels fill 21 of 24 columns of a 7x7 filter instead of 3 of 16. (One
-// convolution of groups of pixels with a filter full of structural zeros would multiply those with
-// gradients, and a NaN would reach pixels that no window connects with it.)
+// out of shared memory. So 3 channels fill 21 of 24 columns of a 7x7 filter instead of 3 of 16.
+// (One convolution of groups of pixels with a filter full of structural zeros would multiply those
+// with gradients, and a NaN would reach pixels that no window connects with it.)
 //
-// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24 or 48 columns (s, c), 4 warps
-// of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and tap by tap
-// inside. The rows of a warp's blocks are of one residue modulo the stride, so that they share their
-// taps. CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB: the halo tile of dy
-// (64 channels) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the filter in the order
-// of fragments; a table with the first term and the number of terms of each element of a row of dx.
-// Registers: 32 to 96 accumulators, at most 102, for 48 columns 255.
+// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24 or 48 columns (s, c), 4
+// warps of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and tap
+// by tap inside. The rows of a warp's blocks are of one residue modulo the stride, so that they
+// share their taps. CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB: the
+// halo tile of dy (64 channels) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the
+// filter in the order of fragments; a table with the first term and the number of terms of each
+// element of a row of dx. Registers: 32 to 96 accumulators, at most 102, for 48 columns 255.
 //
-// Who waits for whom: cp.async loads 64 channels of the halo tile, a barrier, the MMAs; at the end of
-// the reduction z replaces the halo tile between two barriers. The next tile's pixels are prefetched to
-// L2 during the MMAs; five CTAs (48 columns: two) share an SM and hide each other's loads.
+// Who waits for whom: cp.async loads 64 channels of the halo tile, a barrier, the MMAs; at the end
+// of the reduction z replaces the halo tile between two barriers. The next tile's pixels are
+// prefetched to L2 during the MMAs; five CTAs (48 columns: two) share an SM and hide each other's
+// loads.
 //
-// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; filters stored as
-// krsc; K that is not a multiple of 8; S C beyond the columns; halo tiles beyond the shared memory.
+// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; filters stored
+// as krsc; K that is not a multiple of 8; S C beyond the columns; halo tiles beyond the shared
+// memory.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
 
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
           words[e];
     }
   }
-  // What an element of a row of dx is the sum of: its first term in a row of z, and their number.
+  // Of each element of a row of dx: its first term in a row of z, and the number of terms.
   int2* sums =
       reinterpret_cast<int2*>(filter + params.rows.filter * params.k_blocks * kBlocksN * 256);
   for (int32_t i = threadIdx.x; i < params.tile_columns * params.c; i += kThreads) {
@@ -89,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t q = numerator / params.columns.stride;
     sums[i] = make_int2(q * kPitch + s * params.c + channel, left / params.column_period);
   }
-  // The warp's blocks: rows of dx of one residue modulo the stride (the host sees to that), so that
-  // they share their taps.
+  // The warp's blocks: rows of dx of one residue modulo the stride (the plan picks such tiles), so
+  // that they share their taps.
   const int log2_rows = params.log2_across < 2 ? 2 - params.log2_across : 0;
   const int32_t warp_row = warp >> (params.log2_across > 2 ? params.log2_across - 2 : 0);
   int32_t block_pixel[kBlocksM], block_row[kBlocksM];
@@ -150,9 +153,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       CopyAsyncCommit();
       CopyAsyncWait<0>();
       __syncthreads();
-      // 48 columns have no registers for it.
+      // The tile of 48 columns has no registers for this.
       if (kBlocksN <= 3 && k_first == 0 && index + gridDim.x < params.tiles) {
-        // The next tile's pixels on their way to L2, a line of 64 channels each.
+        // Prefetches the next tile's pixels to L2, a cache line of 64 channels each.
         const PixelTile next(params, index + gridDim.x);
         const int32_t p_next = params.first_row + params.row_stride_divmod.Div(next.row);
         const int32_t q_next = params.first_column + params.column_stride_divmod.Div(next.column);
@@ -199,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       for (int upper = 0; upper < 2; ++upper) {
         const int32_t pixel = block_pixel[i] + upper * 8 + g;
         float* row = z + ((block_row[i] << log2_columns) + pixel) * kPitch + t * 2;
-        // Zeros of a pixel outside dy may have met an infinite weight.
+        // A pixel outside dy: 0 * Inf of an infinite weight is NaN.
         const bool inside =
             static_cast<uint32_t>(q_first + pixel) < static_cast<uint32_t>(params.columns.out);
 #pragma unroll

@@ -1,25 +1,25 @@
 // few_channels, fprop: y[(n,p,q), k] = sum over (r, s, c) of x[n, p stride + r, q stride + s, c]
 // w[(r,s,c), k], for input channels too few for asynchronous copies.
 //
-// GEMM: rows are pixels of y, the reduction runs over (r, s, c), columns are output channels. A pixel
-// of 3 16-bit channels has 6 bytes, too few for a copy, and R S / stride^2 windows read it. So each
-// CTA loads the halo tile of x once into shared memory and builds all fragments of A from it, by
-// words: the reduction is made of runs, S C neighbouring elements under each filter row (C under each
-// tap of a dilated filter). A run is padded to pairs, whose odd half is masked away, because it is the
-// next pixel's and may be NaN. Pixels at odd elements read a copy of the halo tile that is shifted by
-// one element.
+// GEMM: rows are pixels of y, the reduction runs over (r, s, c), columns are output channels. A
+// pixel of 3 16-bit channels has 6 bytes, too few for a copy, and R S / stride^2 windows read it.
+// So each CTA loads the halo tile of x once into shared memory and builds all fragments of A from
+// it, by words: the reduction is made of runs, S C neighbouring elements under each filter row (C
+// under each tap of a dilated filter). A run is padded to pairs, whose odd half is masked away,
+// because it is the next pixel's and may be NaN. Pixels at odd elements read a copy of the halo
+// tile that is shifted by one element.
 //
-// Tile: 128 pixels (8 blocks of 16 neighbours in a row of y) by 64 output channels, 4 warps, each 32
-// pixels by 64 channels; CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB:
-// the filter of 64 channels and its table, 2,112 bytes for 16 elements of the reduction; 8 KB of
-// staged outputs; two halo tiles. Registers: 64 accumulators, 16 fragments of B, at most 128.
+// Tile: 128 pixels (8 blocks of 16 neighbours in a row of y) by 64 output channels, 4 warps, each
+// 32 pixels by 64 channels; CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100
+// KB: the filter of 64 channels and its table, 2,112 bytes for 16 elements of the reduction; 8 KB
+// of staged outputs; two halo tiles. Registers: 64 accumulators, 16 fragments of B, at most 128.
 //
 // Who waits for whom: the threads fetch the next tile's halo into registers in parts, multiply some
-// k-blocks of 16 elements, and store the part into the other halo tile; one barrier a tile. Four CTAs
-// share an SM and hide each other's loads.
+// k-blocks of 16 elements, and store the part into the other halo tile; one barrier a tile. Four
+// CTAs share an SM and hide each other's loads.
 //
-// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; filters stored as
-// krsc; halo tiles beyond the shared memory; dilated filter rows of an odd number of channels.
+// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; filters stored
+// as krsc; halo tiles beyond the shared memory; dilated filter rows of an odd number of channels.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_FPROP_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_FPROP_CUH_
 

@@ -10,7 +10,7 @@
 
 namespace jaxconv::few_channels {
 
-// A tile of y's pixels: where it starts.
+// The first pixel of a tile of y (dgrad: of dx).
 struct PixelTile {
   int32_t image, row, column;
 
@@ -24,8 +24,8 @@ struct PixelTile {
 };
 
 // Copies the halo tile of x by pairs of elements: Load fetches a thread's next pairs, Store hands
-// them out, so that a caller can multiply between the two. A row of the halo tile begins with the even
-// element at or before the tile's first one (halo_lead says which).
+// them out, so that a caller can multiply between the two. A row of the halo tile begins with the
+// even element at or before the tile's first one (halo_lead says which).
 template <typename T>
 class HaloLoader {
  public:
@@ -89,7 +89,7 @@ class HaloLoader {
     const int32_t row_elements = params_.columns.in * params_.c;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (i * kThreads >= left_) break;  // for all threads alike
+      if (i * kThreads >= left_) break;  // uniform
       const int32_t from = first_row_ + row, element = first_element_ + pair * 2;
       const bool inside = row < params_.halo_rows &&
                           static_cast<uint32_t>(from) < static_cast<uint32_t>(params_.rows.in);
@@ -116,8 +116,7 @@ class HaloLoader {
   uint32_t values_[kInFlight];
 };
 
-// Two neighbouring 16-bit rows of 64 columns: a stage of dy or the filter, rows along the
-// reduction.
+// Rows of 64 16-bit columns along the reduction: a tile of dy, or the filter.
 template <typename T>
 using RowMatrix = OperandTile<T, 64, 128, true>;
 

@@ -60,10 +60,9 @@ struct Params {
   int32_t halo_words = 0;      // rows of x are whole pairs
   FastDivmod halo_row_divmod;  // by the pairs of a row
   int32_t rows_per_pass = 0, pairs_per_pass = 0;
-  int32_t halo_pairs = 0;  // of all its rows
-  int32_t blocks_per_fetch =
-      1;                   // k-blocks that a warp multiplies while a part of the next halo arrives
-  int32_t halo_spare = 0;  // wgrad: an element of the halo tile that nobody reads
+  int32_t halo_pairs = 0;        // of all its rows
+  int32_t blocks_per_fetch = 1;  // k-blocks that a warp multiplies while a part of a halo arrives
+  int32_t halo_spare = 0;        // wgrad: an element of the halo tile that nobody reads
   FastDivmod c_divmod, row_stride_divmod, column_stride_divmod;
   int32_t pitch = 0;       // elements of a halo row; wgrad: of one channel and residue of it
   int32_t copy_bytes = 0;  // distance of the copy that is shifted by one element; 0: there is none

@@ -20,7 +20,7 @@ struct Instance {
   int64_t warps_m = 1, warps_n = 1, warps_k = 1;
 };
 
-// At least two CTAs fit an SM of the GPUs with most.
+// An SM of an H100 (228 KB) then holds at least two CTAs, of an A100 (164 KB) at least one.
 constexpr int64_t kMaxSharedBytes = 100 * 1024;
 constexpr int64_t kMaxHaloElements = kMaxSharedBytes / 2;
 constexpr int64_t kReservedBytesOfCta = 1024;

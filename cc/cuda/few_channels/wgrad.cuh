@@ -1,23 +1,23 @@
 // few_channels, wgrad: dw[(r,s,c), k] = sum over (n, p, q) of x[n, p stride + r, q stride + s, c]
 // dy[(n,p,q), k], for input channels too few for asynchronous copies.
 //
-// GEMM: rows are (r, s, c), the reduction runs over pixels, columns are output channels. The fragments
-// of A are pairs of pixels that are neighbours in a row of y, so the halo tile of x is stored by
-// channel and by residue of the column modulo the stride: the pair is then one word. Pixels at odd
-// places read a copy of the halo tile that is shifted by one element.
+// GEMM: rows are (r, s, c), the reduction runs over pixels, columns are output channels. The
+// fragments of A are pairs of pixels that are neighbours in a row of y, so the halo tile of x is
+// stored by channel and by residue of the column modulo the stride: the pair is then one word.
+// Pixels at odd places read a copy of the halo tile that is shifted by one element.
 //
-// Tile: 32, 64 or 192 rows by 64 output channels, 4 warps; the reduction is walked 128 pixels at a time
-// (8 k-blocks of 16), CTA b taking pixel tiles b, b + gridDim.x, ... as its split-K slice. Shared
-// memory, at most 100 KB: two halo tiles, two tiles of dy of 16 KB, and a table of places.
+// Tile: 32, 64 or 192 rows by 64 output channels, 4 warps; the reduction is walked 128 pixels at a
+// time (8 k-blocks of 16), CTA b taking pixel tiles b, b + gridDim.x, ... as its split-K slice.
+// Shared memory, at most 100 KB: two halo tiles, two tiles of dy of 16 KB, and a table of places.
 // Registers: 32 accumulators (192 rows: 96), 16 fragments, at most 102 (168).
 //
 // Who waits for whom: dy of the next pixel tile arrives by cp.async, its halo through registers in
-// parts between k-blocks; one barrier a tile. Where warps share the pixels of a tile (32 rows), their
-// sums are added in order in shared memory at the end. common/splitk_reduce.cuh adds the slices, even
-// a single one: sums leave the kernel as float32 only.
+// parts between k-blocks; one barrier a tile. Where warps share the pixels of a tile (32 rows),
+// their sums are added in order in shared memory at the end. common/splitk_reduce.cuh adds the
+// slices, even a single one: sums leave the kernel as float32 only.
 //
-// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; K that is not a
-// multiple of 8; halo tiles beyond the shared memory.
+// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; K that is not
+// a multiple of 8; halo tiles beyond the shared memory.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_WGRAD_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_WGRAD_CUH_
 
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         auto* at = low + (e == 0 ? places & 0xffff : places >> 16);
         const auto half = static_cast<unsigned short>(e == 0 ? value : value >> 16);
         *at = half;
-        // One element further on lies what the copy does not need.
+        // The copy is shifted by one element.
         if (params.copy_bytes > 0) at[params.copy_bytes / 2 - 1] = half;
       }
     };
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   float* out =
       static_cast<float*>(params.out) + blockIdx.x * params.out_elements + batch * params.out_batch;
   if constexpr (kWarpsK > 1) {
-    // The warps' sums meet in shared memory and are added in order.
+    // The warps' sums are added in order, through shared memory.
     static_assert(kWarpsK * kRows * 64 * 4 <= 2 * kGradientBytes);
     auto* sums = reinterpret_cast<float*>(shared);
     __syncthreads();

@@ -9,13 +9,13 @@
 
 namespace jaxconv::igemm_simt {
 
-// What one CTA of fprop or dgrad knows of its tile. It lives in shared memory because it is needed
-// only at the change of a tap, and registers are what the tile is short of.
+// The tile of one CTA of fprop or dgrad. It is kept in shared memory because it is needed only when
+// the tap changes and because registers are scarce.
 template <class Tile>
 struct GatherTile {
   int4 row[Tile::kTileM];         // src coordinates at t = 0, and the first pixel of the image
   int32_t dst_row[Tile::kTileM];  // pixel of the output, or -1
-  AxisPhase phase[3];
+  AxisPhase phase[3];             // the stride residue class
   uint32_t tap_mask;  // taps that hit a source element for any row; all ones above 32 taps
   int32_t n_first;    // first column
   int64_t out;        // offset of this batch and group in the output
@@ -23,7 +23,7 @@ struct GatherTile {
   const void* b;
 };
 
-// Fills `tile` for the tile's first row; all threads call it. False: the tile has no row.
+// Fills `tile`; all threads call it. False: the tile has no row.
 template <class Tile, typename T>
 __device__ __forceinline__ bool InitGatherTile(const Params& params, int m_tile, int n_first,
                                                int phase_index, const T* a, const T* b, int64_t out,

@@ -9,10 +9,10 @@
 //      v       +-------------------------+-------------------------+
 //              | quadrant 2              | quadrant 3              |
 //
-// so one 16-byte shared-memory load feeds 4 rows (or columns) of a quadrant and the lanes of a warp
-// read neighbouring quads. Lanes run in z order over the lane grid: lanes 2i and 2i+1 differ in m,
-// so that the lanes served together read few distinct quads of A and of B and the hardware
-// broadcasts them.
+// One 16-byte shared-memory load therefore feeds 4 rows (or columns) of a quadrant, and the lanes
+// of a warp read neighbouring quads. Lanes run in z order over the lane grid: lanes 2i and 2i+1
+// differ in m, so the lanes that one shared-memory transaction serves read few distinct quads of A
+// and of B, which the hardware broadcasts.
 #ifndef JAXCONV_CUDA_IGEMM_SIMT_SIMT_TILE_CUH_
 #define JAXCONV_CUDA_IGEMM_SIMT_SIMT_TILE_CUH_
 
@@ -82,9 +82,10 @@ __device__ __forceinline__ void ReadFragments(uint32_t a_address, uint32_t b_add
 template <int kThreadN>
 __device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&b)[kThreadN],
                                              float (&acc)[8][kThreadN]) {
-  // There and back again: the turn reuses the operand that the last FMA left in the operand cache.
-  // Which way runs inside is what the compiler's register allocation takes best: fewer FMAs whose
-  // three operands fall into one register bank (11 of 512 against 14, 26 of 1024 against 86).
+  // Serpentine order: at each turn an FMA reuses the operand that the last one left in the operand
+  // cache. The inner direction is the one with which the compiler's register allocation puts all
+  // three operands of fewer FMAs into one register bank (11 of 512 against 14, 26 of 1024 against
+  // 86).
   constexpr bool kRowsInside = kThreadN == 16;
   constexpr int kOuter = kRowsInside ? kThreadN : 8;
   constexpr int kInner = kRowsInside ? 8 : kThreadN;
@@ -101,16 +102,16 @@ __device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&
 
 // acc += A B over the stages of a loader.
 //
-// Loader: Fetch() loads the next stage from global memory to its registers, Commit() stores them to
-// the stage's shared memory, FlipStage(bytes) moves what Commit writes by so many bytes. FirstRun()
-// and NextRun() say how many Fetches follow until the loader wants to branch (0: none is left);
-// together they count the stages and one Fetch more, which nobody uses. So the hot loop is one
-// block of straight code: with a branch in it the compiler moves more of the accumulators to other
+// Loader: Fetch() loads the next stage from global memory into registers, Commit() stores them to
+// shared memory, FlipStage(bytes) moves the address that Commit writes to. FirstRun() and NextRun()
+// return the number of Fetches until the loader has to branch (0: the reduction ends); their sum is
+// the number of stages and one more Fetch, whose values are not used. The hot loop is therefore one
+// block of straight code. A branch in it makes the compiler move more accumulators between
 // registers in every pass, and the FMAs there collide in the register banks.
 //
-// While a stage is multiplied, the next one travels through the loader's registers, and the
-// fragments of the next k are read one k ahead; one barrier a stage orders both directions, because
-// the two stages alternate.
+// While a stage is multiplied, the next one is in the loader's registers, and the fragments of the
+// next k are read one k ahead. One barrier a stage orders reads and writes, because the two stages
+// alternate.
 template <class Tile, class Loader>
 __device__ __forceinline__ void SimtMainloop(Loader& loader, const SimtStage<Tile> (&stages)[2],
                                              float (&acc)[8][Tile::kThreadN]) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void SimtMainloop(Loader& loader, const SimtStage<Til
       flip = -flip;
       loader.FlipStage(flip);
       __syncthreads();
-      // After the last stage this reads what nobody uses.
+      // After the last stage these values are not used.
       ReadFragments<Tile, 0>(a_address, b_address, a[0], b[0]);
       OuterProduct(a[1], b[1], acc);
     }

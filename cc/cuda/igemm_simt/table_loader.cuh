@@ -77,14 +77,14 @@ class TableLoader {
     Init(n_first, stage);
   }
 
-  // The stages that are left and the Fetch too many, at most a table at a time.
+  // The remaining stages and one more Fetch, at most a table at a time.
   __device__ __forceinline__ int FirstRun() {
     fetches_ = end_ > next_ ? (end_ - next_ + kTileK - 1) / kTileK + 1 : 0;
     return NextRun();
   }
   __device__ __forceinline__ int NextRun() {
     if (fetches_ == 0) return 0;
-    // Every thread has done its Fetches from the table: a barrier follows each of them.
+    // No thread reads the old table any more: a barrier follows each Fetch.
     for (int i = threadIdx.x; i < kTableStages * kTileK; i += Tile::kThreads) Decode(i);
     next_ += kTableStages * kTileK;
     entry_a_ = &table_[0][KOfA(0)];
@@ -125,7 +125,7 @@ class TableLoader {
     for (int i = 0; i < kPassesB; ++i) {
       const ReduceEntry& entry = entry_b_[i * (kTileK / kPassesB)];
       const T* source = static_cast<const T*>(entry.b) + b_column_;
-      // Columns of dgrad lie too far apart for a row of zeros.
+      // Columns of dgrad lie too far apart for one array of zeros.
       if (kOp == Op::kDgrad && entry.b == nullptr) source = Zeros<T>();
       b_pack_[i].Load(source);
     }
@@ -179,9 +179,9 @@ class TableLoader {
     return threadIdx.x / kItemsOfB + pass * (kTileK / kPassesB);
   }
 
-  // Whether offsets of rows and reduction indices simply add. Phases make it so in fprop and dgrad;
-  // wgrad with lhs_dilation is left to the scalar instances, so that the others carry no code for
-  // it.
+  // Whether the offsets of rows and of reduction indices add. In a stride residue class of fprop
+  // and dgrad they do; wgrad with lhs_dilation is left to the scalar instances, so that the others
+  // carry no code for it.
   __device__ __forceinline__ bool Dense() const {
     return kOp != Op::kWgrad || kWidth != 1 || params_.gemm.Dense();
   }
@@ -190,7 +190,7 @@ class TableLoader {
     a_store_ = SharedAddress(&stage.a[KOfA(0)][Row(0)]);
     b_store_ = SharedAddress(&stage.b[KOfB(0)][threadIdx.x % kItemsOfB * kWidth]);
     n_first_ = n_first;
-    // Columns beyond the last read the last instead; nobody stores their sums.
+    // Columns past the last read the last one instead; their sums are not stored.
     const int column = min(n_first + static_cast<int>(threadIdx.x % kItemsOfB * kWidth),
                            params_.gemm.gemm_n - kWidth);
     b_column_ = static_cast<Column>(column - n_first);
@@ -248,8 +248,8 @@ class TableLoader {
   const ReduceEntry* entry_a_;
   const ReduceEntry* entry_b_;
   TableRow row_[kRowsOfA];
-  // Of this thread, from the first column of the tile on, in elements of B. Only in dgrad are
-  // columns not neighbours; elsewhere the register of a wide offset is saved.
+  // This thread's column, from the tile's first column on, in elements of B. Columns are neighbours
+  // except in dgrad, so that elsewhere 32 bits suffice and a register is saved.
   using Column = std::conditional_t<kOp == Op::kDgrad, int64_t, uint32_t>;
   Column b_column_;
   Pack<T, kWidth> a_pack_[kPassesA][kRowsOfA];

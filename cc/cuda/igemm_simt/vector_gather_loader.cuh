@@ -16,8 +16,8 @@
 
 namespace jaxconv::igemm_simt {
 
-// kTransposeB: the filter's reduction channels are neighbours in memory (dgrad) and not its
-// columns.
+// kTransposeB: neighbours in memory of the filter run along the reduction (dgrad), not along
+// gemm_n.
 template <typename T, class Tile, bool kTransposeB>
 class VectorGatherLoader {
  public:
@@ -42,8 +42,8 @@ class VectorGatherLoader {
     for (int i = 0; i < kPassesB; ++i) b_[i] = AddBytes(b_[i], params_.b_step_bytes);
   }
 
-  // A run is the whole stages of a tap, then its tail if it has one; the last is the Fetch too
-  // many.
+  // A run is the full stages of a tap, or its tail of 4 channels; the last run is the one Fetch
+  // more.
   __device__ __forceinline__ int FirstRun() {
     const int run = NextTap();
     return position_ < kEnd ? run : 0;
@@ -159,7 +159,7 @@ class VectorGatherLoader {
                       gemm.TapIndex(filter_tap[0], filter_tap[1], filter_tap[2]) * gemm.b_tap;
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
-      // Columns beyond the last read the last quad (or column) instead; nobody stores their sums.
+      // Columns past the last read the last quad (or column) instead; their sums are not stored.
       const int column = min(
           tile_.n_first + static_cast<int>(kTransposeB ? threadIdx.x / 2 + i * (Tile::kThreads / 2)
                                                        : threadIdx.x % kQuadsOfB * 4),

@@ -26,7 +26,7 @@
 
 namespace jaxconv::igemm_wmma {
 
-// One operation's two operands, in the protocol of MmaMainloop. OperandA and OperandB: OperandTile.
+// The loader of both operands of an operation, for MmaMainloop. OperandA and OperandB: OperandTile.
 // kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kDilated: fprop whose taps are not the
 // filter's, in order (lhs_dilation).
 template <Op kOp, typename T, class Tile, class OperandA, class OperandB, int kCopyA, int kCopyB,
@@ -44,7 +44,7 @@ class AsyncLoader {
     GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
     int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
     const T* a;                                         // fprop: of this batch and group
-    // fprop, dgrad, known copy: kNoTap, then the phase's taps.
+    // fprop, dgrad, known copy width: kNoTap, then the taps of the stride residue class.
     TapEntry tap[kHasTapTable ? kMaxTableTaps + 1 : 1];
     // wgrad, any copy: the tile's rows.
     TapChannel row[kOp == Op::kWgrad && kCopyA == kAnyCopy ? Tile::kTileM : 1];
@@ -72,11 +72,11 @@ class AsyncLoader {
         }
       } else {
 #pragma unroll
-        for (int piece = 0; piece < kPiecesA; ++piece) {
+        for (int part = 0; part < kPartsA; ++part) {
           const TapChannel at = TapChannel::Decode(
               gemm, shared.phase, gemm.row_channels_divmod,
-              tile.m_first + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA), gemm.gemm_m);
-          cursor_[piece] = {a_ + at.channel, at.pixel, at.taps};
+              tile.m_first + OwnerA::Column() * kWidth + part * (kWidth / kPartsA), gemm.gemm_m);
+          cursor_[part] = {a_ + at.channel, at.pixel, at.taps};
         }
       }
     } else {
@@ -98,7 +98,7 @@ class AsyncLoader {
     if constexpr (kOp != Op::kDgrad) {
       const int32_t k = k_ + OwnerB::Row();
       b_source_[0] = b_ + int64_t{k} * gemm.b_reduce + n_;
-      // A column past the last has no row.
+      // A column past the last copies no row.
       b_left_ = n_ < gemm.gemm_n ? k_end_ - k : 0;
     }
     __syncthreads();
@@ -113,8 +113,8 @@ class AsyncLoader {
 
   __device__ __forceinline__ void Prepare() {
     if constexpr (kOp == Op::kWgrad) {
-      // Into the half of the table that group next_group_ - 2 used: everybody has passed a barrier
-      // since, except in the prologue, where the first two groups suffice.
+      // Into the half of the table that group next_group_ - 2 used. All threads have passed a
+      // barrier since then, except in the prologue, for which the first two groups suffice.
       if (stage_ >= (next_group_ - 1) * kStagesOfGroup && stage_ >= Tile::kStages - 1) {
         LocateGroup(next_group_++);
       }
@@ -131,10 +131,10 @@ class AsyncLoader {
       constexpr int kFirstA = OwnerA::kPasses * kPart / kParts;
       constexpr int kLastA = OwnerA::kPasses * (kPart + 1) / kParts;
 #pragma unroll
-      for (int piece = 0; piece < kPiecesA; ++piece) {
-        GatherRows<kCopyA, kFirstA, kLastA>(a, cursor_[piece], piece);
+      for (int part = 0; part < kPartsA; ++part) {
+        GatherRows<kCopyA, kFirstA, kLastA>(a, cursor_[part], part);
         if constexpr (kOp == Op::kDgrad) {
-          FilterRows<kCopyA, kFirstB, kLastB>(b, b_source_[piece], cursor_[piece].taps, piece);
+          FilterRows<kCopyA, kFirstB, kLastB>(b, b_source_[part], cursor_[part].taps, part);
         }
       }
     } else if constexpr (kPart == 0) {
@@ -180,39 +180,39 @@ class AsyncLoader {
  private:
   using OwnerA = ChunkOwner<OperandA, kThreads>;
   using OwnerB = ChunkOwner<OperandB, kThreads>;
-  static constexpr int kPiecesA = kCopyA == kAnyCopy ? 1 : 16 / kCopyA;
+  static constexpr int kPartsA = kCopyA == kAnyCopy ? 1 : 16 / kCopyA;
   static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
   static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
   static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
-  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. TF32 has no
-  // registers left for them, any copy width none to spare.
+  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. The TF32 instances
+  // and wgrad with any copy width have no registers left for them.
   static constexpr bool kPixelsInRegisters =
       sizeof(T) == 2 && (kOp != Op::kWgrad || kCopyA != kAnyCopy);
 
-  // A piece of this thread's chunk column of A: its tap and channel in the next stage.
+  // Of a part of this thread's chunk column of A: tap and channel in the next stage.
   struct Cursor {
     const T* source;
     int32_t pixel;
     uint32_t taps;
   };
 
-  // What the next stage's addresses are made of, without a branch and a whole stage before its use:
-  // in fprop and dgrad the tap and channel of this thread's column, in wgrad the pixels of its
-  // rows.
+  // Looks up the components of the next stage's addresses, without a branch and a whole stage
+  // before their use: in fprop and dgrad the tap and channel of this thread's column, in wgrad the
+  // pixels of its rows.
   __device__ __forceinline__ void Locate() {
     if constexpr (kHasTapTable) {
       const ImplicitGemm& gemm = params_.gemm;
 #pragma unroll
-      for (int piece = 0; piece < kPiecesA; ++piece) {
-        const int32_t k = k_ + OwnerA::Column() * kWidth + piece * (kWidth / kPiecesA);
+      for (int part = 0; part < kPartsA; ++part) {
+        const int32_t k = k_ + OwnerA::Column() * kWidth + part * (kWidth / kPartsA);
         int32_t tap, channel;
         gemm.reduce_channels_divmod.Divmod(k, &tap, &channel);
         const TapEntry entry = shared_.tap[k < k_end_ ? tap + 1 : 0];
         // fprop has no registers for the pointer.
         const T* a = kOp == Op::kFprop ? shared_.a : a_;
-        cursor_[piece] = {a + channel, entry.pixel, entry.taps};
+        cursor_[part] = {a + channel, entry.pixel, entry.taps};
         if constexpr (kOp == Op::kDgrad) {
-          b_source_[piece] = b_ + entry.filter_tap * gemm.b_tap + channel + n_ * gemm.b_column;
+          b_source_[part] = b_ + entry.filter_tap * gemm.b_tap + channel + n_ * gemm.b_column;
         }
       }
     } else if constexpr (kOp == Op::kWgrad && kPixelsInRegisters) {
@@ -224,17 +224,17 @@ class AsyncLoader {
     }
   }
 
-  // The gathered tensor: passes kFirst to kLast of one piece.
+  // The gathered tensor: passes kFirst to kLast of one part of the chunk.
   template <int kBytes, int kFirst, int kLast>
-  __device__ __forceinline__ void GatherRows(uint32_t a, const Cursor& at, int piece) {
+  __device__ __forceinline__ void GatherRows(uint32_t a, const Cursor& at, int part) {
     const int32_t pixel_bytes = params_.gemm.src_channels * int32_t{sizeof(T)};
     const GatherPixel* table = shared_.pixel + OwnerA::Row() +
                                (kOp == Op::kWgrad ? stage_ % (2 * kStagesOfGroup) * kTileK : 0);
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i) {
       const GatherPixel pixel = kPixelsInRegisters ? pixel_[i] : table[i * OwnerA::kRowsOfPass];
-      CopyPiece<kBytes>(
-          held_a_, i, piece, OwnerA::OfPass(a, i),
+      CopyPart<kBytes>(
+          held_a_, i, part, OwnerA::OfPass(a, i),
           reinterpret_cast<const char*>(at.source) + int64_t{pixel.pixel + at.pixel} * pixel_bytes,
           (at.taps & ~pixel.taps) == 0);
     }
@@ -242,15 +242,14 @@ class AsyncLoader {
 
   // B of dgrad: rows of gemm_n under one tap.
   template <int kBytes, int kFirst, int kLast>
-  __device__ __forceinline__ void FilterRows(uint32_t b, const T* source, uint32_t taps,
-                                             int piece) {
+  __device__ __forceinline__ void FilterRows(uint32_t b, const T* source, uint32_t taps, int part) {
     const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_column) * int32_t{sizeof(T)};
     const int32_t left = taps == kNoTap ? 0 : params_.gemm.gemm_n - n_;
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i) {
-      CopyPiece<kBytes>(held_b_, i, piece, OwnerB::OfPass(b, i),
-                        OffsetBytes(source, i * OwnerB::kRowsOfPass, row_bytes),
-                        i * OwnerB::kRowsOfPass < left);
+      CopyPart<kBytes>(held_b_, i, part, OwnerB::OfPass(b, i),
+                       OffsetBytes(source, i * OwnerB::kRowsOfPass, row_bytes),
+                       i * OwnerB::kRowsOfPass < left);
     }
   }
 
@@ -269,17 +268,17 @@ class AsyncLoader {
   __device__ __forceinline__ void MatrixRow(int pass, uint32_t b, const void* source, bool valid) {
     constexpr int kElements = kBytes / int{sizeof(T)};
 #pragma unroll
-    for (int piece = 0; piece < 16 / kBytes; ++piece) {
-      CopyPiece<kBytes>(held_b_, pass, piece, OwnerB::OfPass(b, pass),
-                        static_cast<const T*>(source) + piece * kElements,
-                        valid && (piece == 0 || n_ + piece * kElements < params_.gemm.gemm_n));
+    for (int part = 0; part < 16 / kBytes; ++part) {
+      CopyPart<kBytes>(held_b_, pass, part, OwnerB::OfPass(b, pass),
+                       static_cast<const T*>(source) + part * kElements,
+                       valid && (part == 0 || n_ + part * kElements < params_.gemm.gemm_n));
     }
   }
   // The same where every row has a tap of its own.
   template <int kBytes>
   __device__ __forceinline__ void DilatedRows(uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
-    // Unrolled only where the rows wait in registers, for which there is no other way.
+    // Unrolled only where rows are held in registers, which need compile-time indices.
 #pragma unroll(kBytes == 2 ? OwnerB::kPasses : 1)
     for (int i = 0; i < OwnerB::kPasses; ++i) {
       const TapChannel at =
@@ -290,14 +289,14 @@ class AsyncLoader {
     }
   }
 
-  // A with any copy width, piece by piece; in dgrad B too, from the same reduction indices.
+  // A with any copy width; in dgrad B too, from the same reduction indices.
   template <int kBytes>
   __device__ __forceinline__ void AnyWidthA(uint32_t a, uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
     constexpr int kElements = kBytes / int{sizeof(T)};
 #pragma unroll
-    for (int piece = 0; piece < 16 / kBytes; ++piece) {
-      const int column = OwnerA::Column() * kWidth + piece * kElements;
+    for (int part = 0; part < 16 / kBytes; ++part) {
+      const int column = OwnerA::Column() * kWidth + part * kElements;
       TapChannel at;
       if constexpr (kOp == Op::kWgrad) {
         at = shared_.row[column];
@@ -305,11 +304,11 @@ class AsyncLoader {
         at = TapChannel::Decode(gemm, shared_.phase, gemm.reduce_channels_divmod, k_ + column,
                                 k_end_);
       }
-      GatherRows<kBytes, 0, OwnerA::kPasses>(a, Cursor{a_ + at.channel, at.pixel, at.taps}, piece);
+      GatherRows<kBytes, 0, OwnerA::kPasses>(a, Cursor{a_ + at.channel, at.pixel, at.taps}, part);
       if constexpr (kOp == Op::kDgrad) {
         FilterRows<kBytes, 0, OwnerB::kPasses>(
             b, b_ + at.filter_tap * gemm.b_tap + at.channel + int64_t{n_} * gemm.b_column, at.taps,
-            piece);
+            part);
       }
     }
   }
@@ -327,8 +326,8 @@ class AsyncLoader {
   const T* b_;
   int32_t k_, k_end_;  // first reduction index of the next stage; where the slice ends
   int32_t n_;          // this thread's column of B; in dgrad its first row
-  Cursor cursor_[kPiecesA];
-  const T* b_source_[kOp == Op::kDgrad ? kPiecesA : 1];  // its first row of B in the next stage
+  Cursor cursor_[kPartsA];
+  const T* b_source_[kOp == Op::kDgrad ? kPartsA : 1];  // its first row of B in the next stage
   int32_t b_left_;
   GatherPixel pixel_[kPixelsInRegisters ? OwnerA::kPasses : 1];
   int32_t k_begin_, stage_ = 0, next_group_ = 0;  // wgrad

@@ -20,8 +20,9 @@ struct ChunkOwner {
 
   __device__ static int Column() { return threadIdx.x % Operand::kChunks; }
   __device__ static int Row() { return threadIdx.x / Operand::kChunks; }
-  // Where the chunk of a pass lies, from the operand's start in a slot. A pass of fewer rows than
-  // the swizzle's period adds bits to the row number that the thread's own row does not have.
+  // Offset of a pass's chunk from the operand's start in a stage. A pass of fewer rows than the
+  // swizzle's period changes the swizzle, by bits of the row number that the thread's own row
+  // lacks.
   __device__ static uint32_t Offset() { return Operand::Offset(Row(), Column()); }
   __device__ static constexpr uint32_t OfPass(uint32_t first, int pass) {
     return (first + pass * kRowsOfPass * Operand::kRowBytes) ^
@@ -29,7 +30,7 @@ struct ChunkOwner {
   }
 };
 
-// Chunks that travel as 16-bit loads: held from Issue to Finish.
+// Chunks loaded by 16-bit loads: in registers from IssuePart to Finish.
 template <class Operand, int kThreads, bool kEnabled>
 struct HeldChunks {
   static constexpr int kPasses = ChunkOwner<Operand, kThreads>::kPasses;
@@ -47,15 +48,15 @@ struct HeldChunks {
 template <class Operand, int kThreads>
 struct HeldChunks<Operand, kThreads, false> {};
 
-// kCopyBytes of global memory to piece `piece` of a chunk.
+// One copy of kCopyBytes, to part `part` of a chunk.
 template <int kCopyBytes, class Held>
-__device__ __forceinline__ void CopyPiece(Held& held, int pass, int piece, uint32_t chunk,
-                                          const void* source, bool valid) {
+__device__ __forceinline__ void CopyPart(Held& held, int pass, int part, uint32_t chunk,
+                                         const void* source, bool valid) {
   if constexpr (kCopyBytes == 2) {
-    held.value[pass][piece] =
+    held.value[pass][part] =
         valid ? __ldg(static_cast<const unsigned short*>(source)) : uint16_t{0};
   } else {
-    CopyAsync<kCopyBytes>(chunk + piece * kCopyBytes, source, valid);
+    CopyAsync<kCopyBytes>(chunk + part * kCopyBytes, source, valid);
   }
 }
 

@@ -1,8 +1,8 @@
 // The gather of an implicit GEMM in two words a pixel.
 //
-// For each gathered pixel a thread keeps its place at tap 0, and a mask with one bit per tap coordinate
-// and axis that is set if the coordinate stays inside the source. A tap is inside when its (up to
-// three) bits are set. What is not inside is filled with zeros.
+// For each gathered pixel a thread keeps its address at tap 0, and a mask with one bit per tap
+// coordinate and axis that is set if the tap coordinate lies inside the source. A tap is inside
+// when its bits on all (up to three) axes are set; elsewhere the loader writes zeros.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_GATHER_PIXEL_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_GATHER_PIXEL_CUH_
 
@@ -16,13 +16,13 @@ struct GatherPixel {
   int32_t pixel;  // of the gathered tensor's batch, at tap coordinates 0; may lie outside
   uint32_t taps;  // axis 0's bits lowest; bit 31 is never set
 };
-// A tap that no pixel has.
+// The mask of a tap that does not exist: no pixel has this bit.
 inline constexpr uint32_t kNoTap = 1u << 31;
 
-// What one CTA knows of its tile.
+// The tile of one CTA.
 template <typename T>
 struct GemmTile {
-  int32_t rows;  // of the phase
+  int32_t rows;  // of the stride residue class
   int32_t m_first, n_first;
   int32_t k_begin, k_end;  // reduction indices of this slice
   const T* a;              // of this batch and group
@@ -98,7 +98,7 @@ struct TapChannel {
   }
 };
 
-// A tap as it lies in a table in shared memory.
+// An entry of the table of taps in shared memory.
 struct TapEntry {
   int32_t pixel;
   uint32_t taps;

@@ -6,9 +6,9 @@
 //     dgrad  dx[(n,i), c]  = sum over (r,k) of dy[gather(n,i,r), k] w[(r,c), k]
 //     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
 // The reduction is one flat index, so a tap or a channel count that does not fill a stage wastes
-// nothing; strided dgrad runs residue class by residue class and multiplies no inserted zero. f16 and
-// bf16 go through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32; all sums
-// are float32.
+// nothing; strided dgrad runs residue class by residue class and multiplies no inserted zero. f16
+// and bf16 go through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32; all
+// sums are float32.
 //
 // Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a
 // warp; 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output channels
@@ -32,8 +32,8 @@
 // Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default";
 // outputs other than the operand type or f32; wgrad with lhs_dilation; filters whose extents (of a
 // residue class) add up to more than 31; more than 64 taps, or channel counts that do not suit the
-// copies, except in align2 instances; fprop with lhs_dilation in 8-warp tiles. After: "Implicit GEMM
-// convolution with WMMA" (seeds/000).
+// copies, except in align2 instances; fprop with lhs_dilation in 8-warp tiles. After: "Implicit
+// GEMM convolution with WMMA" (seeds/000).
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
 

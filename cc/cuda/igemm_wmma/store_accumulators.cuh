@@ -1,10 +1,10 @@
 // Tensor-core accumulators -> epilogue -> output, through shared memory.
 //
-// A fragment holds two neighbouring columns of a row: stored directly it would touch every 32-byte
-// sector four times. So each warp writes 16 rows of its tile to shared memory of its own, reads
-// them back as 16 bytes of output a lane, a row's lanes side by side, and applies the epilogue
-// there, in float32, where residual and output are whole vectors. Chunk c of row r lies at c ^ 2 (r
-// % 4): no bank conflicts in the stores, two lanes a bank in the loads of 16-bit output.
+// A fragment holds two neighbouring columns of a row: stored directly it would write every 32-byte
+// sector in four parts. Each warp therefore writes 16 rows of its tile to shared memory of its own,
+// reads them back as 16 bytes of output a lane, a row's lanes side by side, and applies the
+// epilogue there, in float32, where residual and output are whole vectors. Chunk c of row r lies at
+// c ^ 2 (r % 4): no bank conflicts in the stores, two lanes a bank in the loads of 16-bit output.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_
 
@@ -18,7 +18,7 @@
 
 namespace jaxconv::igemm_wmma {
 
-// Two elements at an even place.
+// Two elements at an even offset.
 template <typename Out>
 __device__ __forceinline__ void StoreNeighbours(Out* to, const Out (&elements)[2]) {
   using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void StoreNeighbours(Out* to, const Out (&elements)[2
 // Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
 // n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are multiples of 16 bytes.
 // `base`: offset of column 0 in the output, `channel_first` its channel. `shared`: at least
-// kStagingBytes a warp that nobody else uses any more.
+// kStagingBytes for each warp, not read by other warps any more.
 template <class Tile>
 inline constexpr int kStagingBytes = 16 * Tile::kWarpN * 4;
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void StoreAccumulators(
       constexpr int kPasses = kLanesOfRow / 2;
       float values[kPasses][kWidth];
       int32_t dst[kPasses];
-      // All loads, then all stores, and no branch: each waits for its memory once.
+      // All loads, then all stores, without a branch: the warp waits once for each.
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const int row = lane / kLanesOfRow + pass * (32 / kLanesOfRow);
