@@ -1,11 +1,11 @@
-// The cost model on faked devices: what must hold whatever the constants.
-#include "cuda/select/cost_model.h"
-
+// igemm_wmma's cost model: properties that hold whatever its constants.
 #include <cmath>
 #include <cstdio>
 #include <string>
 
-namespace jaxconv {
+#include "cuda/igemm_wmma/cost.h"
+
+namespace jaxconv::igemm_wmma {
 namespace {
 
 int failures = 0;
@@ -14,6 +14,12 @@ void Expect(bool condition, const std::string& what) {
   if (condition) return;
   ++failures;
   std::printf("FAIL %s\n", what.c_str());
+}
+
+Gpu Model(const char* target) {
+  Gpu gpu;
+  Expect(ModelOf(target, &gpu), std::string("a model of ") + target);
+  return gpu;
 }
 
 TileCost Tile128() {
@@ -36,18 +42,16 @@ TiledWork Work(int64_t ctas, double blocks) {
 
 void TestResidence() {
   const TileCost tile = Tile128();
-  Expect(ResidentCtas(tile, PortableTarget(9, 0)) == 2, "two CTAs of 96 KB fit into 227 KB");
-  Expect(ResidentCtas(tile, PortableTarget(8, 0)) == 1, "one fits into 163 KB");
-  Expect(ResidentCtas(tile, PortableTarget(8, 6)) == 1, "one fits into 99 KB");
+  Expect(ResidentCtas(tile, Model("h200")) == 2, "two CTAs of 96 KB fit into 227 KB");
+  Expect(ResidentCtas(tile, Model("a100")) == 1, "one fits into 163 KB");
+  Expect(ResidentCtas(tile, Model("sm_86")) == 1, "one fits into 99 KB");
   TileCost large = tile;
   large.shared_bytes = 3 * 384 * 128;
-  Expect(ResidentCtas(large, PortableTarget(8, 6)) == 0, "144 KB do not fit into 99 KB");
-  Expect(std::isinf(PredictMicroseconds(large, Work(1, 1), PortableTarget(8, 6))),
-         "what does not fit costs infinitely much");
+  Expect(ResidentCtas(large, Model("sm_86")) == 0, "144 KB do not fit into 99 KB");
 }
 
 void TestOrder() {
-  const DeviceInfo h200 = PortableTarget(9, 0), a100 = PortableTarget(8, 0);
+  const Gpu h200 = Model("h200"), a100 = Model("a100");
   const TileCost tile = Tile128();
   auto time = [&](int64_t ctas, double blocks) {
     return PredictMicroseconds(tile, Work(ctas, blocks), h200);
@@ -73,11 +77,11 @@ void TestOrder() {
 }
 
 }  // namespace
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wmma
 
 int main() {
-  jaxconv::TestResidence();
-  jaxconv::TestOrder();
-  std::printf("cost_model_test: %d failures\n", jaxconv::failures);
-  return jaxconv::failures != 0;
+  jaxconv::igemm_wmma::TestResidence();
+  jaxconv::igemm_wmma::TestOrder();
+  std::printf("igemm_wmma_cost_test: %d failures\n", jaxconv::igemm_wmma::failures);
+  return jaxconv::igemm_wmma::failures != 0;
 }
