@@ -8,20 +8,21 @@
 // A k-block of the reduction is one tap and 128 bytes of channels: 64 in 16 bits, 32 in float32,
 // which TMA rounds to TF32. Its activations are one im2col box of tile_m pixels x 128 bytes: TMA
 // handles padding, row ends, image ends, strides, dilation and the end of the batch. Its filter is
-// tile_n / 64 boxes of 64 x 128 bytes of (tap, C, K), MN-major for fprop and K-major for dgrad. A 1x1
-// convolution without stride and padding is a matrix, and loaded as one.
+// tile_n / 64 boxes of 64 x 128 bytes of (tap, C, K), MN-major for fprop and K-major for dgrad. A
+// 1x1 convolution without stride and padding is a matrix, and loaded as one.
 //
 //     128 x 256     B: 256 columns         producer warpgroup: one thread issues the TMA loads
 //     A: rows 0-63  | consumer 0 |         consumers: 64 rows each (256 x 128: 128 rows each)
 //     rows 64-127   | consumer 1 |
 //
-// Persistent: CTA b processes tiles b, b + gridDim.x, ..., with the N index fastest. Shared memory of
-// 128x256: 4 stages of (16 + 32) KB, 32 KB of staging, barriers. Registers: producer 24 to 40,
+// Persistent: CTA b processes tiles b, b + gridDim.x, ..., with the N index fastest. Shared memory
+// of 128x256: 4 stages of (16 + 32) KB, 32 KB of staging, barriers. Registers: producer 24 to 40,
 // consumers 232 or 240, three of them 160.
 //
-// Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer warpgroup
-// arrives when its wgmma has retired, the producer waits. While consumers store a tile, the producer
-// fills the ring for the next. All is set up while the kernel in front of this one ends.
+// Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer
+// warpgroup arrives when its wgmma has retired, the producer waits. While consumers store a tile,
+// the producer fills the ring for the next. All is set up while the kernel in front of this one
+// ends.
 //
 // Refused, with a reason (geometry.cc): channels whose pitch is not a multiple of 16 bytes, groups
 // whose channels are not a multiple of a k-block's, more than eight residue classes, windows beyond

@@ -13,8 +13,8 @@ namespace {
 constexpr double kWgmmaShare = 1900.0 / 2048;
 constexpr double kKBlockCycles = 2.79;
 // Cycles of TMA for a row of a box (128 bytes of shared memory), by what the distance of rows in
-// global memory is a multiple of: 128 bytes, a sector of 32, 16; and the share of them that does not
-// hide behind the tensor cores.
+// global memory is a multiple of: 128 bytes, a sector of 32, 16; and the share of them that does
+// not hide behind the tensor cores.
 constexpr double kRowCycles = 2.17;
 constexpr double kSectorRowCycles = 3.19;
 constexpr double kUnalignedRowCycles = 3.68;
@@ -56,11 +56,10 @@ constexpr double kDramExposed = 0.28;
 constexpr double kStartUs = 4000.0 / 1970 - 1.7;
 constexpr double kReduceStartUs = 3100.0 / 1970 - 1.7;
 
-// The cluster form, fitted to 270 times (ResNet-50 at batch 1 to 16, one to eight CTAs). Its kernels
-// are so short that nothing hides anything: the terms are added.
-// A k-block of a lone CTA, which is the latency of a load over the stages of the ring (292 fits best;
-// 320 leaves 7x7 maps of 16 images to the persistent tiles, which are faster there); two CTAs share
-// an SM and its loads.
+// The cluster form, fitted to 270 times (ResNet-50 at batch 1 to 16, one to eight CTAs). Its
+// kernels are so short that nothing hides anything: the terms are added. A k-block of a lone CTA,
+// which is the latency of a load over the stages of the ring (292 fits best; 320 leaves 7x7 maps of
+// 16 images to the persistent tiles, which are faster there); two CTAs share an SM and its loads.
 constexpr double kClusterKBlockCycles = 281;
 constexpr double kClusterCtasPerSm = 2;
 // SMs come in groups of 14 to 18, and a cluster lies in one group: of 132, larger clusters find

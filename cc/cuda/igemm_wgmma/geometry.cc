@@ -60,9 +60,10 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   }
   JAXCONV_RETURN_IF_ERROR(CheckKrscLines(problem));
   if (problem.op == Op::kDgrad && problem.taps() > 1 && problem.k % 16 == 0) {
-    // The last k-block's rows past K cost as much as others, where rows of rsck past K cost nothing:
-    // 81 us and not 65 for 3x3 with C = 256 and K = 32. With odd multiples of 8 the rows of rsck
-    // begin off the sectors and cost more than that: 123 us and not 94 for C = 128 and K = 1000.
+    // The last k-block's rows past K cost as much as others, where rows of rsck past K cost
+    // nothing: 81 us and not 65 for 3x3 with C = 256 and K = 32. With odd multiples of 8 the rows
+    // of rsck begin off the sectors and cost more than that: 123 us and not 94 for C = 128 and K =
+    // 1000.
     JAXCONV_RETURN_IF_ERROR(
         Multiple("K of a filter stored as krsc", problem.k, KBlockElements(problem.lhs_dtype())));
   }
@@ -72,9 +73,10 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   return {};
 }
 
-// Filter-row: the pixels of a row that TMA walks. The walk covers the padded row, so that a tap reads
-// the pixel that many places further on. A read past the end of the walk reaches the beginning of the
-// next row's walk; that is right where both places hold zeros, so adjacent rows share their padding.
+// Filter-row: the pixels of a row that TMA walks. The walk covers the padded row, so that a tap
+// reads the pixel that many places further on. A read past the end of the walk reaches the
+// beginning of the next row's walk; that is right where both places hold zeros, so adjacent rows
+// share their padding.
 int64_t WalkedPixels(int64_t outputs, int64_t span, int64_t src_extent, int64_t lower) {
   return std::min(outputs + span, std::max({outputs, src_extent - lower, outputs + span + lower}));
 }
@@ -137,8 +139,8 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
   }
   if (empty && problem.filter_layout == FilterLayout::kKrsc && problem.op == Op::kDgrad &&
       !filter_row && !instance.Is(kCluster) && !instance.Is(kSwapAb)) {
-    // fprop's kernel takes a k-block of zeros where dgrad's stores them at once: 52 us and not 46 for
-    // 1x1 of 512 channels, more than XLA needs to transpose the filter.
+    // fprop's kernel takes a k-block of zeros where dgrad's stores them at once: 52 us and not 46
+    // for 1x1 of 512 channels, more than XLA needs to transpose the filter.
     return Status::Unimplemented("a filter stored as krsc only where every residue class has taps");
   }
   if (rows > kMaxRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
@@ -178,8 +180,8 @@ Status MakeWgrad(const ConvProblem& problem, Geometry* geometry) {
   return {};
 }
 
-// wgrad filter-row: the walk runs past a row's end over as many columns of zeros as the wider side of
-// the padding has, and a tile's rows are some taps of a filter row (wgrad_filter_row_sm90.cuh).
+// wgrad filter-row: the walk runs past a row's end over as many columns of zeros as the wider side
+// of the padding has, and a tile's rows are some taps of a filter row (wgrad_filter_row_sm90.cuh).
 Status MakeWgradFilterRow(const ConvProblem& problem, const GatherAxis& axis, Geometry* geometry) {
   LaunchParams& launch = geometry->launch;
   ResidueClass& all = launch.kernel.residue_class[0];

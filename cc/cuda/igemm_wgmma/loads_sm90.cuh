@@ -40,7 +40,8 @@ __device__ __forceinline__ void LoadBox(int32_t rank, uint32_t shared, const CUt
   }
 }
 
-// The activations of a k-block: the pixels from `at` on under its tap (filter-row: its row of taps).
+// The activations of a k-block: the pixels from `at` on under its tap (filter-row: its row of
+// taps).
 template <typename T, BoxTarget kTarget = BoxTarget::kShared, bool kFilterRow>
 __device__ __forceinline__ void LoadActivations(const Params& params, const ResidueClass& of,
                                                 const KBlock<kFilterRow>& k_block, uint32_t shared,

@@ -16,7 +16,8 @@ namespace jaxconv::igemm_wgmma {
 
 // A residue class without taps (channel0 > 0) is stored as zeros, and nothing is loaded: strided
 // dgrad of a small filter has many such tiles. In fprop they are rare, and the second call of the
-// store cost its short launches 3 %: there, in filter-row and in swap-AB they are a k-block of zeros.
+// store cost its short launches 3 %: there, in filter-row and in swap-AB they are a k-block of
+// zeros.
 template <Op kOp, class Tile>
 inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kFilterRow && !Tile::kSwapAb;
 
@@ -49,8 +50,9 @@ struct ProducedTile {
   const int32_t tap_of_batch, a_channel, b_channel;
   KBlock<Tile::kFilterRow> k_block;
 
+  // From k-block `from` of the reduction on.
   __device__ __forceinline__ ProducedTile(const Params& params, const Maps& maps,
-                                          const TilePlace& place)
+                                          const TilePlace& place, int32_t from)
       : params(params),
         maps(maps),
         of(params.residue_class[place.residue_class]),
@@ -58,12 +60,16 @@ struct ProducedTile {
         pixel(params, of, place.m_tile * Tile::kTileM, of.rows, place.batch),
         n_first(place.n_tile * Tile::kTileN),
         boxes(FilterBoxes<Tile>(params, n_first)),
-        first(place.slice * params.k_blocks_per_slice),
+        first(from),
         k_blocks(min(params.k_blocks_per_slice, of.k_blocks - first)),
         tap_of_batch(place.batch * params.filter_taps),
         a_channel(place.group * params.a_group + of.channel0),
         b_channel(place.group * params.b_group),
         k_block(of, first) {}
+  // A slice of the reduction.
+  __device__ __forceinline__ ProducedTile(const Params& params, const Maps& maps,
+                                          const TilePlace& place)
+      : ProducedTile(params, maps, place, place.slice * params.k_blocks_per_slice) {}
 
   __device__ __forceinline__ void LoadA(uint32_t shared, uint32_t barrier) const {
     LoadActivations<T>(params, of, k_block, shared, &maps.a[residue_class], barrier, a_channel,

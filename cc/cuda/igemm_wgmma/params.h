@@ -9,14 +9,14 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Strided gradients have one class of output pixels for each residue of the stride; a tensor map for
-// each must fit in the kernel's parameters.
+// Strided gradients have one class of output pixels for each residue of the stride; a tensor map
+// for each must fit in the kernel's parameters.
 inline constexpr int kMaxResidueClasses = 8;
-// Filter-row: the distance in pixels from a filter row's first tap to its last, at most. 8 keeps the
-// loads multiples of the swizzle's 1024 bytes.
+// Filter-row: the distance in pixels from a filter row's first tap to its last, at most. 8 keeps
+// the loads multiples of the swizzle's 1024 bytes.
 inline constexpr int kMaxSpan = 8;
-// Wgrad filter-row: taps of a filter row that one instruction multiplies, 64 channels each; pixels of
-// a load.
+// Wgrad filter-row: taps of a filter row that one instruction multiplies, 64 channels each; pixels
+// of a load.
 inline constexpr int kWgradRowTaps = 3;
 inline constexpr int kWgradRowPixels = 128;
 // Counters of dynamic scheduling, one for each range of output channels.
@@ -29,8 +29,8 @@ inline constexpr int kMaxClusterCtas = 8;
 struct ResidueClass {
   int32_t rows = 0;      // of gemm_m: images times pixels
   int32_t k_blocks = 1;  // loads of activations: taps (filter-row: rows of taps) x channel blocks
-  // 0; where no tap hits the source, past the last channel of both operands: one k-block of zeros, so
-  // that the kernel never meets an empty sum (or none, where the kernel stores zeros).
+  // 0; where no tap hits the source, past the last channel of both operands: one k-block of zeros,
+  // so that the kernel never meets an empty sum (or none, where the kernel stores zeros).
   int32_t channel0 = 0;
   FastDivmod count[3];    // pixels of an axis, as walked
   int32_t width = 0;      // of count[0], the pixels that are outputs
@@ -71,8 +71,8 @@ struct Params {
   int64_t slice_elements = 0;  // of one slice's partial result; 0: the output itself is written
   EpilogueParams epilogue;
   ResidueClass residue_class[kMaxResidueClasses];
-  // Pointwise, dynamic scheduling: how many tiles of each range of output channels are taken, beyond
-  // every CTA's first; null: static round-robin.
+  // Pointwise, dynamic scheduling: how many tiles of each range of output channels are taken,
+  // beyond every CTA's first; null: static round-robin.
   int32_t* counters = nullptr;
 };
 

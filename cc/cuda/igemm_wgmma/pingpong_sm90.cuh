@@ -1,22 +1,23 @@
-// igemm_wgmma, pingpong: two consumer warpgroups, each with a tile of its own, alternate on the tensor
-// cores, so that one stores while the other multiplies (sm_90a). The map from convolution to GEMM, the
-// loads and what is refused are those of cooperative_sm90.cuh.
+// igemm_wgmma, pingpong: two consumer warpgroups, each with a tile of its own, alternate on the
+// tensor cores, so that one stores while the other multiplies (sm_90a). The map from convolution to
+// GEMM, the loads and what is refused are those of cooperative_sm90.cuh.
 //
 //     time            ->
 //     consumer 0      | multiply tile 0 | store 0        | multiply tile 2 | store 2 ...
 //     consumer 1                        | multiply tile 1 | store 1        | multiply tile 3 ...
 //     producer        | loads of tile 0 | of tile 1       | of tile 2 ...
 //
-// Two kinds of tiles: pixels as rows (Pingpong), and for few output channels the filter's 64 channels
-// as rows and up to 256 pixels as columns (SwapAb, swap_ab_tile_sm90.cuh).
+// Two kinds of tiles: pixels as rows (Pingpong), and for few output channels the filter's 64
+// channels as rows and up to 256 pixels as columns (SwapAb, swap_ab_tile_sm90.cuh).
 //
-// Persistent: CTA b processes tiles b, b + gridDim.x, ..., consumer 0 the first, third, ... of them.
-// Shared memory of 128x128: 6 stages of (16 + 16) KB, 32 KB of staging, barriers; of 256x64 swap-AB: 5
-// stages of (32 + 8) KB, 16 KB of staging. Registers: producer 24 to 40, consumers 232 or 240.
+// Persistent: CTA b processes tiles b, b + gridDim.x, ..., consumer 0 the first, third, ... of
+// them. Shared memory of 128x128: 6 stages of (16 + 16) KB, 32 KB of staging, barriers; of 256x64
+// swap-AB: 5 stages of (32 + 8) KB, 16 KB of staging. Registers: producer 24 to 40, consumers 232
+// or 240.
 //
-// Full(s) and Empty(s) as in cooperative_sm90.cuh, with one consumer warpgroup a stage. Named barriers
-// 1 and 2 hand the tensor cores over: a consumer waits for its own before its mainloop, and arrives at
-// the other's behind it. 3 and 4 order the staging of a swap-AB tile.
+// Full(s) and Empty(s) as in cooperative_sm90.cuh, with one consumer warpgroup a stage. Named
+// barriers 1 and 2 hand the tensor cores over: a consumer waits for its own before its mainloop,
+// and arrives at the other's behind it. 3 and 4 order the staging of a swap-AB tile.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
 

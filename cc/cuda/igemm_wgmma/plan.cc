@@ -18,13 +18,14 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice of fewer k-blocks spends more time on filling the ring than on its sum.
 constexpr int64_t kMinKBlocksPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
-// Dynamic scheduling pays from so many bytes of activations on, those read and those written: 205 MB
-// are 3 to 5 % faster so, 128 MB 4 % slower. And, without a stationary filter, up to so many
+// Dynamic scheduling pays from so many bytes of activations on, those read and those written: 205
+// MB are 3 to 5 % faster so, 128 MB 4 % slower. And, without a stationary filter, up to so many
 // operations a byte: 85 are 10 % faster, 102 1 % slower.
 constexpr int64_t kDynamicFromBytes = 200'000'000;
 constexpr int64_t kDynamicOperationsPerByte = 100;
-// And where a tile moves so many bytes: taking a tile from the counter takes 0.95 us, in which an SM
-// moves about 32 KB. A tile of 14 KB (16 to 96 channels of 112x112 maps) made a layer twice as slow.
+// And where a tile moves so many bytes: taking a tile from the counter takes 0.95 us, in which an
+// SM moves about 32 KB. A tile of 14 KB (16 to 96 channels of 112x112 maps) made a layer twice as
+// slow.
 constexpr int64_t kDynamicTileBytes = 32 * 1024;
 
 // The forms' traits, by the names in kernels.def.

@@ -1,9 +1,10 @@
 // The ring of stages in shared memory between the producer and the consumer warpgroups, and the
 // set-up that all kernels of the family share.
 //
-// Full(s): the producer announces a stage's bytes, TMA delivers them, consumers wait. Empty(s): each
-// consumer warpgroup that reads the stage arrives when its wgmma has retired; the producer waits.
-// Filter slots, and k-blocks of the filter that stay in shared memory, have barriers of their own.
+// Full(s): the producer announces a stage's bytes, TMA delivers them, consumers wait. Empty(s):
+// each consumer warpgroup that reads the stage arrives when its wgmma has retired; the producer
+// waits. Filter slots, and k-blocks of the filter that stay in shared memory, have barriers of
+// their own.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
 
@@ -19,7 +20,7 @@ namespace jaxconv::igemm_wgmma {
 // (common/launch.cuh). This is the one switch of all kernels of the family.
 inline constexpr bool kLetsNextGridStart = true;
 
-// In every consumer thread, before its first store.
+// In every thread that reads or writes global memory, before it does.
 __device__ __forceinline__ void WaitForInputs() {
   WaitForPrecedingGrids();
   if constexpr (kLetsNextGridStart) LetNextGridStart();

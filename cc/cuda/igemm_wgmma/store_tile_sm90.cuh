@@ -42,9 +42,9 @@ __device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) 
 }
 
 // Sixteen rows by 128 bytes of a warp -> output of type T: rounded at once, staged in 2 KB, 16-bit
-// ones by stmatrix, so that neither access conflicts (chunk c of row r at c ^ r % 8, or in float32 at
-// c ^ 2 (r % 4)), stored as 16 bytes a lane, eight lanes a row. dst[p] is the output offset of row
-// 4 p + lane / 8 with this lane's columns, or negative.
+// ones by stmatrix, so that neither access conflicts (chunk c of row r at c ^ r % 8, or in float32
+// at c ^ 2 (r % 4)), stored as 16 bytes a lane, eight lanes a row. dst[p] is the output offset of
+// row 4 p + lane / 8 with this lane's columns, or negative.
 template <typename T>
 __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging, T* out,
                                              const int64_t (&dst)[4], bool inside) {
@@ -115,8 +115,8 @@ __device__ __forceinline__ void StoreRoundedRows(const float (&acc)[128], uint32
   }
 }
 
-// Sixteen rows by 64 columns in float32 through 4 KB, with an epilogue, for outputs of either width.
-// `row_place(r)`: of row r; `channel0`: the output channel of column 0.
+// Sixteen rows by 64 columns in float32 through 4 KB, with an epilogue, for outputs of either
+// width. `row_place(r)`: of row r; `channel0`: the output channel of column 0.
 template <typename Out, class Epilogue, typename RowPlaceOf>
 __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging, Out* out,
                                               const Epilogue& epilogue, RowPlaceOf row_place,
@@ -177,9 +177,9 @@ __device__ __forceinline__ void FinishFragments(const float* acc, const Epilogue
   }
 }
 
-// Float32 results straight from the fragments: a store of a warp is eight rows of four lanes with 32
-// bytes, a whole sector, and needs no shared memory, whose throughput the other warpgroup's operands
-// take. `upper`, `lower`: of rows lane / 4 and lane / 4 + 8.
+// Float32 results straight from the fragments: a store of a warp is eight rows of four lanes with
+// 32 bytes, a whole sector, and needs no shared memory, whose throughput the other warpgroup's
+// operands take. `upper`, `lower`: of rows lane / 4 and lane / 4 + 8.
 template <class Epilogue>
 __device__ __forceinline__ void StoreFragments(const float* acc, float* out,
                                                const Epilogue& epilogue, const RowPlace& upper,
@@ -228,14 +228,13 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   const int channel0 = place.group * params.gemm_n + n_first;
   __syncwarp();
   constexpr bool kPlain = Epilogue::kPlain;
-  // 16-bit rows of 128 bytes of a block's columns from c on.
+  // Rows of 128 bytes, of a block's columns from c on, through one or two buffers of 2 KB.
   auto store_rounded = [&](const float* chunk, int i, int c, const int64_t (&dst)[4]) {
-    constexpr int kVector = 16 / sizeof(T);
-    // With two buffers, the other one was in use since.
-    if constexpr (Tile::kStagingBytes < 4096) __syncwarp();
-    StoreRounded(chunk, staging + (i + c / (128 / int{sizeof(T)})) * 2048 % Tile::kStagingBytes,
+    constexpr int kColumns = 128 / sizeof(T), kBuffers = Tile::kStagingBytes < 4096 ? 1 : 2;
+    if constexpr (kBuffers == 1) __syncwarp();  // of two, the other one was in use since
+    StoreRounded(chunk, staging + (i + c / kColumns) % kBuffers * 2048,
                  static_cast<T*>(params.out) + c, dst,
-                 n_first + c + lane % 8 * kVector < params.gemm_n);
+                 n_first + c + lane % 8 * (kColumns / 8) < params.gemm_n);
   };
   auto rounded_offsets = [&](int i, int64_t (&dst)[4]) {
 #pragma unroll

@@ -23,8 +23,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Two consumer warpgroups in pingpong, each with a tile of 64 channels by kTileM pixels. The rest as
-// in TileLayout.
+// Two consumer warpgroups in pingpong, each with a tile of 64 channels by kTileM pixels. The rest
+// as in TileLayout.
 template <int kTileM_, int kStages_, bool kFilterRow_ = false, int kFilterSlots_ = 0,
           int kStationary_ = 0, int kStagingBytes_ = 2048>
 struct SwapAbTile : TileLayout<2, true, kTileM_, 64, kStages_, kFilterRow_, kFilterSlots_,
@@ -54,10 +54,10 @@ struct SwapAbTile : TileLayout<2, true, kTileM_, 64, kStages_, kFilterRow_, kFil
 };
 
 // A warpgroup's accumulators -> 16-bit output: rounded at once, staged by stmatrix as 32 pixels of
-// 128 bytes (chunk c of pixel p at c ^ p % 8, so that neither access conflicts), stored as 16 bytes a
-// lane, eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is enough.
-// `row(i, p)`: output row of pixel p of this warp's four among pixels 16 i.., or negative; `out`: of
-// row 0, this tile's first channel; `pitch`: bytes of a row.
+// 128 bytes (chunk c of pixel p at c ^ p % 8, so that neither access conflicts), stored as 16 bytes
+// a lane, eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is
+// enough. `row(i, p)`: output row of pixel p of this warp's four among pixels 16 i.., or negative;
+// `out`: of row 0, this tile's first channel; `pitch`: bytes of a row.
 template <int kBarrier, typename T, int kCount, typename PixelRow>
 __device__ __forceinline__ void StoreRoundedSwapAb(const float (&acc)[kCount], uint32_t staging,
                                                    T* out, uint32_t pitch, PixelRow row,
@@ -99,8 +99,8 @@ __device__ __forceinline__ void StoreRoundedSwapAb(const float (&acc)[kCount], u
   }
 }
 
-// The same by TMA, which leaves the warps free and ends sooner: the whole tile is staged, swizzled as
-// the map has it, and stored as boxes of kStoredPixels. `map`: (channels, rows).
+// The same by TMA, which leaves the warps free and ends sooner: the whole tile is staged, swizzled
+// as the map has it, and stored as boxes of kStoredPixels. `map`: (channels, rows).
 inline constexpr int kStoredPixels = 64;
 
 template <int kBarrier, typename T, int kCount>
@@ -134,11 +134,11 @@ __device__ __forceinline__ void StoreSwapAbBoxes(const float (&acc)[kCount], uin
 // width. Chunk c of pixel p lies at c ^ 2 (p / 2 % 4): no bank conflicts in the stores.
 // `row(i, p)` as above; `out`: of row 0, this tile's first channel, which is `channel0` of the
 // output's; `offset`: of that element in the output; `pitch`: elements of a row.
-template <int kBarrier, typename Out, int kCount, class Epilogue, typename PixelRow>
+template <int kBarrier, typename Out, int kCount, class Epilogue, typename PixelPlaceOf>
 __device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], uint32_t staging,
                                                     Out* out, const Epilogue& epilogue,
-                                                    int64_t offset, int32_t pitch, PixelRow row,
-                                                    int channels, int channel0) {
+                                                    PixelPlaceOf pixel_place, int channels,
+                                                    int channel0) {
   constexpr int kWidth = 16 / sizeof(Out);
   constexpr int kLanesOfPixel = 64 / kWidth, kPixelsOfPass = 32 / kLanesOfPixel;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -160,23 +160,23 @@ __device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], 
 #pragma unroll
     for (int p = 0; p < 4; p += kPixelsOfPass) {
       const int pixel = p + lane / kLanesOfPixel;
-      const int32_t m = row(i, pixel);
-      const int64_t at = m < 0 ? -1 : offset + int64_t{m} * pitch;
+      const RowPlace at = pixel_place(i, pixel);
       float values[kWidth];
 #pragma unroll
       for (int q = 0; q < kWidth / 4; ++q) {
         LoadShared<0>(chunk_address(warp * 4 + pixel, column / 4 + q) + buffer, &values[q * 4]);
       }
-      if (at < 0 || column >= channels) continue;
+      if (at.offset < 0 || column >= channels) continue;
       Out elements[kWidth];
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
-            values[e], OutputPlace{at + column + e, m, channel0 + column + e, /*inside=*/true}));
+            values[e],
+            OutputPlace{at.offset + column + e, at.row, channel0 + column + e, /*inside=*/true}));
       }
       uint4 packed;
       memcpy(&packed, elements, sizeof(packed));
-      *reinterpret_cast<uint4*>(out + at + column) = packed;
+      *reinterpret_cast<uint4*>(out + at.offset + column) = packed;
     }
   }
 }
@@ -191,7 +191,8 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int channels = params.gemm_n - n_first;
   const int64_t base = place.OutputOffset(params, n_first);
-  // Of every 16 pixels a warp stores four, decoded once, a pixel a lane, and distributed by shuffles.
+  // Of every 16 pixels a warp stores four, decoded once, a pixel a lane, and distributed by
+  // shuffles.
   constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
   int32_t decoded[kDecoded];
 #pragma unroll
@@ -205,16 +206,22 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
   // Nobody reads the staging of the tile before: the warpgroup's threads have met since, when its
   // turn came.
   constexpr int kBarrier = 3 + kWarpgroup;
-  const int channel0 = place.group * params.gemm_n + n_first;
   if (Epilogue::kPlain && !params.out_is_f32) {
     StoreRoundedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out) + base,
                                  params.out_channels * sizeof(T), row, channels);
-  } else if (params.out_is_f32) {
-    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<float*>(params.out), epilogue, base,
-                                  params.out_channels, row, channels, channel0);
+    return;
+  }
+  const int channel0 = place.group * params.gemm_n + n_first;
+  auto pixel_offset = [&](int sixteen, int pixel) -> RowPlace {
+    const int32_t m = row(sixteen, pixel);
+    return {m < 0 ? -1 : base + int64_t{m} * params.out_channels, m};
+  };
+  if (params.out_is_f32) {
+    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<float*>(params.out), epilogue,
+                                  pixel_offset, channels, channel0);
   } else if constexpr (!Epilogue::kPlain) {
-    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out), epilogue, base,
-                                  params.out_channels, row, channels, channel0);
+    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out), epilogue,
+                                  pixel_offset, channels, channel0);
   }
   FinishTile<Tile>(params, place, of, epilogue);
 }

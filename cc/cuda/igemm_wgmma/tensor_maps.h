@@ -18,7 +18,8 @@ struct Maps {
   CUtensorMap out;  // swap-AB pointwise with 16-bit results
 };
 
-// Boxes of `pixels` pixels by 128 bytes of channels for every residue class: im2col, or of a matrix.
+// Boxes of `pixels` pixels by 128 bytes of channels for every residue class: im2col, or of a
+// matrix.
 Status EncodeActivations(const LaunchParams& launch, DType dtype, const void* a, int32_t pixels,
                          Maps* maps);
 // Boxes of 64 rows by 128 bytes of the filter; wgrad: 64 pixels by 64 channels of dy.

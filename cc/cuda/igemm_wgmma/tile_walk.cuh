@@ -50,8 +50,8 @@ struct PixelPlace {
 };
 
 // A k-block of a tile's reduction: taps fastest, then channel blocks, so that first reads of the
-// source are spread over the reduction and not all at its beginning. In filter-row the taps of a row
-// share a load, and t0 stays 0.
+// source are spread over the reduction and not all at its beginning. In filter-row the taps of a
+// row share a load, and t0 stays 0.
 template <bool kFilterRow>
 struct KBlock {
   int32_t channel_block = 0, t0 = 0, t1 = 0, t2 = 0;

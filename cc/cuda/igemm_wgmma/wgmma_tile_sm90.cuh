@@ -13,13 +13,14 @@ namespace jaxconv::igemm_wgmma {
 // Shared memory and registers of a CTA that multiplies kTileM pixels by kTileN channels.
 //
 // A stage holds the activations and the filter of one k-block. kFilterRow: a stage holds the
-// activations of a whole filter row, kTileM pixels and kMaxSpan more of the padded image, which every
-// tap of the row reads one pixel further on. The filter then has kFilterSlots slots of its own, a
-// k-block each. kStationary > 0: so many k-blocks of the filter stay in shared memory for good.
+// activations of a whole filter row, kTileM pixels and kMaxSpan more of the padded image, which
+// every tap of the row reads one pixel further on. The filter then has kFilterSlots slots of its
+// own, a k-block each. kStationary > 0: so many k-blocks of the filter stay in shared memory for
+// good.
 //
-// kStagingBytes of shared memory for each consumer warp, where results are reordered before they are
-// stored: 2048 do for 16-bit results that are only rounded, 4096 for all. float32 results of pingpong
-// tiles of float32 operands, and where there are less than 4096, need none.
+// kStagingBytes of shared memory for each consumer warp, where results are reordered before they
+// are stored: 2048 do for 16-bit results that are only rounded, 4096 for all. float32 results of
+// pingpong tiles of float32 operands, and where there are less than 4096, need none.
 template <int kWarpgroups_, bool kPingpong_, int kTileM_, int kTileN_, int kStages_,
           bool kFilterRow_, int kFilterSlots_, int kStationary_, int kStagingBytes_>
 struct TileLayout {

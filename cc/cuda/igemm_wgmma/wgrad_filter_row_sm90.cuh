@@ -1,98 +1,101 @@
-// igemm_wgmma, wgrad in rows: the taps of a filter row share one load of x (sm_90a).
+// igemm_wgmma, wgrad filter-row: the taps of a filter row share one load of x (sm_90a).
 //
-// The operands of wgrad change places: wgmma's rows are 64 output channels (A = dy), its columns
-// three neighbouring taps of a filter row times 64 channels (B = x). Both lie as the copy engine
-// leaves them, a line of 64 channels for each pixel. Of an operand wider than 64 columns the
-// descriptor says how far on the next 64 begin: here one tap's distance, `dilation` lines, so that
-// the three taps are the same buffer read three times, each one pixel further on.
+// The operands of wgrad are swapped: wgmma's rows are 64 output channels (A = dy), its columns
+// three neighbouring taps of a filter row times 64 channels (B = x). Both are MN-major as TMA loads
+// them, a row of 64 channels for each pixel. A descriptor of an operand wider than 64 columns says
+// how far on the next 64 begin: here one tap's distance, `dilation` rows, so that the three taps
+// are the same buffer read three times, each one pixel further on.
 //
-//     lines of x   p-1  p  p+1 ... p+126 p+127 p+128     a step's pixels and the taps' span
+//     rows of x    p-1  p  p+1 ... p+126 p+127 p+128     a k-block's pixels and the taps' span
 //     tap 0       [---------------------]
 //     tap 1            [---------------------]
 //     tap 2                 [----------------------]
 //
 // The pixels are those of a walk in which every image row is followed by columns of zeros, as many
-// as the wider side of the padding: what lies before a row's first pixel and after its last are
-// then zeros of the walk itself. dy is walked alike, and its zeros there silence what x holds. Inf
-// and NaN of x they do not silence: within `padding` pixels of a row's ends these reach all taps of
-// the filter rows that they touch.
+// as the wider side of the padding, so that the pixels before a row's first and after its last are
+// zeros of the walk itself. dy is padded the same way, so products in the padding are zero, except
+// where x is Inf or NaN: 0 * Inf = NaN, and within `padding` pixels of a row's ends it reaches all
+// taps of the filter rows that touch it.
 //
-//     producer warp   one thread: of every step a box of dy and a box of x, 33 KB
-//     math warpgroup  64 of K x (3 taps x 64 channels), 96 accumulators a thread
+//     producer, one warp    one thread: of every k-block a box of dy and a box of x, 33 KB
+//     consumer warpgroup    64 of K x (3 taps x 64 channels), 96 accumulators a thread
 //
-// A tile is a unit (a chunk of three taps, a filter row, 64 channels) and 64 of K. A step is 128
-// pixels: 64 would keep the tensor cores busy for less time than the issuing thread needs. Split-K:
-// of S slices, slice i takes steps i, i + S, ..., so that CTAs running at the same time want
-// neighbouring image rows, which L2 then reads once; the slices' sums are added in order.
+// A tile is a unit (three taps, a filter row, 64 channels) and 64 of K. A k-block is 128 pixels: 64
+// would keep the tensor cores busy for less time than the producer needs. Split-K: of S slices,
+// slice i takes k-blocks i, i + S, ..., so that CTAs running at the same time read neighbouring
+// image rows, which L2 reads once from DRAM; the slices' sums are added in order. Shared memory: 5
+// stages of 33 KB, 8 KB of staging. Registers: 148 a thread. Full(s), Empty(s): as in
+// cooperative_sm90.cuh.
 //
 // Refused, with a reason: batched filters (a neighbour's Inf and NaN must not reach a gradient), a
-// stride along the last axis, filters of one tap there, taps that reach over more than
-// kMaxWgmmaSpan pixels.
-#ifndef JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_WGRAD_SM90_CUH_
-#define JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_WGRAD_SM90_CUH_
+// stride along the last axis, filters of one tap there, taps that reach over more than kMaxSpan
+// pixels.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_FILTER_ROW_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_FILTER_ROW_SM90_CUH_
 
 #include <algorithm>
 
-#include "cuda/device/element.cuh"
-#include "cuda/device/igemm_wgmma_params.h"
-#include "cuda/device/wgmma_tile_sm90.cuh"
-#include "cuda/kernels/igemm_wgmma.h"
-#include "cuda/kernels/igemm_wgmma_sm90.cuh"
-#include "cuda/kernels/overlapping_launch.cuh"
-#include "cuda/kernels/tensor_map.h"
-#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/tensor_map.h"
+#include "cuda/igemm_wgmma/launch_sm90.cuh"
+#include "cuda/igemm_wgmma/ring_sm90.cuh"
+#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tensor_copy_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
-namespace jaxconv {
+namespace jaxconv::igemm_wgmma {
 
-struct WgradRowsTile {
-  static constexpr int kStages = 5, kSlotsB = 0, kResident = 0;
+template <int kStages_>
+struct WgradFilterRowTile {
+  static constexpr int kStages = kStages_, kFilterSlots = 0, kStationary = 0;
   static constexpr int kColumns = kWgradRowTaps * 64;
+  static constexpr int kTileM = kColumns, kTileN = 64;  // of the filter's rows, of K
   static constexpr int kThreads = 256;
-  static constexpr int kBytesDy = kWgradRowsPixels * 128;
-  static constexpr int kBytesX = (kWgradRowsPixels + kMaxWgmmaSpan) * 128;
+  static constexpr int kBytesDy = kWgradRowPixels * 128;
+  static constexpr int kBytesX = (kWgradRowPixels + kMaxSpan) * 128;
   static constexpr int kStageBytes = kBytesDy + kBytesX;
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kStagingBytes = 2048;  // of a warp
-  // And the way from the dynamic segment's start to a multiple of 1024.
+  // 1024 more to align the ring.
   static constexpr int kSharedBytes = kStagingAt + 4 * kStagingBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
   static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern starts with every slot");
 };
 
-struct WgradRowsMaps {
+struct WgradFilterRowMaps {
   CUtensorMap x, dy;
 };
 
-// A tile's columns: a chunk of taps of a filter row, and 64 channels.
-struct WgradRowsUnit {
-  int32_t chunk, t1, t2, slab;
+// A tile's columns: some taps of a filter row, and 64 channels.
+struct FilterRowUnit {
+  int32_t chunk, t1, t2, channel_block;  // chunk: kWgradRowTaps taps each
 
-  __device__ __forceinline__ WgradRowsUnit(const WgmmaPhase& phase, int32_t index) {
-    const int32_t chunks = (phase.taps[0] + kWgradRowTaps - 1) / kWgradRowTaps;
+  __device__ __forceinline__ FilterRowUnit(const ResidueClass& of, int32_t index) {
+    const int32_t chunks = (of.taps[0] + kWgradRowTaps - 1) / kWgradRowTaps;
     chunk = index % chunks, index /= chunks;
-    t1 = index % phase.taps[1], index /= phase.taps[1];
-    t2 = index % phase.taps[2];
-    slab = index / phase.taps[2];
+    t1 = index % of.taps[1], index /= of.taps[1];
+    t2 = index % of.taps[2];
+    channel_block = index / of.taps[2];
   }
 };
 
-// A place of the walk as the copy engine wants it.
-struct WgradRowsPixel {
+// A place of the walk, as TMA wants it.
+struct WalkPlace {
   int32_t x, y, z, image;
 
-  __device__ __forceinline__ WgradRowsPixel(const WgmmaPhase& phase, int32_t index) {
-    phase.count[0].Divmod(index, &index, &x);
-    phase.count[1].Divmod(index, &index, &y);
-    phase.count[2].Divmod(index, &image, &z);
+  __device__ __forceinline__ WalkPlace(const ResidueClass& of, int32_t index) {
+    of.count[0].Divmod(index, &index, &x);
+    of.count[1].Divmod(index, &index, &y);
+    of.count[2].Divmod(index, &image, &z);
   }
 };
 
-__device__ __forceinline__ void CopyIm2col(int32_t rank, uint32_t shared, const CUtensorMap* map,
-                                           uint32_t barrier, int32_t c, int32_t x, int32_t y,
-                                           int32_t z, int32_t image, uint16_t off1, uint16_t off2) {
+__device__ __forceinline__ void LoadWalk(int32_t rank, uint32_t shared, const CUtensorMap* map,
+                                         uint32_t barrier, int32_t c, int32_t x, int32_t y,
+                                         int32_t z, int32_t image, uint16_t off1, uint16_t off2) {
   switch (rank) {
     case 1:
       CopyIm2col1d(shared, map, barrier, c, x, image, 0);
@@ -105,40 +108,41 @@ __device__ __forceinline__ void CopyIm2col(int32_t rank, uint32_t shared, const 
   }
 }
 
-// The thread that issues the copies.
-__device__ __forceinline__ void ProduceWgradRows(const IgemmWgmmaParams& params,
-                                                 const WgradRowsMaps& maps, uint32_t ring,
-                                                 const WgmmaBarriers<WgradRowsTile>& barriers) {
-  using Tile = WgradRowsTile;
-  const WgmmaPhase& phase = params.phase[0];
-  const int32_t image_pixels = static_cast<int32_t>(
-      phase.count[0].divisor * phase.count[1].divisor * phase.count[2].divisor);
-  const int32_t span = (min(phase.taps[0], kWgradRowTaps) - 1) * phase.offset_step[0];
-  const uint32_t bytes = Tile::kBytesDy + (kWgradRowsPixels + span) * 128;
+// The producer, one thread.
+template <class Tile>
+__device__ __forceinline__ void ProduceWgradFilterRows(const Params& params,
+                                                       const WgradFilterRowMaps& maps,
+                                                       uint32_t ring,
+                                                       const Barriers<Tile>& barriers) {
+  const ResidueClass& of = params.residue_class[0];
+  const int32_t image_pixels =
+      static_cast<int32_t>(of.count[0].divisor * of.count[1].divisor * of.count[2].divisor);
+  const int32_t span = (min(of.taps[0], kWgradRowTaps) - 1) * of.offset_step[0];
+  const uint32_t bytes = Tile::kBytesDy + (kWgradRowPixels + span) * 128;
   const int32_t slices = params.slices.divisor;
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const WgmmaTilePlace place(params, index);
-    const WgradRowsUnit unit(phase, place.m_tile);
+    const TilePlace place(params, index);
+    const FilterRowUnit unit(of, place.m_tile);
     const int32_t k = place.group * params.b_group + place.n_tile * 64;
-    const int32_t channel = place.group * params.a_group + unit.slab * 64;
-    const uint16_t off1 = phase.offset0[1] + unit.t1 * phase.offset_step[1];
-    const uint16_t off2 = phase.offset0[2] + unit.t2 * phase.offset_step[2];
+    const int32_t channel = place.group * params.a_group + unit.channel_block * 64;
+    const uint16_t off1 = of.offset0[1] + unit.t1 * of.offset_step[1];
+    const uint16_t off2 = of.offset0[2] + unit.t2 * of.offset_step[2];
     // From a pixel of dy to the chunk's first tap, an image further on so that no index is
     // negative.
     const int32_t ahead =
-        image_pixels + phase.offset0[0] + unit.chunk * kWgradRowTaps * phase.offset_step[0];
-    for (int32_t step = place.slice; step < phase.steps; step += slices) {
-      const WgradRowsPixel dy(phase, step * kWgradRowsPixels);
-      const WgradRowsPixel x(phase, step * kWgradRowsPixels + ahead);
+        image_pixels + of.offset0[0] + unit.chunk * kWgradRowTaps * of.offset_step[0];
+    for (int32_t k_block = place.slice; k_block < of.k_blocks; k_block += slices) {
+      const WalkPlace dy(of, k_block * kWgradRowPixels);
+      const WalkPlace x(of, k_block * kWgradRowPixels + ahead);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
       BarrierArriveExpect(barrier, bytes);
-      CopyIm2col(params.rank, shared, &maps.dy, barrier, k, dy.x, dy.y, dy.z, dy.image, 0, 0);
-      CopyIm2col(params.rank, shared + Tile::kBytesDy, &maps.x, barrier, channel, x.x,
-                 phase.lower[1] + x.y * params.src_step[1],
-                 phase.lower[2] + x.z * params.src_step[2], x.image - 1, off1, off2);
+      LoadWalk(params.rank, shared, &maps.dy, barrier, k, dy.x, dy.y, dy.z, dy.image, 0, 0);
+      LoadWalk(params.rank, shared + Tile::kBytesDy, &maps.x, barrier, channel, x.x,
+               of.lower[1] + x.y * params.src_step[1], of.lower[2] + x.z * params.src_step[2],
+               x.image - 1, off1, off2);
       stage.Next();
     }
   }
@@ -147,26 +151,44 @@ __device__ __forceinline__ void ProduceWgradRows(const IgemmWgmmaParams& params,
 // The accumulators -> the output, which has K fastest: in float32 eight neighbours of K of four
 // channels at a time, which are whole sectors of memory; in 16 bits transposed in shared memory, 64
 // channels by 16 of K of a warp.
-template <typename T>
-__device__ __forceinline__ void StoreWgradRows(const IgemmWgmmaParams& params,
-                                               const WgmmaTilePlace& place,
-                                               const float (&acc)[WgradRowsTile::kColumns / 2],
-                                               uint32_t staging) {
-  const WgmmaPhase& phase = params.phase[0];
-  const WgradRowsUnit unit(phase, place.m_tile);
+template <typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void StoreWgradFilterRow(const Params& params, const TilePlace& place,
+                                                    float (&acc)[Tile::kColumns / 2],
+                                                    uint32_t staging, const Epilogue& epilogue) {
+  const ResidueClass& of = params.residue_class[0];
+  const FilterRowUnit unit(of, place.m_tile);
   const int lane = threadIdx.x % 32;
-  const int taps = min(kWgradRowTaps, phase.taps[0] - unit.chunk * kWgradRowTaps);
-  const int channels = min(64, params.row_channels - unit.slab * 64);
+  const int taps = min(kWgradRowTaps, of.taps[0] - unit.chunk * kWgradRowTaps);
+  const int channels = min(64, params.row_channels - unit.channel_block * 64);
   const int32_t k = place.n_tile * 64 + threadIdx.x / 32 % 4 * 16;
   if (k >= params.gemm_n) return;
-  const int32_t tap =
-      (unit.t2 * phase.taps[1] + unit.t1) * phase.taps[0] + unit.chunk * kWgradRowTaps;
+  const int32_t tap = (unit.t2 * of.taps[1] + unit.t1) * of.taps[0] + unit.chunk * kWgradRowTaps;
   int64_t at = place.slice * params.slice_elements + int64_t{place.group} * params.out_group + k +
-               (int64_t{tap} * params.row_channels + unit.slab * 64) * params.out_channels;
+               (int64_t{tap} * params.row_channels + unit.channel_block * 64) * params.out_channels;
 #pragma unroll
   for (int t = 0; t < kWgradRowTaps; ++t) {
     if (t >= taps) break;
-    const float* chunk = &acc[t * 32];
+    float* chunk = &acc[t * 32];
+    if constexpr (!Epilogue::kPlain) {
+      // Element i: channel c of the block, k + n of the output channels.
+      const int32_t first_row = (tap + t) * params.row_channels + unit.channel_block * 64;
+      auto finish = [&](auto* out) {
+        using Out = std::remove_pointer_t<decltype(out)>;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int c = i / 4 * 8 + lane % 4 * 2 + i % 2, n = lane / 4 + i / 2 % 2 * 8;
+          chunk[i] = epilogue.template operator()<Out>(
+              chunk[i], OutputPlace{at + int64_t{c} * params.out_channels + n, first_row + c,
+                                    place.group * params.gemm_n + k + n,
+                                    c < channels && k + n < params.gemm_n});
+        }
+      };
+      if (params.out_is_f32) {
+        finish(static_cast<float*>(params.out));
+      } else {
+        finish(static_cast<T*>(params.out));
+      }
+    }
     if (params.out_is_f32) {
       const int g = lane / 4;
       float* column = static_cast<float*>(params.out) + at + lane % 4 * 2 * params.out_channels + g;
@@ -181,7 +203,7 @@ __device__ __forceinline__ void StoreWgradRows(const IgemmWgmmaParams& params,
         column += int64_t{8} * params.out_channels;
       }
     } else {
-      // Line c of 32 bytes, its halves exchanged where bit 2 of c is set: no bank conflicts.
+      // Row c of 32 bytes, its halves exchanged where bit 2 of c is set: no bank conflicts.
       auto half_address = [&](int c, int half) {
         return staging + c * 32 + (half ^ (c / 4 % 2)) * 16;
       };
@@ -212,34 +234,30 @@ __device__ __forceinline__ void StoreWgradRows(const IgemmWgmmaParams& params,
   }
 }
 
-// The math warpgroup's way through the tiles. Its instructions take 96 clocks each: descriptors
-// need not be made in uniform registers.
-template <typename T>
-__device__ __forceinline__ void ConsumeWgradRows(const IgemmWgmmaParams& params, uint32_t ring,
-                                                 const WgmmaBarriers<WgradRowsTile>& barriers) {
-  using Tile = WgradRowsTile;
-  const WgmmaPhase& phase = params.phase[0];
+// The consumer warpgroup. Its instructions take 96 cycles each: descriptors need not be made in
+// uniform registers.
+template <typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void ConsumeWgradFilterRows(const Params& params, uint32_t ring,
+                                                       const Barriers<Tile>& barriers) {
+  const ResidueClass& of = params.residue_class[0];
   const uint32_t staging = ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-  const uint32_t tap_bytes = phase.offset_step[0] * 128;
-  const bool signals = threadIdx.x % 128 == 0;
-  auto release = [&](uint32_t barrier) {
-    if (signals) BarrierArrive(barrier);
-  };
+  const uint32_t tap_bytes = of.offset_step[0] * 128;
+  const Release release;
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const WgmmaTilePlace place(params, index);
+    const TilePlace place(params, index);
     float acc[Tile::kColumns / 2];
     uint32_t last = 0;
     bool started = false;
 #pragma unroll 1
-    for (int32_t step = place.slice; step < phase.steps; step += params.slices.divisor) {
+    for (int32_t k_block = place.slice; k_block < of.k_blocks; k_block += params.slices.divisor) {
       BarrierWait(barriers.Full(stage.slot), stage.parity);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
       const uint64_t dy = MnMajorDescriptor<8192>(shared);
       const uint64_t x = MnMajorDescriptor(shared + Tile::kBytesDy, tap_bytes);
       WgmmaFence();
 #pragma unroll
-      for (int k = 0; k < kWgradRowsPixels / 16; ++k) {
+      for (int k = 0; k < kWgradRowPixels / 16; ++k) {
         Wgmma<Tile::kColumns, T, true, true>(acc, dy + k * (2048 >> 4), x + k * (2048 >> 4),
                                              started || k > 0);
       }
@@ -252,74 +270,75 @@ __device__ __forceinline__ void ConsumeWgradRows(const IgemmWgmmaParams& params,
     }
     WgmmaWait<0>();
     release(barriers.Empty(last));
-    StoreWgradRows<T>(params, place, acc, staging);
+    const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
+    StoreWgradFilterRow<T, Tile>(params, place, acc, staging, epilogue);
+    FinishTile<Tile>(params, place, of, epilogue);
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(WgradRowsTile::kThreads, 1)
-    WgmmaWgradRows(const __grid_constant__ IgemmWgmmaParams params,
-                   const __grid_constant__ WgradRowsMaps maps) {
-  using Tile = WgradRowsTile;
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kThreads, 1)
+    WgradFilterRowKernel(const __grid_constant__ Params params,
+                         const __grid_constant__ WgradFilterRowMaps maps) {
+  using Tile = typename Tag::Tile;
+  using T = typename ElementOf<Tag::kType>::Type;
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[WgmmaBarriers<Tile>::kCount];
+  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const WgmmaBarriers<Tile> barriers{SharedAddress(barrier_words)};
+  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(barriers.Full(s), 1);
-      BarrierInit(barriers.Empty(s), 1);
-    }
-    BarrierInitFence();
+    barriers.Init(1);
     PrefetchTensorMap(&maps.x);
     PrefetchTensorMap(&maps.dy);
   }
   __syncthreads();
-  // 256 threads of 255 registers fit: nothing to move from the producer to the math.
+  // 256 threads of 255 registers fit: the producer has none to give to the consumers.
   if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 0) {
-    if (threadIdx.x == 0) ProduceWgradRows(params, maps, ring, barriers);
+    if (threadIdx.x == 0) ProduceWgradFilterRows(params, maps, ring, barriers);
   } else {
-    ConsumeWgradRows<T>(params, ring, barriers);
+    ConsumeWgradFilterRows<T, Tile, typename Tag::Epilogue>(params, ring, barriers);
   }
 }
 
-inline Status EncodeWgradRowsMaps(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
-                                  DType dtype, WgradRowsMaps* maps) {
-  const WgmmaPhase& phase = params.phase[0];
-  DenseTensor x;
-  x.dtype = dtype;
-  x.address = operands.a;
-  x.rank = params.rank + 2;
-  x.extent[0] = operands.a_channels;
-  for (int axis = 0; axis < params.rank; ++axis) x.extent[axis + 1] = operands.a_extent[axis];
-  x.extent[params.rank + 1] = operands.a_images;
-  const int32_t span = (std::min<int32_t>(phase.taps[0], kWgradRowTaps) - 1) * phase.offset_step[0];
-  JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(x, phase.lower, operands.a_upper[0], params.src_step,
-                                          kWgradRowsPixels + span, &maps->x));
-  DenseTensor dy = x;
-  dy.address = operands.b;
-  dy.extent[0] = operands.b_columns;
-  for (int axis = 0; axis < params.rank; ++axis) dy.extent[axis + 1] = operands.b_extent[axis];
-  const int32_t lower[3] = {}, upper[3] = {operands.b_upper}, step[3] = {1, 1, 1};
-  return EncodeIm2colMap(dy, lower, upper, step, kWgradRowsPixels, &maps->dy);
-}
+template <Op kOp, DType kType_, int kStages>
+struct WgradFilterRow : WgradFilterRowTile<kStages> {
+  static_assert(kOp == Op::kWgrad);
+  static constexpr DType kType = kType_;
+  using Tile = WgradFilterRowTile<kStages>;
+  using Epilogue = PlainEpilogue;
 
-template <DType kType>
-Status LaunchWgmmaWgradRows(const IgemmWgmmaParams& params, const WgmmaOperands& operands,
-                            void* stream) {
-  using T = typename ElementOf<kType>::Type;
-  WgradRowsMaps maps{};
-  JAXCONV_RETURN_IF_ERROR(EncodeWgradRowsMaps(params, operands, kType, &maps));
-  int sm_count = 0;
-  JAXCONV_RETURN_IF_ERROR(CountMultiprocessors(&sm_count));
-  OverlappingLaunch launch;
-  launch.grid = std::min(params.tiles, sm_count);
-  launch.threads = WgradRowsTile::kThreads;
-  launch.shared_bytes = WgradRowsTile::kSharedBytes;
-  launch.overlaps = false;
-  return Launch(WgmmaWgradRows<T>, launch, stream, params, maps);
-}
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    return LaunchWithMaps<WgradFilterRowKernel<Tag>, Tag, WgradFilterRowMaps>(
+        plan, operands, stream, /*overlaps=*/false,
+        [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
+           WgradFilterRowMaps* maps) {
+          const ResidueClass& of = params.residue_class[0];
+          DenseTensor x;
+          x.dtype = kType;
+          x.address = a;
+          x.rank = params.rank + 2;
+          x.extent[0] = launch.a_channels;
+          for (int axis = 0; axis < params.rank; ++axis) {
+            x.extent[axis + 1] = launch.a_extent[axis];
+          }
+          x.extent[params.rank + 1] = launch.a_images;
+          const int32_t span =
+              (std::min<int32_t>(of.taps[0], kWgradRowTaps) - 1) * of.offset_step[0];
+          JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(x, of.lower, launch.a_upper[0], params.src_step,
+                                                  kWgradRowPixels + span, &maps->x));
+          DenseTensor dy = x;
+          dy.address = b;
+          dy.extent[0] = launch.b_columns;
+          for (int axis = 0; axis < params.rank; ++axis) {
+            dy.extent[axis + 1] = launch.b_extent[axis];
+          }
+          const int32_t lower[3] = {}, upper[3] = {launch.b_upper}, step[3] = {1, 1, 1};
+          return EncodeIm2colMap(dy, lower, upper, step, kWgradRowPixels, &maps->dy);
+        });
+  }
+};
 
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wgmma
 
-#endif  // JAXCONV_CUDA_KERNELS_IGEMM_WGMMA_WGRAD_SM90_CUH_
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_FILTER_ROW_SM90_CUH_

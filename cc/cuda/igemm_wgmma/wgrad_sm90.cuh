@@ -2,10 +2,10 @@
 //
 //     rows = channel blocks under taps, columns = K / groups, reduction = output pixels
 //
-// A tile's rows are kTileM / 64 boxes out of the list of taps x channel blocks of 64 channels, so that
-// a tile may span taps. A k-block is 64 output pixels: of each box the pixels of x under its tap, by
-// im2col, and of dy the tile's columns. Both operands are MN-major: a row of shared memory is 64
-// channels of one pixel.
+// A tile's rows are kTileM / 64 boxes out of the list of taps x channel blocks of 64 channels, so
+// that a tile may span taps. A k-block is 64 output pixels: of each box the pixels of x under its
+// tap, by im2col, and of dy the tile's columns. Both operands are MN-major: a row of shared memory
+// is 64 channels of one pixel.
 //
 //     128 x 256           dy: 4 boxes of 64 of K
 //     x: tap t, block b   | consumer 0 |
@@ -15,8 +15,9 @@
 // kernel. Consumers, shared memory and registers are those of cooperative_sm90.cuh and
 // pingpong_sm90.cuh.
 //
-// Refused, with a reason: lhs_dilation; batched filters over pixels that are not a multiple of 64 (the
-// last k-block would read another batch's pixels); channels whose pitch is not a multiple of 16 bytes.
+// Refused, with a reason: lhs_dilation; batched filters over pixels that are not a multiple of 64
+// (the last k-block would read another batch's pixels); channels whose pitch is not a multiple of
+// 16 bytes.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_SM90_CUH_
 

@@ -1,0 +1,263 @@
+// igemm_wgmma, pointwise: 1x1 convolutions, which memory bounds; two consumer warpgroups in
+// pingpong (sm_90a). The map from convolution to GEMM is that of cooperative_sm90.cuh; a stride is
+// TMA's.
+//
+// The filter's k-blocks for a CTA's range of output channels stay in shared memory (all but
+// 128x128): L2 then delivers activations alone. Tiles may be scheduled dynamically, by an atomic
+// counter for each range, because SMs progress at different speeds:
+//
+//     producer    asks for the next tile's index while it loads a tile, writes the index beside
+//                 the stage at which the tile begins, and past the last tile params.tiles
+//     consumers   read it there, by turns; the one that meets the end tells the other
+//
+// Shared memory of 64x256: 8 stages of 8 KB, 4 k-blocks of 32 KB of the filter, 32 KB of staging;
+// c128 (at most 128 input channels): 16 stages, 2 k-blocks; 256x64 swap-AB: 4 stages of 32 KB, 4
+// k-blocks of 8 KB, 64 KB of staging, a tile of each consumer, which TMA stores; 128x128: 6 stages
+// of (16 + 16) KB, 32 KB. Registers: producer 40, consumers 232.
+//
+// Full(s), Empty(s), named barriers: as in pingpong_sm90.cuh. Stationary(k): k-block k of the
+// filter has arrived, waited for in a consumer's first tile. Refused, beside what
+// cooperative_sm90.cuh refuses: filters of more than one tap, strided dgrad; where the filter
+// stays, filters that do not fit, groups, batches.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/tensor_map.h"
+#include "cuda/igemm_wgmma/launch_sm90.cuh"
+#include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// Behind the barriers: for each stage the tile that begins there, and whether all tiles have ended.
+//
+// The order of the accesses to a stage's word: the producer writes it after its wait for Empty(s)
+// and before its arrival at Full(s); consumers read it after their wait for Full(s) and before
+// their arrival at Empty(s). An arrival at an mbarrier has release semantics and a wait acquire
+// semantics at CTA scope, so every write happens before the reads of its round, and after the reads
+// of the round before. compute-sanitizer's racecheck reports the accesses as hazards
+// all the same.
+template <class Tile>
+struct PointwiseBarriers : Barriers<Tile> {
+  using Barriers<Tile>::kCount;
+  static constexpr int kWords = kCount + Tile::kStages / 2 + 1;
+  __device__ __forceinline__ uint32_t TileAt(uint32_t stage) const {
+    return this->first + kCount * 8 + stage * 4;
+  }
+  __device__ __forceinline__ uint32_t Ended() const { return TileAt(Tile::kStages); }
+};
+
+// The producer's next tile: round-robin, or the next of the CTA's range that no CTA has taken. A
+// stationary filter keeps a CTA to its range.
+template <class Tile>
+struct TileOrder {
+  int32_t index = blockIdx.x;
+  int32_t next = 0, turn = 0;
+
+  // An atomic takes a microsecond, so it is issued while a tile is loaded, and not before the
+  // kernel in front has ended, which resets the counters.
+  __device__ __forceinline__ void Ask(const Params& params) {
+    if (params.counters == nullptr) {
+      next = blockIdx.x + ++turn * gridDim.x;
+      return;
+    }
+    const int32_t ranges = Tile::kStationary > 0 ? params.n_tiles.divisor : 1;
+    const int32_t range = blockIdx.x % ranges;
+    next = gridDim.x + range + atomicAdd(params.counters + range, 1) * ranges;
+  }
+  __device__ __forceinline__ void Next() { index = next; }
+};
+
+// The producer, one thread.
+template <Op kOp, typename T, class Tile>
+__device__ __forceinline__ void ProducePointwise(const Params& params, const Maps& maps,
+                                                 uint32_t ring,
+                                                 const PointwiseBarriers<Tile>& barriers) {
+  RingPlace<Tile::kStages> stage;
+  for (TileOrder<Tile> order; order.index < params.tiles; order.Next()) {
+    const int32_t index = order.index;
+    const TilePlace place(params, index);
+    ProducedTile<kOp, T, Tile> tile(params, maps, place);
+    if (index == blockIdx.x) tile.Prefetch();
+    // So late, because nothing before reads what the kernel in front may write.
+    WaitForPrecedingGrids();
+    order.Ask(params);
+    for (int32_t i = 0; i < tile.k_blocks; ++i) {
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      if (i == 0) StoreWord(barriers.TileAt(stage.slot), index);
+      BarrierArriveExpect(barrier,
+                          Tile::kBytesA + (Tile::kStationary > 0 ? 0 : tile.boxes * kBoxBytes));
+      tile.LoadA(shared, barrier);
+      stage.Next();
+      if constexpr (Tile::kStationary == 0) {
+        tile.LoadB(shared + Tile::kBytesA, barrier);
+      } else if (index == blockIdx.x) {
+        // The grid is a multiple of n_tiles: all tiles of a CTA have the same columns. There is one
+        // tap; the loop keeps the compiler from making two copies of the k-block loop around it.
+        for (int32_t t = 0; t < tile.of.taps[0]; ++t) {
+          const uint32_t at = i * tile.of.taps[0] + t;
+          BarrierArriveExpect(barriers.Stationary(at), tile.boxes * kBoxBytes);
+          tile.LoadB(ring + Tile::kFilterAt + at * Tile::kBytesB, barriers.Stationary(at), t);
+        }
+      }
+      tile.k_block.Next(tile.of);
+    }
+  }
+  BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+  StoreWord(barriers.TileAt(stage.slot), params.tiles);
+  BarrierArrive(barriers.Full(stage.slot));
+}
+
+// A consumer warpgroup: all tiles have the same number of k-blocks. A tile's index is read before
+// the product that gives its stage back.
+template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, int kWarpgroup>
+__device__ __forceinline__ void ConsumePointwise(const Params& params, const Maps& maps,
+                                                 uint32_t ring,
+                                                 const PointwiseBarriers<Tile>& barriers) {
+  constexpr bool kBoxes = Tile::kSwapAb && Epilogue::kPlain;  // 16-bit tiles stored by TMA
+  const ResidueClass& of = params.residue_class[0];
+  const int32_t k_blocks = of.k_blocks;
+  RingPlace<Tile::kStages> stage;
+  if (kWarpgroup == 1) {
+    NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
+    stage.Skip(k_blocks);
+  }
+  for (bool first = true;; first = false) {
+    NamedBarrierSync(1 + kWarpgroup, 256);
+    if (LoadWord(barriers.Ended()) != 0) break;
+    BarrierWait(barriers.Full(stage.slot), stage.parity);
+    const int32_t index = __shfl_sync(0xffffffff, LoadWord(barriers.TileAt(stage.slot)), 0);
+    if (index >= params.tiles) {
+      if (threadIdx.x % 128 == 0) StoreWord(barriers.Ended(), 1);
+      NamedBarrierArrive(2 - kWarpgroup, 256);
+      break;
+    }
+    typename Tile::Accumulators acc;
+    uint32_t last = 0;
+    for (int32_t i = 0; i < k_blocks; ++i) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t a = ring + stage.slot * Tile::kStageBytes;
+      uint32_t b = a + Tile::kBytesA;
+      if constexpr (Tile::kStationary > 0) {
+        if (first) BarrierWait(barriers.Stationary(i), 0);
+        b = ring + Tile::kFilterAt + i * Tile::kBytesB;
+      }
+      Tile::template Multiply<T, false, kMnMajorFilter<kOp, T>>(acc, a, b, i > 0);
+      WgmmaWait<1>();
+      if (i > 0 && threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(last));
+      last = stage.slot;
+      stage.Next();
+    }
+    NamedBarrierArrive(2 - kWarpgroup, 256);
+    WgmmaWait<0>();
+    if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(last));
+    const TilePlace place(params, index);
+    const Epilogue epilogue(params.epilogue);
+    if constexpr (Tile::kSwapAb) {
+      const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
+      if (kBoxes && !params.out_is_f32) {
+        StoreSwapAbBoxes<3 + kWarpgroup, T>(acc.of, staging, &maps.out, place.n_tile * 64,
+                                            place.m_tile * Tile::kTileM);
+        FinishTile<Tile>(params, place, of, epilogue);
+      } else {
+        StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue);
+      }
+    } else {
+      StoreTile<kOp, T, Tile, kWholeRows>(
+          params, place, of, acc, place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
+          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes, epilogue);
+    }
+    stage.Skip(k_blocks);
+  }
+  if constexpr (kBoxes) WaitForStoresToRead();
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kThreads, 1)
+    PointwiseKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
+  using Tile = typename Tag::Tile;
+  using T = typename ElementOf<Tag::kType>::Type;
+  using Epilogue = typename Tag::Epilogue;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  __shared__ __align__(8) uint64_t barrier_words[PointwiseBarriers<Tile>::kWords];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const PointwiseBarriers<Tile> barriers{SharedAddress(barrier_words)};
+  if (threadIdx.x == 0) {
+    barriers.Init(1);
+    StoreWord(barriers.Ended(), 0);
+    PrefetchTensorMap(&maps.a[0]);
+    PrefetchTensorMap(&maps.b);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
+      ProducePointwise<Tag::kOp, T>(params, maps, ring, barriers);
+    }
+  } else {
+    RaiseRegisters<Tile::kConsumerRegisters>();
+    WaitForInputs();
+    if (warpgroup == 1) {
+      ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, 0>(params, maps, ring,
+                                                                        barriers);
+    } else {
+      ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, 1>(params, maps, ring,
+                                                                        barriers);
+    }
+  }
+}
+
+// kWholeRows: results are stored in whole rows of 256 columns, where a k-block or two are all there
+// is.
+template <Op kOp_, DType kType_, class Tile_, bool kWholeRows_>
+struct PointwiseForm : Tile_ {
+  static constexpr Op kOp = kOp_;
+  static constexpr DType kType = kType_;
+  static constexpr bool kWholeRows = kWholeRows_;
+  using Tile = Tile_;
+  using Epilogue = PlainEpilogue;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    return LaunchWithMaps<PointwiseKernel<Tag>, Tag, Maps>(
+        plan, operands, stream, /*overlaps=*/true,
+        [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
+           Maps* maps) {
+          JAXCONV_RETURN_IF_ERROR(EncodeActivations(launch, kType, a, Tile::kPixels, maps));
+          if (Tile::kSwapAb && !params.out_is_f32) {
+            DenseTensor out;
+            out.dtype = kType;
+            out.rank = 2;
+            out.address = params.out;
+            out.extent[0] = params.gemm_n;
+            out.extent[1] = params.residue_class[0].rows;
+            const int32_t box[2] = {kKBlockChannels<typename ElementOf<kType>::Type>,
+                                    kStoredPixels};
+            JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, box, &maps->out));
+          }
+          return EncodeFilter(launch, kType, b, maps);
+        });
+  }
+};
+
+template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStationary, bool kWholeRows>
+struct Pointwise
+    : PointwiseForm<kOp, kType, WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, kStationary>,
+                    kWholeRows> {};
+
+template <Op kOp, DType kType, int kPixels, int kStages, int kStationary>
+struct PointwiseSwapAb
+    : PointwiseForm<kOp, kType, SwapAbTile<kPixels, kStages, false, 0, kStationary, 8192>, false> {
+};
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
