@@ -70,11 +70,13 @@ function(jaxconv_cuda_instances family)
   set(JAXCONV_CUDA_SM90_SOURCES "${JAXCONV_CUDA_SM90_SOURCES}" PARENT_SCOPE)
 endfunction()
 
-# The slow ones first.
-jaxconv_cuda_instances(igemm_wmma)
-jaxconv_cuda_instances(igemm_simt)
-jaxconv_cuda_instances(igemm_wgmma)
-jaxconv_cuda_instances(few_channels)
+set(families "${PROJECT_SOURCE_DIR}/cc/cuda/families.def")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${families}")
+file(STRINGS "${families}" families REGEX "^#define JAXCONV_FAMILY ")
+foreach(family IN LISTS families)
+  string(REPLACE "#define JAXCONV_FAMILY " "" family "${family}")
+  jaxconv_cuda_instances(${family})
+endforeach()
 
 # Everything else.
 file(GLOB_RECURSE sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/cc/cuda/*.cc"

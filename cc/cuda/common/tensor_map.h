@@ -1,4 +1,4 @@
-// Tensor maps of the copy engine, encoded on the host by the driver.
+// Tensor maps for TMA, encoded on the host by the driver.
 #ifndef JAXCONV_CUDA_COMMON_TENSOR_MAP_H_
 #define JAXCONV_CUDA_COMMON_TENSOR_MAP_H_
 
@@ -11,9 +11,9 @@
 
 namespace jaxconv {
 
-// A tensor of up to five dimensions, innermost first, dense unless strides are given. float32
-// elements are rounded to TF32 on their way, to the nearest, ties to even: what wgmma alone would
-// cut off, with a bias.
+// A tensor of up to five dimensions, innermost first, dense unless strides are given.
+// TMA rounds float32 elements to TF32, to the nearest, ties to even; wgmma alone would truncate them,
+// which biases the sums.
 struct DenseTensor {
   DType dtype = DType::kBF16;
   int rank = 0;
@@ -22,7 +22,7 @@ struct DenseTensor {
   int64_t stride[5] = {};  // elements, of every dimension but the innermost; 0: dense
 };
 
-// Boxes of `box` elements, lines of 128 bytes swizzled, zeros outside. Takes about 0.1 us.
+// Boxes of `box` elements, rows of 128 bytes swizzled, zeros outside. Takes about 0.1 us.
 Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap* map);
 
 // Columns of `pixels` pixels by 128 bytes of channels, walked in steps of `step` inside the corners

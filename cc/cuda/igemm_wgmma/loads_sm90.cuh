@@ -6,7 +6,7 @@
 
 #include "cuda/igemm_wgmma/params.h"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
-#include "cuda/ptx/tensor_copy_sm90.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {
 

@@ -43,7 +43,7 @@
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/shared_memory.cuh"
-#include "cuda/ptx/tensor_copy_sm90.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {

@@ -1,13 +1,13 @@
 // wgmma: a warpgroup multiplies 64 x 32 bytes by 32 bytes x N out of shared memory (sm_90a): 16 of
 // the reduction in 16-bit types, 8 of float32, of which TF32's 19 bits are read.
 //
-// Both operands lie as the copy engine's 128-byte swizzle leaves them, 64 elements of 16 bits or 32
-// of 32 bits a line. Of 32-bit elements the lines must run along the reduction (K-major).
+// Both operands lie in rows of 128 bytes, 64 elements of 16 bits or 32 of 32 bits, as TMA's 128-byte
+// swizzle stores them. Rows of 32-bit elements must run along the reduction (K-major).
 // Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride offset / 16 in 32-45,
 // layout 1 (128-byte swizzle) in 62-63; buffers start at multiples of 1024 bytes.
-//     K-major     a line is 128 bytes of the reduction; 8 lines are 1024 bytes (the stride
+//     K-major     a row is 128 bytes of the reduction; 8 rows are 1024 bytes (the stride
 //                 offset); the next instruction's 32 bytes are 32 bytes on
-//     MN-major    a line is 64 columns; 8 lines (8 of the reduction) are 1024 bytes (the stride
+//     MN-major    a row is 64 columns; 8 rows (8 of the reduction) are 1024 bytes (the stride
 //                 offset), the next 64 columns lie a leading offset on, the next 16 of the
 //                 reduction 2048 bytes on
 // Accumulators: warp w of the warpgroup has rows 16 w..; with lane = 4 g + t, d[4 j] and d[4 j + 1]

@@ -1,14 +1,14 @@
 // cp.async.bulk.tensor: boxes of a tensor -> shared memory, and back (sm_90). One thread issues;
 // the bytes of a load arrive at an mbarrier. Coordinates and offsets run innermost first.
 //
-// cp.async.bulk.prefetch.tensor: the same boxes -> L2 and no further, for a copy to come. Nothing
-// is read as far as the program can tell, so others may be writing there.
+// cp.async.bulk.prefetch.tensor: the same boxes -> L2 and no further. The program sees no read, so
+// other threads may be writing there.
 //
-// im2col: the box's pixels are walked from (w, h, d, n) on inside the corners of the map, and each
-// is displaced by the offsets, the filter tap. A base w, h or d outside the corners faults; an
+// im2col: the box's pixels start at (w, h, d, n) and advance inside the corners of the map; the
+// offsets, a filter tap, displace each of them. A base w, h or d outside the corners faults; an
 // image past the last gives zeros.
-#ifndef JAXCONV_CUDA_PTX_TENSOR_COPY_SM90_CUH_
-#define JAXCONV_CUDA_PTX_TENSOR_COPY_SM90_CUH_
+#ifndef JAXCONV_CUDA_PTX_TMA_SM90_CUH_
+#define JAXCONV_CUDA_PTX_TMA_SM90_CUH_
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -141,4 +141,4 @@ __device__ __forceinline__ void WaitForStoresToRead() {
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_PTX_TENSOR_COPY_SM90_CUH_
+#endif  // JAXCONV_CUDA_PTX_TMA_SM90_CUH_
