@@ -1,137 +1,21 @@
-// What igemm_wgmma hands to its kernel, carried out on the CPU by the rules of the copy engine:
-// every box of pixels, tap and row of the output against the definition of the convolution. This
-// file supplies the launches.
-#include "cuda/kernels/igemm_wgmma.h"
-
+// What igemm_wgmma plans, carried out on the CPU by the rules of TMA: every box of pixels, tap and
+// row of the output against the definition of the convolution. Works on the plan's parameter block,
+// without CUDA.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cc/naive_conv.h"
-#include "cuda/kernels/filter_transpose.h"
-#include "cuda/kernels/igemm_simt.h"
+#include "cuda/igemm_wgmma/geometry.h"
+#include "cuda/igemm_wgmma/params.h"
+#include "cuda/igemm_wgmma/plan.h"
 
-namespace jaxconv {
-
-IgemmWgmmaParams launched;
-WgmmaOperands operands;
-Op launched_op;
-
-template <Op kOp, DType kType, WgmmaTileId kTile>
-Status LaunchIgemmWgmma(const IgemmWgmmaParams& params, const WgmmaOperands& of, void*) {
-  launched = params;
-  launched_op = kOp;
-  operands = of;
-  return {};
-}
-#define JAXCONV_STUB(op, type, tile)                                        \
-  template Status LaunchIgemmWgmma<Op::op, DType::type, WgmmaTileId::tile>( \
-      const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-#define JAXCONV_STUB_TYPES(tile)    \
-  JAXCONV_STUB(kFprop, kBF16, tile) \
-  JAXCONV_STUB(kFprop, kF16, tile)  \
-  JAXCONV_STUB(kFprop, kF32, tile)  \
-  JAXCONV_STUB(kDgrad, kBF16, tile) \
-  JAXCONV_STUB(kDgrad, kF16, tile)  \
-  JAXCONV_STUB(kDgrad, kF32, tile)
-#define JAXCONV_STUB_WGRAD(tile) JAXCONV_STUB(kWgrad, kBF16, tile) JAXCONV_STUB(kWgrad, kF16, tile)
-JAXCONV_STUB_TYPES(k128x256)
-JAXCONV_STUB_TYPES(k256x128)
-JAXCONV_STUB_TYPES(k128x320)
-JAXCONV_STUB_TYPES(k128x192)
-JAXCONV_STUB_TYPES(k192x128)
-JAXCONV_STUB_TYPES(k128x128)
-JAXCONV_STUB_TYPES(k128x128Pingpong)
-JAXCONV_STUB_TYPES(k192x128Pingpong)
-JAXCONV_STUB_TYPES(k128x64Pingpong)
-JAXCONV_STUB_TYPES(k128x128PingpongRows)
-JAXCONV_STUB_TYPES(k256x64Columns)
-JAXCONV_STUB_TYPES(k256x64ColumnsRows)
-JAXCONV_STUB_TYPES(k224x64ColumnsRows)
-JAXCONV_STUB_TYPES(k192x64ColumnsResident)
-JAXCONV_STUB_TYPES(k128x64ColumnsResident)
-JAXCONV_STUB_TYPES(k64x256PingpongOneTap)
-JAXCONV_STUB_TYPES(k64x256PingpongOneTapC128)
-JAXCONV_STUB_TYPES(k128x128PingpongOneTap)
-JAXCONV_STUB_TYPES(k256x64ColumnsOneTap)
-JAXCONV_STUB_TYPES(k128x64PingpongResidentF32)
-JAXCONV_STUB_WGRAD(k128x256)
-JAXCONV_STUB_WGRAD(k256x128)
-JAXCONV_STUB_WGRAD(k128x320)
-JAXCONV_STUB_WGRAD(k128x192)
-JAXCONV_STUB_WGRAD(k192x128)
-JAXCONV_STUB_WGRAD(k128x128)
-JAXCONV_STUB_WGRAD(k128x128Pingpong)
-JAXCONV_STUB_WGRAD(k128x64Pingpong)
-JAXCONV_STUB(kWgrad, kF32, k128x256Mma)
-JAXCONV_STUB(kWgrad, kF32, k256x128Mma)
-JAXCONV_STUB(kWgrad, kF32, k128x64Mma)
-#undef JAXCONV_STUB_TYPES
-#undef JAXCONV_STUB_WGRAD
-#undef JAXCONV_STUB
-template <DType kType>
-Status LaunchWgmmaWgradRows(const IgemmWgmmaParams& params, const WgmmaOperands& of, void*) {
-  launched = params;
-  operands = of;
-  return {};
-}
-template Status LaunchWgmmaWgradRows<DType::kBF16>(const IgemmWgmmaParams&, const WgmmaOperands&,
-                                                   void*);
-template Status LaunchWgmmaWgradRows<DType::kF16>(const IgemmWgmmaParams&, const WgmmaOperands&,
-                                                  void*);
-
-template <Op kOp, DType kType, WgmmaTileId kTile>
-Status LaunchIgemmWgmmaCluster(const IgemmWgmmaParams& params, const WgmmaOperands& of, void*) {
-  launched = params;
-  operands = of;
-  return {};
-}
-#define JAXCONV_STUB(op, type)                                                              \
-  template Status LaunchIgemmWgmmaCluster<Op::op, DType::type, WgmmaTileId::k64x64Cluster>( \
-      const IgemmWgmmaParams&, const WgmmaOperands&, void*);
-JAXCONV_STUB(kFprop, kBF16)
-JAXCONV_STUB(kFprop, kF16)
-JAXCONV_STUB(kDgrad, kBF16)
-JAXCONV_STUB(kDgrad, kF16)
-#undef JAXCONV_STUB
-
-template <Op kOp, DType kType>
-Status LaunchIgemmSimt(SimtTileId, const IgemmParams&, int64_t, void*) {
-  return {};
-}
-#define JAXCONV_STUB(op)                                                                    \
-  template Status LaunchIgemmSimt<op, DType::kF32>(SimtTileId, const IgemmParams&, int64_t, \
-                                                   void*);                                  \
-  template Status LaunchIgemmSimt<op, DType::kF16>(SimtTileId, const IgemmParams&, int64_t, \
-                                                   void*);                                  \
-  template Status LaunchIgemmSimt<op, DType::kBF16>(SimtTileId, const IgemmParams&, int64_t, void*)
-JAXCONV_STUB(Op::kFprop);
-JAXCONV_STUB(Op::kDgrad);
-JAXCONV_STUB(Op::kWgrad);
-#undef JAXCONV_STUB
-Status LaunchSplitkReduce(const float*, int64_t, int64_t, void*, DType, void*) { return {}; }
-
-// The matrices that the last launch had transposed; none: 0.
-int64_t transposed, transposed_rows, transposed_columns;
-Status LaunchFilterTranspose(const void*, int64_t matrices, int64_t rows, int64_t columns, void*,
-                             void*) {
-  transposed = matrices;
-  transposed_rows = rows;
-  transposed_columns = columns;
-  return {};
-}
-
-// The counters that the last launch had cleared; none: null.
-int32_t* cleared;
-Status LaunchWgmmaDrawReset(int32_t* drawn, void*) {
-  cleared = drawn;
-  return {};
-}
-
+namespace jaxconv::igemm_wgmma {
 namespace {
 
 int failures = 0;
@@ -140,96 +24,130 @@ void Fail(const ConvProblem& problem, const std::string& what) {
   if (++failures < 20) std::printf("FAIL %s: %s\n", problem.ToString().c_str(), what.c_str());
 }
 
-// The kernel's sums, one output element at a time.
-std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::vector<double>& lhs,
-                             const std::vector<double>& rhs) {
-  const IgemmWgmmaParams& p = launched;
+const Gpu& H200() {
+  static const Gpu gpu = [] {
+    Gpu model;
+    if (!ModelOf("h200", &model)) std::printf("FAIL: no model of an H200\n"), ++failures;
+    return model;
+  }();
+  return gpu;
+}
+
+// The first instance of the operation whose name contains `part`.
+const KernelDesc& KernelNamed(Op op, const std::string& part) {
+  for (const KernelDesc& kernel : Kernels()) {
+    if (kernel.op == op && std::string(kernel.name).find(part) != std::string::npos) return kernel;
+  }
+  std::printf("FAIL: no kernel '%s'\n", part.c_str());
+  ++failures;
+  return Kernels()[0];
+}
+
+Status PlanOf(const KernelDesc& kernel, const ConvProblem& problem, Plan* plan,
+              int64_t slices = 1) {
+  return kernel.plan(kernel, problem, H200(), slices, plan);
+}
+
+bool Accepts(const KernelDesc& kernel, const ConvProblem& problem) {
+  Plan plan;
+  return PlanOf(kernel, problem, &plan).ok();
+}
+
+// The rules of the im2col walk of one axis: base pixels lie inside the box, which holds as many of
+// them as the walk has, and offsets are not negative.
+void CheckBox(const ConvProblem& problem, const LaunchParams& launch, int index) {
+  const Params& p = launch.kernel;
+  const ResidueClass& of = p.residue_class[index];
+  for (int i = 0; i < p.rank; ++i) {
+    const int64_t end = launch.a_extent[i] + launch.a_upper[index][i];
+    const int64_t last = of.lower[i] + int64_t{of.count[i].divisor - 1} * p.src_step[i];
+    if (last >= end) Fail(problem, "a base pixel outside the box");
+    if ((end - of.lower[i] + p.src_step[i] - 1) / p.src_step[i] != int64_t{of.count[i].divisor}) {
+      Fail(problem, "the box holds another number of pixels than the residue class");
+    }
+    if (of.lower[i] > 0) Fail(problem, "the box begins inside the tensor");
+    if (of.offset0[i] + std::min(0, (of.taps[i] - 1) * of.offset_step[i]) < 0) {
+      Fail(problem, "a negative offset");
+    }
+  }
+}
+
+// fprop and dgrad: the kernel's sums, one output element at a time.
+std::vector<double> CarryOut(const ConvProblem& problem, const Plan& plan, bool filter_row,
+                             const std::vector<double>& lhs, const std::vector<double>& rhs) {
+  const auto& launch = plan.As<LaunchParams>();
+  const Params& p = launch.kernel;
   const bool dgrad = problem.op == Op::kDgrad;
   const int64_t channels = dgrad ? problem.k_per_group() : problem.c_per_group();
-  const int64_t results = dgrad ? problem.x_elements() : problem.y_elements();
-  const bool strided = operands.b_row_stride > 0;
-  const int64_t row_stride = strided ? operands.b_row_stride : operands.b_columns;
-  const int64_t tap_stride = strided ? operands.b_tap_stride : operands.b_rows * operands.b_columns;
-  std::vector<double> out(results, NAN);
+  const bool strided = launch.b_row_stride > 0;
+  const int64_t row_stride = strided ? launch.b_row_stride : launch.b_columns;
+  const int64_t tap_stride = strided ? launch.b_tap_stride : launch.b_rows * launch.b_columns;
+  std::vector<double> out(launch.output_elements, NAN);
+  for (int q = 0; q < p.residue_classes; ++q) CheckBox(problem, launch, q);
   for (int64_t batch = 0; batch < problem.batch; ++batch) {
-    for (int q = 0; q < p.phases; ++q) {
-      const WgmmaPhase& phase = p.phase[q];
-      for (int32_t row = 0; row < phase.rows; ++row) {
+    for (int q = 0; q < p.residue_classes; ++q) {
+      const ResidueClass& of = p.residue_class[q];
+      const int32_t loads = (filter_row ? 1 : of.taps[0]) * of.taps[1] * of.taps[2] *
+                            static_cast<int32_t>(p.channel_blocks.divisor);
+      if (of.k_blocks != loads && of.channel0 == 0) Fail(problem, "wrong number of k-blocks");
+      for (int32_t row = 0; row < of.rows; ++row) {
         int32_t image = row, j[3];
-        for (int i = 0; i < 3; ++i) phase.count[i].Divmod(image, &image, &j[i]);
-        for (int i = 0; i < 3; ++i) {
-          const int64_t base = phase.lower[i] + int64_t{j[i]} * p.src_step[i];
-          // The copy engine faults on a base outside the box, and drops what lies beyond it.
-          if (p.rank > i &&
-              (base < phase.lower[i] || base >= operands.a_extent[i] + operands.a_upper[q][i])) {
-            Fail(problem, "a base pixel outside the box");
-          }
-          if (p.rank > i) {
-            const int64_t box = operands.a_extent[i] + operands.a_upper[q][i] - phase.lower[i];
-            if ((box + p.src_step[i] - 1) / p.src_step[i] !=
-                static_cast<int64_t>(phase.count[i].divisor)) {
-              Fail(problem, "the box holds another number of pixels than the phase");
-            }
-          }
-        }
+        for (int i = 0; i < 3; ++i) of.count[i].Divmod(image, &image, &j[i]);
         int64_t dst = row;
-        if (!p.dense_rows && j[0] >= phase.width) continue;  // padding of a row, not an output
+        if (!p.dense_rows && j[0] >= of.width) continue;  // padding of a row, not an output
         if (!p.dense_rows) {
           dst = image;
           for (int i = 2; i >= 0; --i) {
-            dst = dst * p.out_extent[i] + phase.phase[i] + int64_t{j[i]} * p.period[i];
+            dst = dst * p.out_extent[i] + of.residue[i] + int64_t{j[i]} * p.period[i];
           }
         }
         for (int64_t group = 0; group < problem.groups; ++group) {
           for (int64_t n = 0; n < p.gemm_n; ++n) {
             double sum = 0;
-            int steps = 0;
-            for (int32_t t2 = 0; t2 < phase.taps[2]; ++t2) {
-              for (int32_t t1 = 0; t1 < phase.taps[1]; ++t1) {
-                for (int32_t t0 = 0; t0 < phase.taps[0]; ++t0) {
-                  if (!rows || t0 == 0) steps += p.slabs.divisor;
+            for (int32_t t2 = 0; t2 < of.taps[2]; ++t2) {
+              for (int32_t t1 = 0; t1 < of.taps[1]; ++t1) {
+                for (int32_t t0 = 0; t0 < of.taps[0]; ++t0) {
                   const int32_t t[3] = {t0, t1, t2};
-                  int64_t src[3], tap = phase.filter0;
-                  // In rows a tap is a pixel of the walk further on, maybe of the next row.
+                  int64_t src[3], tap = of.filter0;
+                  // Filter-row: a tap is a pixel of the walk further on, maybe of the next row.
                   int32_t walked = row, at[3];
-                  if (rows) walked += phase.offset0[0] + t0 * phase.offset_step[0];
-                  if (walked > row + kMaxWgmmaSpan) Fail(problem, "a tap reaches out of the load");
-                  for (int i = 0; i < 3; ++i) phase.count[i].Divmod(walked, &walked, &at[i]);
+                  if (filter_row) walked += of.offset0[0] + t0 * of.offset_step[0];
+                  if (walked > row + kMaxSpan) Fail(problem, "a tap reaches out of the load");
+                  for (int i = 0; i < 3; ++i) of.count[i].Divmod(walked, &walked, &at[i]);
                   const int64_t from = batch * p.images + walked;
-                  bool inside = phase.channel0 == 0 && from < operands.a_images;
+                  bool inside = of.channel0 == 0 && from < launch.a_images;
                   for (int i = 0; i < 3; ++i) {
-                    const int64_t offset = phase.offset0[i] + int64_t{t[i]} * phase.offset_step[i];
-                    if (p.rank > 0 && offset < 0) Fail(problem, "a negative offset");
-                    src[i] = phase.lower[i] + int64_t{at[i]} * p.src_step[i] +
-                             (p.rank == 0 || (rows && i == 0) ? 0 : offset);
-                    tap += int64_t{t[i]} * phase.filter_step[i];
-                    inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
+                    const int64_t offset = of.offset0[i] + int64_t{t[i]} * of.offset_step[i];
+                    src[i] = of.lower[i] + int64_t{at[i]} * p.src_step[i] +
+                             (p.rank == 0 || (filter_row && i == 0) ? 0 : offset);
+                    tap += int64_t{t[i]} * of.filter_step[i];
+                    inside = inside && src[i] >= 0 && src[i] < launch.a_extent[i];
                   }
                   if (!inside) continue;
                   const int64_t pixel =
-                      ((from * operands.a_extent[2] + src[2]) * operands.a_extent[1] + src[1]) *
-                          operands.a_extent[0] +
+                      ((from * launch.a_extent[2] + src[2]) * launch.a_extent[1] + src[1]) *
+                          launch.a_extent[0] +
                       src[0];
                   for (int64_t c = 0; c < channels; ++c) {
-                    // The kernel's lines run along the columns in fprop, else along the reduction.
-                    const bool fprop = launched_op == Op::kFprop;
+                    // fprop's kernel has gemm_n innermost in the filter, or in float32 and in
+                    // dgrad's the reduction.
+                    const bool fprop = plan.kernel->op == Op::kFprop;
                     const int64_t of_n = n + (fprop ? group * p.b_group : 0);
                     const int64_t of_c = c + (fprop ? 0 : group * p.b_group);
-                    const bool column_lines = fprop && problem.w_dtype != DType::kF32;
-                    const int64_t row_b = column_lines ? of_c : of_n;
-                    const int64_t column = column_lines ? of_n : of_c;
-                    if (row_b >= operands.b_rows || column >= operands.b_columns) {
+                    const bool n_innermost = fprop && problem.w_dtype != DType::kF32;
+                    const int64_t row_b = n_innermost ? of_c : of_n;
+                    const int64_t column = n_innermost ? of_n : of_c;
+                    if (row_b >= launch.b_rows || column >= launch.b_columns) {
                       Fail(problem, "a place outside the filter");
                       continue;
                     }
-                    sum += lhs[pixel * operands.a_channels + group * p.a_group + c] *
+                    sum += lhs[pixel * launch.a_channels + group * p.a_group + c] *
                            rhs[(batch * p.filter_taps + tap) * tap_stride + row_b * row_stride +
                                column];
                   }
                 }
               }
             }
-            if (steps != phase.steps && phase.channel0 == 0) Fail(problem, "wrong step count");
             out[batch * p.out_batch + dst * p.out_channels + group * p.out_group + n] = sum;
           }
         }
@@ -239,23 +157,25 @@ std::vector<double> CarryOut(const ConvProblem& problem, bool rows, const std::v
   return out;
 }
 
-// wgrad: rows are taps times slabs of 64 channels (32 in float32), steps are as many pixels.
-std::vector<double> CarryOutWgrad(const ConvProblem& problem, const std::vector<double>& x,
-                                  const std::vector<double>& dy) {
-  const IgemmWgmmaParams& p = launched;
-  const WgmmaPhase& phase = p.phase[0];
-  std::vector<double> out(problem.w_elements(), NAN);
-  const int32_t line = problem.x_dtype == DType::kF32 ? 32 : 64;
-  if (p.steps_per_slice * line < p.pixels) Fail(problem, "the steps do not cover the pixels");
+// wgrad: rows are taps times blocks of 64 channels (32 in float32), k-blocks are as many pixels.
+std::vector<double> CarryOutWgrad(const ConvProblem& problem, const Plan& plan,
+                                  const std::vector<double>& x, const std::vector<double>& dy) {
+  const auto& launch = plan.As<LaunchParams>();
+  const Params& p = launch.kernel;
+  const ResidueClass& of = p.residue_class[0];
+  std::vector<double> out(launch.output_elements, NAN);
+  const auto block = static_cast<int32_t>(KBlockElements(problem.x_dtype));
+  if (of.k_blocks * block < p.pixels) Fail(problem, "the k-blocks do not cover the pixels");
+  CheckBox(problem, launch, 0);
   for (int64_t batch = 0; batch < problem.batch; ++batch) {
-    for (int32_t row = 0; row < phase.rows; ++row) {
-      int32_t tap, slab, t[3];
-      p.slabs.Divmod(row / line, &tap, &slab);
-      const int32_t channel = slab * line + row % line;
+    for (int32_t row = 0; row < of.rows; ++row) {
+      int32_t tap, channel_block, t[3];
+      p.channel_blocks.Divmod(row / block, &tap, &channel_block);
+      const int32_t channel = channel_block * block + row % block;
       if (channel >= p.row_channels) continue;
-      t[0] = tap % phase.taps[0];
-      t[1] = tap / phase.taps[0] % phase.taps[1];
-      t[2] = tap / phase.taps[0] / phase.taps[1];
+      t[0] = tap % of.taps[0];
+      t[1] = tap / of.taps[0] % of.taps[1];
+      t[2] = tap / of.taps[0] / of.taps[1];
       for (int64_t group = 0; group < problem.groups; ++group) {
         for (int64_t n = 0; n < p.gemm_n; ++n) {
           double sum = 0;
@@ -264,20 +184,19 @@ std::vector<double> CarryOutWgrad(const ConvProblem& problem, const std::vector<
             int64_t src[3];
             bool inside = true;
             for (int i = 0; i < 3; ++i) {
-              phase.count[i].Divmod(rest, &rest, &j[i]);
-              src[i] = phase.lower[i] + int64_t{j[i]} * p.src_step[i] + phase.offset0[i] +
-                       int64_t{t[i]} * phase.offset_step[i];
-              inside = inside && src[i] >= 0 && src[i] < operands.a_extent[i];
+              of.count[i].Divmod(rest, &rest, &j[i]);
+              src[i] = of.lower[i] + int64_t{j[i]} * p.src_step[i] + of.offset0[i] +
+                       int64_t{t[i]} * of.offset_step[i];
+              inside = inside && src[i] >= 0 && src[i] < launch.a_extent[i];
             }
             if (!inside) continue;
-            const int64_t from = (((batch * p.images + rest) * operands.a_extent[2] + src[2]) *
-                                      operands.a_extent[1] +
-                                  src[1]) *
-                                     operands.a_extent[0] +
-                                 src[0];
-            sum +=
-                x[from * operands.a_channels + group * p.a_group + channel] *
-                dy[(batch * operands.b_rows + pixel) * operands.b_columns + group * p.b_group + n];
+            const int64_t from =
+                (((batch * p.images + rest) * launch.a_extent[2] + src[2]) * launch.a_extent[1] +
+                 src[1]) *
+                    launch.a_extent[0] +
+                src[0];
+            sum += x[from * launch.a_channels + group * p.a_group + channel] *
+                   dy[(batch * launch.b_rows + pixel) * launch.b_columns + group * p.b_group + n];
           }
           out[batch * p.out_batch + (int64_t{tap} * p.row_channels + channel) * p.out_channels +
               group * p.out_group + n] = sum;
@@ -288,26 +207,34 @@ std::vector<double> CarryOutWgrad(const ConvProblem& problem, const std::vector<
   return out;
 }
 
-// Wgrad in rows, x and dy are walked alike over rows longer than the
-// image's, and of x the taps of a filter row are the same walk, so many pixels further on.
-std::vector<double> CarryOutWgradRows(const ConvProblem& problem, const std::vector<double>& x,
-                                      const std::vector<double>& dy) {
-  const IgemmWgmmaParams& p = launched;
-  const WgmmaPhase& phase = p.phase[0];
-  std::vector<double> out(problem.w_elements(), 0.0);
-  const int32_t width = phase.count[0].divisor;
-  const int32_t image_pixels = width * phase.count[1].divisor * phase.count[2].divisor;
-  if (operands.a_extent[0] + operands.a_upper[0][0] - phase.lower[0] != width ||
-      operands.b_extent[0] + operands.b_upper != width) {
+// wgrad filter-row: x and dy are walked alike over rows longer than the image's, and the taps of a
+// filter row are the same walk of x, so many pixels further on.
+std::vector<double> CarryOutWgradFilterRow(const ConvProblem& problem, const Plan& plan,
+                                           const std::vector<double>& x,
+                                           const std::vector<double>& dy) {
+  const auto& launch = plan.As<LaunchParams>();
+  const Params& p = launch.kernel;
+  const ResidueClass& of = p.residue_class[0];
+  std::vector<double> out(launch.output_elements, 0.0);
+  const auto width = static_cast<int32_t>(of.count[0].divisor);
+  const auto image_pixels = static_cast<int32_t>(width * of.count[1].divisor * of.count[2].divisor);
+  if (launch.a_extent[0] + launch.a_upper[0][0] - of.lower[0] != width ||
+      launch.b_extent[0] + launch.b_upper != width) {
     Fail(problem, "the boxes hold other numbers of pixels than the walk");
   }
-  if (phase.steps * kWgradRowsPixels < p.images * image_pixels)
-    Fail(problem, "the steps miss pixels");
-  // Value of a channel at a place of the walk of x under (t1, t2), or of dy.
+  for (int i = 0; i < p.rank; ++i) {
+    if (of.lower[i] > 0) Fail(problem, "the box begins inside the tensor");
+  }
+  if (of.k_blocks * kWgradRowPixels < p.images * image_pixels) {
+    Fail(problem, "the k-blocks miss pixels");
+  }
+  // The image of a place of the walk, and its coordinates. The kernel counts from an image further
+  // on, so that no index is negative.
   auto place_of = [&](int32_t index, int64_t (&j)[3]) {
     int32_t rest = index + image_pixels, coordinate;
+    if (rest < 0) Fail(problem, "a negative place of the walk");
     for (int i = 0; i < 3; ++i) {
-      phase.count[i].Divmod(rest, &rest, &coordinate);
+      of.count[i].Divmod(rest, &rest, &coordinate);
       j[i] = coordinate;
     }
     return int64_t{rest} - 1;
@@ -315,43 +242,40 @@ std::vector<double> CarryOutWgradRows(const ConvProblem& problem, const std::vec
   auto x_at = [&](int32_t index, int32_t t1, int32_t t2, int64_t channel) {
     int64_t j[3];
     const int64_t image = place_of(index, j);
-    const int64_t w = phase.lower[0] + j[0];
-    const int64_t h =
-        phase.lower[1] + j[1] * p.src_step[1] + phase.offset0[1] + t1 * phase.offset_step[1];
-    const int64_t d =
-        phase.lower[2] + j[2] * p.src_step[2] + phase.offset0[2] + t2 * phase.offset_step[2];
-    if (image < 0 || image >= p.images || w >= operands.a_extent[0] || h < 0 ||
-        h >= operands.a_extent[1] || d < 0 || d >= operands.a_extent[2]) {
+    const int64_t w = of.lower[0] + j[0];
+    const int64_t h = of.lower[1] + j[1] * p.src_step[1] + of.offset0[1] + t1 * of.offset_step[1];
+    const int64_t d = of.lower[2] + j[2] * p.src_step[2] + of.offset0[2] + t2 * of.offset_step[2];
+    if (image < 0 || image >= p.images || w >= launch.a_extent[0] || h < 0 ||
+        h >= launch.a_extent[1] || d < 0 || d >= launch.a_extent[2]) {
       return 0.0;
     }
-    return x[(((image * operands.a_extent[2] + d) * operands.a_extent[1] + h) *
-                  operands.a_extent[0] +
+    return x[(((image * launch.a_extent[2] + d) * launch.a_extent[1] + h) * launch.a_extent[0] +
               w) *
-                 operands.a_channels +
+                 launch.a_channels +
              channel];
   };
   auto dy_at = [&](int32_t index, int64_t k) {
     int64_t j[3];
     const int64_t image = place_of(index, j);
-    if (image >= p.images || j[0] >= operands.b_extent[0]) return 0.0;
-    return dy[(((image * operands.b_extent[2] + j[2]) * operands.b_extent[1] + j[1]) *
-                   operands.b_extent[0] +
+    if (image >= p.images || j[0] >= launch.b_extent[0]) return 0.0;
+    return dy[(((image * launch.b_extent[2] + j[2]) * launch.b_extent[1] + j[1]) *
+                   launch.b_extent[0] +
                j[0]) *
-                  operands.b_columns +
+                  launch.b_columns +
               k];
   };
-  for (int32_t index = 0; index < phase.steps * kWgradRowsPixels; ++index) {
+  for (int32_t index = 0; index < of.k_blocks * kWgradRowPixels; ++index) {
     for (int64_t group = 0; group < problem.groups; ++group) {
       for (int64_t k = 0; k < p.gemm_n; ++k) {
         const double factor = dy_at(index, group * p.b_group + k);
         if (factor == 0) continue;
         for (int32_t tap = 0; tap < p.filter_taps; ++tap) {
-          const int32_t t0 = tap % phase.taps[0], t1 = tap / phase.taps[0] % phase.taps[1];
-          const int32_t t2 = tap / phase.taps[0] / phase.taps[1];
+          const int32_t t0 = tap % of.taps[0], t1 = tap / of.taps[0] % of.taps[1];
+          const int32_t t2 = tap / of.taps[0] / of.taps[1];
           for (int64_t c = 0; c < p.row_channels; ++c) {
             out[(int64_t{tap} * p.row_channels + c) * p.out_channels + group * p.out_group + k] +=
-                factor * x_at(index + phase.offset0[0] + t0 * phase.offset_step[0], t1, t2,
-                              group * p.a_group + c);
+                factor *
+                x_at(index + of.offset0[0] + t0 * of.offset_step[0], t1, t2, group * p.a_group + c);
           }
         }
       }
@@ -360,68 +284,113 @@ std::vector<double> CarryOutWgradRows(const ConvProblem& problem, const std::vec
   return out;
 }
 
-const KernelRow& RowOf(Op op, const std::string& part) {
-  static const std::vector<KernelRow> rows = IgemmWgmmaRows();
-  for (const KernelRow& row : rows) {
-    if (row.op == op && row.name.find(part) != std::string::npos) return row;
+// Tiles, slices and CTAs: they cover the output, and no slice is empty.
+void CheckGrid(const KernelDesc& kernel, const ConvProblem& problem, const Plan& plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  const auto& launch = plan.As<LaunchParams>();
+  const Params& p = launch.kernel;
+  const int64_t n_tiles = p.n_tiles.divisor, m_tiles = p.m_tiles.divisor;
+  int64_t rows = 0, k_blocks = 0;
+  for (int q = 0; q < p.residue_classes; ++q) {
+    rows = std::max<int64_t>(rows, p.residue_class[q].rows);
+    k_blocks = std::max<int64_t>(k_blocks, p.residue_class[q].k_blocks);
   }
-  return rows[0];
+  if (n_tiles != CeilDiv(p.gemm_n, instance.tile_n) || m_tiles != CeilDiv(rows, instance.tile_m) ||
+      p.tiles != n_tiles * m_tiles * p.slices.divisor * problem.groups * problem.batch *
+                     p.residue_classes) {
+    Fail(problem, std::string(kernel.name) + ": the tiles do not cover the output");
+  }
+  const bool cluster = instance.Is(kCluster), wgrad = problem.op == Op::kWgrad;
+  if (cluster ? launch.ctas != p.tiles * plan.slices
+              : launch.ctas < 1 || launch.ctas > std::max<int64_t>(H200().sm_count, n_tiles)) {
+    Fail(problem, std::string(kernel.name) + ": " + std::to_string(launch.ctas) + " CTAs");
+  }
+  if (instance.WeightStationary() && launch.ctas % n_tiles != 0) {
+    Fail(problem, std::string(kernel.name) + ": a CTA meets other columns");
+  }
+  const int64_t slices = p.slices.divisor;
+  const bool full = wgrad && instance.Is(kFilterRow)
+                        ? slices <= k_blocks
+                        : p.k_blocks_per_slice * slices >= k_blocks &&
+                              p.k_blocks_per_slice * (slices - 1) < k_blocks;
+  if (!full) Fail(problem, std::string(kernel.name) + ": an empty slice, or k-blocks left out");
+  const int64_t partial = slices > 1 ? slices * launch.output_elements * 4 : 0;
+  const int64_t transposed = launch.transposes_filter ? problem.w_elements() * 4 : 0;
+  if (p.slice_elements != (slices > 1 ? launch.output_elements : 0) ||
+      launch.partial_offset != transposed || (slices > 1 && p.out_is_f32 != 1) ||
+      plan.workspace_bytes != transposed + partial + (launch.resets_counters ? 64 : 0)) {
+    Fail(problem, std::string(kernel.name) + ": the workspace is not what its parts take");
+  }
 }
 
-void Check(const ConvProblem& problem, bool rows, int* accepted) {
-  const bool wgrad = problem.op == Op::kWgrad;
-  const bool f32 = problem.x_dtype == DType::kF32;
-  if (rows && wgrad && f32) return;  // which has no such rows
-  const KernelRow& row = RowOf(problem.op, !f32    ? !rows   ? "bf16_128x128x64"
-                                                     : wgrad ? "bf16_192x64x128_rows"
-                                                             : "bf16_128x128x64_pingpong_rows"
-                                           : wgrad ? "f32_128x256x32"
-                                           : rows  ? "f32_128x128x32_pingpong_rows"
-                                                   : "f32_128x128x32");
-  if (Status status = row.can_implement(problem); !status.ok()) {
-    if (status.message().empty()) Fail(problem, "refused without a reason");
-    return;
-  }
-  ++*accepted;
-  std::mt19937 random(7);
-  auto draw = [&](int64_t count) {
-    std::vector<double> values(count);
-    for (double& v : values) v = static_cast<int>(random() % 7) - 3;
-    return values;
-  };
-  const bool dgrad = problem.op == Op::kDgrad;
-  const std::vector<double> lhs = draw(dgrad ? problem.y_elements() : problem.x_elements());
-  const std::vector<double> rhs = draw(wgrad ? problem.y_elements() : problem.w_elements());
-  alignas(16) static char buffer[16];
-  KernelArgs args;
-  args.lhs = args.rhs = args.out = args.workspace = buffer;
-  args.workspace_bytes = row.workspace_bytes(problem, 1);
-  transposed = 0;
-  if (Status status = row.launch(problem, args); !status.ok()) {
-    Fail(problem, status.message());
-    return;
-  }
-  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
-  if ((transposed > 0) != (problem.op == Op::kFprop && f32 && !krsc)) {
-    Fail(problem, "TF32 takes the filter of fprop, and no other, transposed");
-  }
-  if (problem.batch > 1 && krsc) Fail(problem, "batched filters accepted as krsc");
-  const std::vector<double> expected = NaiveConv(problem, lhs, rhs);
-  std::vector<double> b = rhs;
-  for (int64_t i = 0; i < transposed; ++i) {
-    for (int64_t r = 0; r < transposed_rows; ++r) {
-      for (int64_t c = 0; c < transposed_columns; ++c) {
-        const int64_t first = i * transposed_rows * transposed_columns;
-        b[first + c * transposed_rows + r] = rhs[first + r * transposed_columns + c];
+// All instances of the operation and type. Their sums differ by the geometry alone, so each geometry
+// is carried out once. `accepted`, `in_filter_row`: geometries that were.
+void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
+  const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
+  std::vector<double> lhs, rhs, expected;
+  std::vector<LaunchParams> carried_out;
+  for (const KernelDesc& kernel : Kernels()) {
+    if (kernel.op != problem.op || kernel.dtype != problem.lhs_dtype()) continue;
+    Plan plan;
+    if (Status status = PlanOf(kernel, problem, &plan); !status.ok()) {
+      if (status.message().empty()) Fail(problem, "refused without a reason");
+      continue;
+    }
+    CheckGrid(kernel, problem, plan);
+    Plan chosen;
+    if (!PlanOf(kernel, problem, &chosen, 0).ok() || !(chosen.microseconds > 0) ||
+        chosen.microseconds > plan.microseconds) {
+      Fail(problem, std::string(kernel.name) + ": slices that are not the best");
+    } else {
+      CheckGrid(kernel, problem, chosen);
+    }
+    const bool filter_row = static_cast<const Instance*>(kernel.instance)->Is(kFilterRow);
+    const auto& launch = plan.As<LaunchParams>();
+    const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
+    if (launch.transposes_filter !=
+        (problem.op == Op::kFprop && kernel.dtype == DType::kF32 && !krsc)) {
+      Fail(problem, "TF32 takes the filter of fprop, and no other, transposed");
+    }
+    if (krsc && (problem.batch > 1 || plan.kernel->op == problem.op)) {
+      Fail(problem, "a filter stored as krsc takes the other operation's kernel, without batches");
+    }
+    // Blank out what tiles alone decide.
+    LaunchParams geometry = launch;
+    geometry.kernel.n_tiles = geometry.kernel.m_tiles = FastDivmod();
+    geometry.kernel.tiles = geometry.ctas = 0;
+    if (std::any_of(carried_out.begin(), carried_out.end(), [&](const LaunchParams& other) {
+          return std::memcmp(&other, &geometry, sizeof(geometry)) == 0;
+        })) {
+      continue;
+    }
+    carried_out.push_back(geometry);
+    ++*(filter_row ? in_filter_row : accepted);
+    if (expected.empty()) {
+      std::mt19937 random(7);
+      auto draw = [&](int64_t count) {
+        std::vector<double> values(count);
+        for (double& v : values) v = static_cast<int>(random() % 7) - 3;
+        return values;
+      };
+      lhs = draw(dgrad ? problem.y_elements() : problem.x_elements());
+      rhs = draw(wgrad ? problem.y_elements() : problem.w_elements());
+      expected = NaiveConv(problem, lhs, rhs);
+    }
+    std::vector<double> b = rhs;
+    if (launch.transposes_filter) {
+      const int64_t rows = launch.b_columns, columns = launch.b_rows;
+      for (int64_t i = 0; i < launch.b_taps; ++i) {
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t c = 0; c < columns; ++c) {
+            b[(i * columns + c) * rows + r] = rhs[(i * rows + r) * columns + c];
+          }
+        }
       }
     }
-  }
-  // With steps of 64 channels, a group of fewer is one step of them and zeros.
-  const std::vector<double> out = !wgrad ? CarryOut(problem, rows, lhs, b)
-                                  : rows ? CarryOutWgradRows(problem, lhs, b)
-                                         : CarryOutWgrad(problem, lhs, b);
-  if (out != expected) {
-    Fail(problem, "differs from the definition");
+    const std::vector<double> out = !wgrad       ? CarryOut(problem, plan, filter_row, lhs, b)
+                                    : filter_row ? CarryOutWgradFilterRow(problem, plan, lhs, b)
+                                                 : CarryOutWgrad(problem, plan, lhs, b);
+    if (out != expected) Fail(problem, std::string(kernel.name) + " differs from the definition");
   }
 }
 
@@ -431,11 +400,11 @@ void CheckRefusals() {
   problem.c = 64;
   problem.k = 64;
   problem.in = problem.out = {1, 56, 56};
-  const KernelRow& row = RowOf(Op::kFprop, "bf16_128x128");
-  if (!row.can_implement(problem).ok()) Fail(problem, "refused");
-  if (row.min_cc != 90 || row.max_cc != 90) Fail(problem, "not of sm_90 alone");
-  auto refused = [&](ConvProblem changed, const char* why) {
-    const Status status = row.can_implement(changed);
+  const KernelDesc& kernel = KernelNamed(Op::kFprop, "bf16_128x128x64_cooperative");
+  if (!Accepts(kernel, problem)) Fail(problem, "refused");
+  auto refused = [&](const ConvProblem& changed, const char* why, int64_t slices = 1) {
+    Plan plan;
+    const Status status = PlanOf(kernel, changed, &plan, slices);
     if (status.ok() || status.message().find(why) == std::string::npos) {
       Fail(changed,
            std::string("expected a refusal with '") + why + "', got '" + status.message() + "'");
@@ -455,36 +424,40 @@ void CheckRefusals() {
   wide.filter[2] = 3;
   wide.dilation[2] = 200;
   wide.pad_lo[2] = wide.pad_hi[2] = 200;
-  refused(wide, "wider than the copy engine's fields");
+  refused(wide, "wider than TMA's fields");
   ConvProblem f32 = problem;
   f32.x_dtype = DType::kF32;
   refused(f32, "expected operands of type bf16");
+  ConvProblem deep = problem;
+  deep.c = 25 * 64;
+  refused(deep, "slices: expected 1 to 6, got 7", 7);
+  refused(deep, "6 slices of 25 k-blocks leave one empty", 6);
   // What x holds at a row's ends meets zeros of dy there, which infinities survive.
   ConvProblem batched = problem;
   batched.op = Op::kWgrad;
   batched.filter[2] = 3;
   batched.pad_lo[2] = batched.pad_hi[2] = 1;
-  const KernelRow& wgrad_rows = RowOf(Op::kWgrad, "bf16_192x64x128_rows");
-  if (!wgrad_rows.can_implement(batched).ok()) Fail(batched, "refused in rows");
+  const KernelDesc& wgrad_filter_row = KernelNamed(Op::kWgrad, "bf16_192x64x128_filter_row");
+  if (!Accepts(wgrad_filter_row, batched)) Fail(batched, "refused in filter-row");
   batched.batch = 2;
-  if (wgrad_rows.can_implement(batched).ok()) Fail(batched, "batched filters accepted in rows");
-  const KernelRow& tf32 = RowOf(Op::kFprop, "f32_128x128");
+  if (Accepts(wgrad_filter_row, batched)) Fail(batched, "batched filters accepted in filter-row");
+  const KernelDesc& tf32 = KernelNamed(Op::kFprop, "f32_128x256");
   f32.w_dtype = f32.y_dtype = DType::kF32;
-  if (!tf32.can_implement(f32).ok()) Fail(f32, "refused");
+  if (!Accepts(tf32, f32)) Fail(f32, "refused");
   for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
     f32.precision = precision;
-    if (tf32.can_implement(f32).ok()) Fail(f32, "accepted, though TF32 is too coarse");
+    if (Accepts(tf32, f32)) Fail(f32, "accepted, though TF32 is too coarse");
   }
   ConvProblem krsc = problem;
   krsc.filter_layout = FilterLayout::kKrsc;
   for (Op op : {Op::kFprop, Op::kDgrad}) {
     krsc.op = op;
-    for (const KernelRow& any : IgemmWgmmaRows()) {
-      if (any.op != op || any.name.find("bf16") == std::string::npos) continue;
-      // What takes the problem takes it with either layout.
+    for (const KernelDesc& any : Kernels()) {
+      if (any.op != op || any.dtype != DType::kBF16) continue;
+      // An instance takes the problem with either layout or with none.
       ConvProblem rsck = krsc;
       rsck.filter_layout = FilterLayout::kRsck;
-      if (any.can_implement(krsc).ok() != any.can_implement(rsck).ok()) Fail(krsc, any.name);
+      if (Accepts(any, krsc) != Accepts(any, rsck)) Fail(krsc, any.name);
     }
   }
   krsc.op = Op::kFprop;
@@ -499,21 +472,42 @@ void CheckRefusals() {
   krsc.pad_lo[2] = krsc.pad_hi[2] = 1;
   for (auto [k, taken] : {std::pair{64, true}, {40, true}, {32, false}}) {
     krsc.k = k;
-    const Status status = RowOf(Op::kDgrad, "bf16_128x128").can_implement(krsc);
-    if (status.ok() != taken) Fail(krsc, "K where the last step's rows are few");
+    if (Accepts(KernelNamed(Op::kDgrad, "bf16_128x128"), krsc) != taken) {
+      Fail(krsc, "K where the last k-block's rows are few");
+    }
   }
-  const KernelRow& resident = RowOf(Op::kFprop, "_resident");
   ConvProblem large = problem;
   large.k = 128;
-  if (resident.can_implement(large).ok()) Fail(large, "a filter too large to reside was accepted");
+  large.filter[2] = 3;
+  large.pad_lo[2] = large.pad_hi[2] = 1;
+  if (Accepts(KernelNamed(Op::kFprop, "_swap_ab_weight_stationary"), large)) {
+    Fail(large, "a filter too large to stay was accepted");
+  }
 }
 
-// Tiles are drawn, with counters that are cleared before, where memory is the limit and there are
-// many.
-void CheckDrawn() {
-  alignas(16) static char buffer[16];
-  for (const char* part : {"bf16_64x256x64_pingpong_one_tap_c128", "bf16_256x64x64_columns_one_tap",
-                           "bf16_128x128x64_pingpong_one_tap"}) {
+// The name in the table says the tile that the plan cuts, and the k-block.
+void CheckNames() {
+  for (const KernelDesc& kernel : Kernels()) {
+    const auto& instance = *static_cast<const Instance*>(kernel.instance);
+    const bool wgrad_filter_row = kernel.op == Op::kWgrad && instance.Is(kFilterRow);
+    const int64_t k_block =
+        wgrad_filter_row ? int64_t{kWgradRowPixels} : KBlockElements(kernel.dtype);
+    const std::string start = std::string(Name(kernel.op)) + "_igemm_wgmma_" + Name(kernel.dtype) +
+                              "_" + std::to_string(instance.tile_m) + "x" +
+                              std::to_string(instance.tile_n) + "x" + std::to_string(k_block) + "_";
+    if (std::string(kernel.name).compare(0, start.size(), start) != 0 || kernel.min_cc != 90 ||
+        kernel.max_cc != 90) {
+      std::printf("FAIL %s: expected %s..., of sm_90 alone\n", kernel.name, start.c_str());
+      ++failures;
+    }
+  }
+}
+
+// Tiles are scheduled dynamically, with counters that are reset before, where memory is the limit
+// and there are many.
+void CheckDynamic() {
+  for (const char* part : {"bf16_64x256x64_pointwise_c128", "bf16_256x64x64_pointwise_swap_ab",
+                           "bf16_128x128x64_pointwise"}) {
     for (const bool many : {false, true}) {
       for (const int64_t channels : {64, 128, 1024}) {
         ConvProblem problem;
@@ -521,113 +515,128 @@ void CheckDrawn() {
         problem.n = many ? 256 : 64;
         problem.c = problem.k = channels;
         problem.in = problem.out = {1, 56, 56};
-        const KernelRow& row = RowOf(Op::kFprop, part);
-        if (!row.can_implement(problem).ok()) continue;
-        KernelArgs args;
-        args.lhs = args.rhs = args.out = args.workspace = buffer;
-        args.workspace_bytes = row.workspace_bytes(problem, 1);
-        cleared = nullptr;
-        if (!row.launch(problem, args).ok()) Fail(problem, std::string(part) + " is refused");
-        // Many bytes, and few operations a byte.
-        const bool drawn = 2 * problem.x_elements() * 2 >= 200'000'000 && channels < 200;
-        if (drawn != (args.workspace_bytes > 0) || drawn != (launched.drawn != nullptr)) {
-          Fail(problem,
-               std::string(part) + ": drawn where it should not be, or not where it should");
+        Plan plan;
+        if (!PlanOf(KernelNamed(Op::kFprop, part), problem, &plan).ok()) continue;
+        // Many bytes, few operations a byte, and tiles of at least 32 KB.
+        const auto& instance =
+            *static_cast<const Instance*>(KernelNamed(Op::kFprop, part).instance);
+        const int64_t tile_bytes =
+            instance.tile_m * 4 * channels / CeilDiv(channels, instance.tile_n);
+        const bool dynamic = 2 * problem.x_elements() * 2 >= 200'000'000 && channels < 200 &&
+                             tile_bytes >= 32 * 1024;
+        if (dynamic != (plan.workspace_bytes > 0) ||
+            dynamic != plan.As<LaunchParams>().resets_counters) {
+          Fail(problem, std::string(part) +
+                            ": scheduled dynamically where it should not be, or "
+                            "not where it should");
         }
-        if (launched.drawn != cleared) Fail(problem, "counters that nobody clears");
       }
     }
   }
 }
 
-// A cluster's CTAs split every phase's steps without gaps, in no workspace.
+// A cluster's CTAs split every residue class's k-blocks without gaps, in no workspace.
 void CheckCluster(const ConvProblem& problem) {
-  const KernelRow& row = RowOf(problem.op, "bf16_64x64x64_cluster");
-  if (problem.op == Op::kWgrad || !row.can_implement(problem).ok()) return;
-  alignas(16) static char buffer[16];
-  for (int64_t ranks = 1; ranks <= kMaxWgmmaCluster; ++ranks) {
-    KernelArgs args;
-    args.lhs = args.rhs = args.out = buffer;
-    args.slices = ranks;
-    if (row.workspace_bytes(problem, ranks) != 0) Fail(problem, "a cluster with a workspace");
-    if (!row.launch(problem, args).ok()) {
-      if (ranks == 1) Fail(problem, "a cluster of one CTA is refused");
-      break;  // more CTAs than steps
+  const KernelDesc& kernel = KernelNamed(problem.op, "bf16_64x64x64_cluster");
+  for (int64_t ranks = 1; ranks <= kMaxClusterCtas; ++ranks) {
+    Plan plan;
+    if (!PlanOf(kernel, problem, &plan, ranks).ok()) break;  // more CTAs than k-blocks, or refused
+    const Params& p = plan.As<LaunchParams>().kernel;
+    if (p.cluster.divisor != ranks || p.slices.divisor != 1 || p.slice_elements != 0 ||
+        plan.workspace_bytes != 0) {
+      Fail(problem, "the cluster is not the one that was asked for");
     }
-    const IgemmWgmmaParams& p = launched;
-    if (p.cluster.divisor != ranks || p.slices.divisor != 1 || p.slice_elements != 0) {
-      Fail(problem, "the cluster is not what was asked for");
-    }
-    for (int q = 0; q < p.phases; ++q) {
-      const int32_t steps = p.phase[q].steps;
+    for (int q = 0; q < p.residue_classes; ++q) {
+      const int32_t k_blocks = p.residue_class[q].k_blocks;
       int32_t end = 0, longest = 0;
       for (int32_t rank = 0; rank < ranks; ++rank) {
-        const int32_t next = p.cluster.Div((rank + 1) * steps);
+        const int32_t next = p.cluster.Div((rank + 1) * k_blocks);
         longest = std::max(longest, next - end);
         end = next;
       }
-      if (end != steps || longest != (steps + ranks - 1) / ranks) {
+      if (end != k_blocks || longest != (k_blocks + ranks - 1) / ranks) {
         Fail(problem, "the parts of a reduction are uneven");
       }
     }
   }
 }
 
+// Padding wider than the filter, on the near side: the gradient's own padding is negative, and its
+// window begins inside dy. Both gave NaN on an H200.
+void CheckWidePadding() {
+  for (const char* line :
+       {"dgrad bf16:bf16:bf16 default b1 n3 g2 c384 k128 i148 f3 o150 s1 l1 d1 p4_0",
+        "dgrad bf16:bf16:bf16 default b1 n1 g1 c72 k128 i92 f3 o94 s1 l1 d1 p3_1"}) {
+    ConvProblem problem;
+    if (!ConvProblem::Parse(line, &problem).ok()) Fail(problem, "does not parse");
+    int accepted = 0, in_filter_row = 0;
+    Check(problem, &accepted, &in_filter_row);
+    if (accepted == 0 || in_filter_row == 0) Fail(problem, "refused");
+  }
+}
+
 }  // namespace
-}  // namespace jaxconv
+}  // namespace jaxconv::igemm_wgmma
 
 int main() {
-  using jaxconv::ConvProblem;
+  using namespace jaxconv;
   std::mt19937 random(20261120);
   auto draw = [&](int low, int high) {
     return low + static_cast<int>(random() % (high - low + 1));
   };
-  int accepted = 0, accepted_in_rows = 0, accepted_as_krsc = 0, checked = 0;
-  while (checked < 1200) {
+  int accepted = 0, in_filter_row = 0, as_krsc = 0, wide = 0, checked = 0;
+  while (checked < 1800) {
     ConvProblem problem;
-    problem.op = checked % 3 == 0   ? jaxconv::Op::kFprop
-                 : checked % 3 == 1 ? jaxconv::Op::kDgrad
-                                    : jaxconv::Op::kWgrad;
+    problem.op = checked % 3 == 0 ? Op::kFprop : checked % 3 == 1 ? Op::kDgrad : Op::kWgrad;
     const bool f32 = checked / 3 % 2 == 1;
-    problem.x_dtype = problem.w_dtype = problem.y_dtype =
-        f32 ? jaxconv::DType::kF32 : jaxconv::DType::kBF16;
+    problem.x_dtype = problem.w_dtype = problem.y_dtype = f32 ? DType::kF32 : DType::kBF16;
     problem.rank = draw(1, 3);
     problem.batch = draw(1, 2);
     problem.n = draw(1, 2);
     problem.c = f32 ? 4 * draw(1, 10) : 8 * draw(1, 2);
-    problem.k = f32 && problem.op == jaxconv::Op::kWgrad ? 32
-                : f32                                    ? 4 * draw(1, 4)
-                                                         : 8 * draw(1, 2);
+    problem.k = f32 && problem.op == Op::kWgrad ? 32 : f32 ? 4 * draw(1, 4) : 8 * draw(1, 2);
     if (draw(0, 15) == 0) problem.c = problem.k = 128, problem.groups = 2;
     const int largest = problem.rank == 3 || problem.groups > 1 ? 4 : 9;
+    // A third has padding, on either side or both, that is wider than the filter, or negative.
+    const bool is_wide = checked / 6 % 3 == 0;
     for (int a = 3 - problem.rank; a < 3; ++a) {
       problem.in[a] = draw(1, largest);
       problem.filter[a] = draw(1, 3);
-      problem.stride[a] = draw(1, 3);
+      problem.stride[a] = is_wide && draw(0, 1) == 0 ? 1 : draw(1, 3);
       problem.lhs_dilation[a] = draw(0, 3) == 0 ? 2 : 1;
       problem.dilation[a] = draw(1, 3);
-      problem.pad_lo[a] = draw(-2, 4);
-      problem.pad_hi[a] = draw(-2, 4);
-      problem.out[a] = jaxconv::OutputExtent(problem.in[a], problem.filter[a], problem.stride[a],
-                                             problem.lhs_dilation[a], problem.dilation[a],
-                                             problem.pad_lo[a], problem.pad_hi[a]);
+      auto padding = [&]() -> int64_t {
+        if (!is_wide) return draw(-2, 4);
+        const auto reach = static_cast<int>((problem.filter[a] - 1) * problem.dilation[a]);
+        return draw(0, 2) == 0 ? -draw(0, 3) : reach + draw(0, 5);
+      };
+      problem.pad_lo[a] = padding();
+      problem.pad_hi[a] = padding();
+      problem.out[a] =
+          OutputExtent(problem.in[a], problem.filter[a], problem.stride[a], problem.lhs_dilation[a],
+                       problem.dilation[a], problem.pad_lo[a], problem.pad_hi[a]);
     }
     if (!problem.Validate().ok()) continue;  // an empty output
-    jaxconv::Check(problem, false, &accepted);
-    jaxconv::Check(problem, true, &accepted_in_rows);
-    jaxconv::CheckCluster(problem);
     ++checked;
-    if (problem.op == jaxconv::Op::kWgrad || problem.groups > 1 || problem.rank == 3) continue;
-    problem.filter_layout = jaxconv::FilterLayout::kKrsc;
+    const int before = accepted + in_filter_row;
+    igemm_wgmma::Check(problem, &accepted, &in_filter_row);
+    if (is_wide) wide += accepted + in_filter_row - before;
+    if (problem.op == Op::kWgrad) continue;
+    if (!f32) igemm_wgmma::CheckCluster(problem);
+    if (problem.groups > 1 || problem.rank == 3) continue;
+    problem.filter_layout = FilterLayout::kKrsc;
     problem.c = 32 * draw(1, 2);
-    problem.k = problem.op == jaxconv::Op::kDgrad && draw(0, 1) == 0 ? 64 : 8 * draw(1, 3);
-    jaxconv::Check(problem, false, &accepted_as_krsc);
-    jaxconv::Check(problem, true, &accepted_as_krsc);
+    problem.k = problem.op == Op::kDgrad && draw(0, 1) == 0 ? 64 : 8 * draw(1, 3);
+    igemm_wgmma::Check(problem, &as_krsc, &as_krsc);
   }
-  jaxconv::CheckRefusals();
-  jaxconv::CheckDrawn();
-  std::printf("igemm_wgmma_test: %d problems, %d accepted, %d in rows, %d as krsc, %d failures\n",
-              checked, accepted, accepted_in_rows, accepted_as_krsc, jaxconv::failures);
-  return jaxconv::failures != 0 || accepted < 600 || accepted_in_rows < 200 ||
-         accepted_as_krsc < 200;
+  igemm_wgmma::CheckNames();
+  igemm_wgmma::CheckRefusals();
+  igemm_wgmma::CheckDynamic();
+  igemm_wgmma::CheckWidePadding();
+  std::printf(
+      "igemm_wgmma_test: %d problems, %d accepted, %d in filter-row, %d as krsc, %d with "
+      "wide padding, %d failures\n",
+      checked, accepted, in_filter_row, as_krsc, wide, igemm_wgmma::failures);
+  return igemm_wgmma::failures != 0 || accepted < 900 || in_filter_row < 200 || as_krsc < 200 ||
+         wide < 200;
 }

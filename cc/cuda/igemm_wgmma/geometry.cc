@@ -102,9 +102,13 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
     made.residue[i] = on.phase;
     made.taps[i] = empty ? 1 : on.tap_count;
     const int64_t reach = int64_t{made.taps[i] - 1} * axis.src_per_t;
-    const int64_t span = reach < 0 ? -reach : reach;
     const int64_t src0 = empty ? 0 : on.src0;
-    const int64_t lower = src0 + std::min<int64_t>(0, reach);
+    const int64_t nearest = src0 + std::min<int64_t>(0, reach);
+    // The box of base pixels begins in the padding or with the tensor, never inside it: where
+    // padding wider than the filter put its corner inside, and the window reached beyond the far
+    // end too, results of an H200 were NaN. The taps' offsets carry the distance instead.
+    const int64_t lower = std::min<int64_t>(0, nearest);
+    const int64_t span = src0 + std::max<int64_t>(0, reach) - lower;  // of offsets
     int64_t walked = on.dst_count;
     if (i == 0) {
       made.width = on.dst_count;
@@ -130,9 +134,9 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
     const int64_t upper = lower + (walked - 1) * axis.src_per_j + 1 - axis.src_extent;
     launch.a_upper[index][i] = static_cast<int32_t>(upper);
     if (i < problem.rank && !matrix &&
-        (lower < limits.lower || lower > limits.upper || upper < limits.lower ||
-         upper > limits.upper || span > limits.offset)) {
-      return Status::Unimplemented("a window from " + std::to_string(lower) + " to " +
+        (lower < limits.lower || upper < limits.lower || upper > limits.upper ||
+         span > limits.offset)) {
+      return Status::Unimplemented("a window from " + std::to_string(nearest) + " to " +
                                    std::to_string(upper + span) +
                                    " beyond the tensor's end, wider than TMA's fields");
     }
