@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import canonical, compat, partition
-from jaxconv._src.lowering import IM2COL, XLA, families
-from jaxconv._src.spec import Op, dilated_extent, output_extent
-
-Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
-Padding = str | int | Sequence[int | tuple[int, int]]
+from jaxconv._src import arguments, canonical, partition, primitives
+from jaxconv._src.arguments import Algorithm, Padding
+from jaxconv._src.spec import ConvSpec, Op
 
 # Channel-last formats pair with filters (*spatial, C / groups, K), channel-first formats with
 # (K, C / groups, *spatial), as TensorFlow and PyTorch do.
@@ -66,10 +61,12 @@ def conv(
         data_format: "NWC", "NHWC" or "NDHWC" (the default, by the rank of x), or "NCW", "NCHW",
             "NCDHW".
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
-        algorithm: "auto" (selection by predicted cost), a kernel family ("igemm_simt", "onednn"),
-            an instance name, "im2col" for the textbook's windows in a matrix and XLA's matrix
-            product, "xla" for XLA's own convolution, or a mapping with such an entry for some of
-            the directions "fprop", "dgrad" and "wgrad".
+        algorithm: "auto", the kernel that is predicted to be fastest, or XLA's own convolution
+            where that is predicted to be faster than every kernel; "native", the same without
+            XLA as a candidate, which computes only what no kernel accepts; a kernel family
+            ("igemm_simt", "onednn"); an instance name; "im2col", XLA's matrix product of a matrix
+            of all windows; "xla", XLA's own convolution; or a mapping with such an entry for some
+            of the directions "fprop", "dgrad" and "wgrad" (the others are "auto").
         preferred_element_type: dtype of the result; by default that of the operands. int8 operands
             accumulate exactly into int32.
 
@@ -81,7 +78,7 @@ def conv(
         ValueError: ranks, channels, groups, window parameters or format do not fit, or the
             demanded algorithm cannot serve the problem (the message says why, and which can).
     """
-    x, w = _operands("x", x, "w", w)
+    x, w = arguments.operands("x", x, "w", w)
     rank = x.ndim - 2
     if data_format is None:
         if not 1 <= rank <= 3:
@@ -96,19 +93,28 @@ def conv(
         )
     if w.ndim != x.ndim:
         raise ValueError(f"w: expected {x.ndim} dimensions as x has, got shape {w.shape}")
-    return _convolve(
-        x,
-        w,
-        numbers=lax.conv_dimension_numbers(x.shape, w.shape, _FORMATS[data_format]),
-        stride=_per_axis("stride", stride, rank),
-        padding=padding,
+    lhs, rhs, out = lax.conv_dimension_numbers(x.shape, w.shape, _FORMATS[data_format])
+    window = dict(
+        stride=arguments.per_axis("stride", stride, rank),
         lhs_dilation=(1,) * rank,
-        dilation=_per_axis("dilation", dilation, rank),
-        groups=groups,
-        precision=precision,
-        algorithm=algorithm,
-        preferred_element_type=preferred_element_type,
-        names=("x", "w", "groups"),
+        dilation=arguments.per_axis("dilation", dilation, rank),
+        groups=arguments.integer("groups", groups, at_least=1),
+    )
+    spec = ConvSpec(
+        **window,
+        padding=arguments.checked_padding(
+            x, w, (lhs, rhs), padding, ("x", "w", "groups"), **window
+        ),
+        in_spatial=tuple(x.shape[a] for a in lhs[2:]),
+        filter_spatial=tuple(w.shape[a] for a in rhs[2:]),
+        x_axes=(lhs[0], *lhs[2:], lhs[1]),
+        w_axes=(*rhs[2:], rhs[1], rhs[0]),
+        y_axes=(out[0], *out[2:], out[1]),
+        precision=canonical.precision_name(precision),
+        algorithm=arguments.algorithms(algorithm),
+    )
+    return primitives.bind(
+        Op.FPROP, x, w, spec, arguments.result_dtype(x.dtype, preferred_element_type)
     )
 
 
@@ -156,7 +162,9 @@ def conv_general_dilated(
     """
     lhs, rhs, numbers = _lax_operands(lhs, rhs, dimension_numbers)
     rank = lhs.ndim - 2
-    lhs_dilation = _per_axis("lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank)
+    lhs_dilation = arguments.per_axis(
+        "lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank
+    )
     if isinstance(padding, str) and any(d > 1 for d in lhs_dilation):
         raise ValueError(
             f"padding: {padding!r} has no meaning where lhs_dilation is {lhs_dilation}; give pairs "
@@ -166,16 +174,17 @@ def conv_general_dilated(
         lhs,
         rhs,
         numbers=numbers,
-        stride=_per_axis("window_strides", window_strides, rank),
+        stride=arguments.per_axis("window_strides", window_strides, rank),
         padding=padding,
         lhs_dilation=lhs_dilation,
-        dilation=_per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank),
+        dilation=arguments.per_axis(
+            "rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank
+        ),
         groups=feature_group_count,
         batch_groups=batch_group_count,
         precision=precision,
         algorithm=algorithm,
         preferred_element_type=preferred_element_type,
-        names=("lhs", "rhs", "feature_group_count"),
     )
     return partition.with_out_sharding(y, out_sharding)
 
@@ -205,7 +214,8 @@ def conv_transpose(
         strides: n fractional strides: every axis grows by about this factor.
         padding: "SAME" or "VALID", as of the convolution that this one transposes, or n pairs
             (low, high) that pad the dilated input; with ``use_consistent_padding``, the pairs too
-            are the other convolution's, as in PyTorch.
+            are the other convolution's, as in PyTorch. Without it, where every stride is 1, the
+            other names that ``conv_general_dilated`` knows mean what they mean there, as in lax.
         rhs_dilation: n dilations of the filter, default 1.
         dimension_numbers: as in ``conv_general_dilated``, by default channels last: ("NHWC",
             "HWIO", "NHWC") for two spatial axes.
@@ -229,12 +239,13 @@ def conv_transpose(
         dimension_numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
     lhs, rhs, numbers = _lax_operands(lhs, rhs, dimension_numbers)
     rank = lhs.ndim - 2
-    strides = _per_axis("strides", strides, rank)
-    dilation = _per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
+    strides = arguments.per_axis("strides", strides, rank)
+    dilation = arguments.per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
     reach = [
         (rhs.shape[a] - 1) * d + 1 for a, d in zip(numbers.rhs_spec[2:], dilation, strict=True)
     ]
-    if padding in ("SAME", "VALID"):
+    named = isinstance(padding, str)
+    if named and padding in ("SAME", "VALID"):
         pads = []
         for r, s in zip(reach, strides, strict=True):
             if padding == "VALID":
@@ -243,8 +254,10 @@ def conv_transpose(
                 total = r + s - 2
                 low = r - 1 if s > r - 1 else -(-total // 2)
             pads.append((low, total - low))
+    elif named and (use_consistent_padding or any(s != 1 for s in strides)):
+        raise ValueError(f"padding: expected 'SAME', 'VALID' or pairs, got {padding!r}")
     elif use_consistent_padding:
-        pairs = _padding(padding, (0,) * rank, (0,) * rank, strides, dilation)
+        pairs = arguments.padding_pairs(padding, (0,) * rank, (0,) * rank, strides, dilation)
         pads = [(r - 1 - lo, r - 1 - hi) for r, (lo, hi) in zip(reach, pairs, strict=True)]
     else:
         pads = padding
@@ -265,13 +278,12 @@ def conv_transpose(
         precision=precision,
         algorithm=algorithm,
         preferred_element_type=preferred_element_type,
-        names=("lhs", "rhs", "groups"),
     )
 
 
 def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: Any):
     """Checks what lax's own entry points take: operands of any axis order, 0-D and up."""
-    lhs, rhs = _operands("lhs", lhs, "rhs", rhs)
+    lhs, rhs = arguments.operands("lhs", lhs, "rhs", rhs)
     if lhs.ndim != rhs.ndim:
         raise ValueError(f"rhs: expected {lhs.ndim} dimensions as lhs has, got shape {rhs.shape}")
     if lhs.ndim < 2:
@@ -283,68 +295,41 @@ def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: Any):
 
 
 def _convolve(
-    x,
-    w,
+    lhs,
+    rhs,
     *,
     numbers: lax.ConvDimensionNumbers,
     stride: tuple[int, ...],
     padding: Padding,
     lhs_dilation: tuple[int, ...],
     dilation: tuple[int, ...],
-    groups: int,
+    groups: Any,
     precision: Any,
     algorithm: Algorithm,
     preferred_element_type: DTypeLike | None,
-    names: tuple[str, str, str],
-    batch_groups: int = 1,
+    batch_groups: Any = 1,
     transposed: bool = False,
     filter_reversed: bool = False,
 ) -> jax.Array:
-    """Checks what every entry point has in common and binds fprop, or dgrad.
+    """Checks a convolution in lax's form and binds what it is read as, fprop or dgrad.
 
     ``transposed`` asks for dgrad, which is also what a dilated input is read as. With
-    ``filter_reversed``, w is then the filter of the convolution that this one transposes.
+    ``filter_reversed``, rhs is then the filter of the convolution that this one transposes.
     """
-    x_name, w_name, groups_name = names
+    groups = arguments.integer("feature_group_count", groups, at_least=1)
+    batch_groups = arguments.integer("batch_group_count", batch_groups, at_least=1)
+    window = dict(stride=stride, lhs_dilation=lhs_dilation, dilation=dilation)
+    pairs = arguments.checked_padding(
+        lhs,
+        rhs,
+        numbers,
+        padding,
+        ("lhs", "rhs", "feature_group_count"),
+        **window,
+        groups=groups,
+        batch_groups=batch_groups,
+    )
     lhs_spec, rhs_spec, out_spec = numbers
-    in_spatial = tuple(x.shape[a] for a in lhs_spec[2:])
-    filter_spatial = tuple(w.shape[a] for a in rhs_spec[2:])
-    groups = _integer(groups_name, groups, at_least=1)
-    c, c_per_group, k = x.shape[lhs_spec[1]], w.shape[rhs_spec[1]], w.shape[rhs_spec[0]]
-    if c % groups or k % groups:
-        raise ValueError(
-            f"{groups_name}: {groups} does not divide the {c} input channels of {x_name} "
-            f"{x.shape} and the {k} output channels of {w_name} {w.shape}"
-        )
-    if c_per_group != c // groups:
-        raise ValueError(
-            f"{w_name}: expected {c // groups} input channels per group ({x_name} has {c}, "
-            f"{groups_name} is {groups}), got {c_per_group} in shape {w.shape}"
-        )
-    n, batch_groups = x.shape[lhs_spec[0]], _integer("batch_group_count", batch_groups, at_least=1)
-    if n % batch_groups or k % batch_groups:
-        raise ValueError(
-            f"batch_group_count: {batch_groups} does not divide the batch {n} of {x_name} and the "
-            f"{k} output channels of {w_name}"
-        )
-    if batch_groups > 1 and groups > 1:
-        raise ValueError(
-            f"batch_group_count: {batch_groups} together with {groups_name} {groups}; at most one "
-            "may exceed 1"
-        )
-    for name, values in (
-        ("stride", stride),
-        ("lhs dilation", lhs_dilation),
-        ("dilation", dilation),
-    ):
-        if any(v < 1 for v in values):
-            raise ValueError(f"{name}: expected at least 1 on every axis, got {values}")
-    pairs = _padding(padding, in_spatial, filter_spatial, stride, dilation)
-    for extent, ld, (lo, hi) in zip(in_spatial, lhs_dilation, pairs, strict=True):
-        dilated = dilated_extent(extent, ld)
-        if dilated + lo + hi < 0:
-            raise ValueError(f"padding: {(lo, hi)} crops more than {dilated}, all of {x_name}")
-    out_dtype = _result_dtype(x.dtype, preferred_element_type)
     convolution = canonical.LaxConvolution(
         window_strides=stride,
         padding=pairs,
@@ -356,127 +341,13 @@ def _convolve(
         feature_group_count=groups,
         batch_group_count=batch_groups,
         precision=canonical.precision_name(precision),
-        algorithm=_algorithm(algorithm),
+        algorithm=arguments.algorithms(algorithm),
     )
-    window = zip(in_spatial, filter_spatial, stride, lhs_dilation, dilation, pairs, strict=True)
-    out_spatial = [output_extent(i, r, s, ld, d, lo, hi) for i, r, s, ld, d, (lo, hi) in window]
-    out_shape = [0] * x.ndim
-    for axis, extent in zip(out_spec, (n // batch_groups, k, *out_spatial), strict=True):
-        out_shape[axis] = extent
+    out_dtype = arguments.result_dtype(lhs.dtype, preferred_element_type)
+    out_shape = convolution.out_shape(lhs.shape, rhs.shape)
     transposed |= any(d > 1 for d in lhs_dilation) and all(s == 1 for s in stride)
-    if 0 in (*x.shape, *w.shape, *out_shape):
+    if 0 in (*lhs.shape, *rhs.shape, *out_shape):
         transposed = False  # dgrad's padding is not defined, and the result is empty or zero
     op = Op.DGRAD if transposed else Op.FPROP
-    reading = canonical.read(convolution, op, x.shape, w.shape, out_shape)
-    return reading.apply(x, w, out_dtype, filter_reversed=filter_reversed)
-
-
-def _operands(x_name: str, x: ArrayLike, w_name: str, w: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    if x.dtype != w.dtype:
-        raise TypeError(
-            f"{w_name}: expected the dtype of {x_name}, {x.dtype.name}, got {w.dtype.name}"
-        )
-    return x, w
-
-
-def _integer(name: str, value: Any, at_least: int | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
-    if at_least is not None and number < at_least:
-        raise ValueError(f"{name}: expected at least {at_least}, got {number}")
-    return number
-
-
-def _per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name}: expected integers, got {value!r}")
-    if not isinstance(value, Sequence) and np.ndim(value) == 0:
-        return (_integer(name, value),) * rank
-    values = tuple(_integer(name, v) for v in value)
-    if len(values) != rank:
-        raise ValueError(f"{name}: expected one number or {rank}, got {values}")
-    return values
-
-
-def _padding(
-    padding: Padding,
-    in_spatial: tuple[int, ...],
-    filter_spatial: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> tuple[tuple[int, int], ...]:
-    """Every form of padding as pairs (low, high), one per spatial axis."""
-    rank = len(in_spatial)
-    if isinstance(padding, str):
-        name = padding.upper()
-        if name == "VALID":
-            return ((0, 0),) * rank
-        if name not in ("SAME", "SAME_LOWER"):
-            raise ValueError(
-                "padding: expected 'SAME', 'SAME_LOWER', 'VALID', a number or pairs, "
-                f"got {padding!r}"
-            )
-        pairs = []
-        for i, r, s, d in zip(in_spatial, filter_spatial, stride, dilation, strict=True):
-            # ceil(i / s) outputs; an odd rest goes to the high side, for SAME_LOWER to the low one
-            reach = (r - 1) * d + 1 if r else 0
-            total = max(0, (-(-i // s) - 1) * s + reach - i)
-            less, more = total // 2, total - total // 2
-            pairs.append((less, more) if name == "SAME" else (more, less))
-        return tuple(pairs)
-    if not isinstance(padding, Sequence) and np.ndim(padding) == 0:
-        padding = (_integer("padding", padding),) * rank
-    entries = list(padding)
-    if len(entries) != rank:
-        raise ValueError(f"padding: expected {rank} entries, one per axis, got {padding!r}")
-    pairs = []
-    for entry in entries:
-        if np.ndim(entry) == 0:
-            entry = (entry, entry)
-        if len(entry) != 2:
-            raise ValueError(f"padding: expected a pair (low, high), got {entry!r}")
-        pairs.append((_integer("padding", entry[0]), _integer("padding", entry[1])))
-    return tuple(pairs)
-
-
-def _result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
-    """The dtype of the result: what lax allows, which is to widen, and integers to floats."""
-    if preferred is None:
-        return np.dtype(operand)
-    result = jax.dtypes.canonicalize_dtype(preferred)
-    try:
-        compat.validate_preferred_element_type(operand, result)
-    except TypeError as error:
-        raise TypeError(
-            f"preferred_element_type: {result.name} for operands of {operand.name}: {error}"
-        ) from error
-    return np.dtype(result)
-
-
-def _algorithm(algorithm: Algorithm) -> tuple[str, str, str]:
-    """The demand for each direction, its names checked against this build."""
-    directions = [op.value for op in Op]
-    if isinstance(algorithm, str):
-        chosen = dict.fromkeys(directions, algorithm)
-    elif isinstance(algorithm, Mapping):
-        unknown = set(algorithm) - set(directions)
-        if unknown:
-            raise ValueError(
-                f"algorithm: expected the keys {', '.join(directions)}, got {sorted(unknown)}"
-            )
-        chosen = {**dict.fromkeys(directions, "auto"), **algorithm}
-    else:
-        raise TypeError(f"algorithm: expected a string or a mapping, got {algorithm!r}")
-    for name in chosen.values():
-        if name in ("auto", XLA, IM2COL):
-            continue
-        known = {family for names in families().values() for family in names}
-        if not any(family == name or f"_{family}_" in name for family in known):
-            raise ValueError(
-                f"algorithm: {name!r} is not in this build; expected 'auto', 'xla', 'im2col', "
-                f"{', '.join(sorted(known)) or '(no kernels built)'} or an instance name"
-            )
-    return tuple(chosen[d] for d in directions)
+    reading = canonical.read(convolution, op, lhs.shape, rhs.shape, out_shape)
+    return reading.apply(lhs, rhs, out_dtype, filter_reversed=filter_reversed)

@@ -1,4 +1,4 @@
-"""``explain``: which kernel every convolution of a program takes, and why the others refused."""
+"""``explain``: which kernel each convolution of a program takes, or why it is left to XLA."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
 from jaxconv._src import compat, lax_lowering, lowering, record
-from jaxconv._src.primitives import PRIMITIVES
 from jaxconv._src.record import Convolution as Convolution
 
 
@@ -36,12 +34,16 @@ class Explanation:
         return sum(c.count for c in self.convolutions if c.instance is not None)
 
     def __str__(self) -> str:
-        """The table, one line for each convolution, and the reasons of those left to XLA."""
+        """The table, one line for each convolution, and the reasons of those left to XLA.
+
+        "us" and "XLA us" are the predicted times of the fastest kernel and of XLA's convolution in
+        microseconds, "-" where there is no prediction.
+        """
         total = sum(c.count for c in self.convolutions)
         if not total:
             return "no convolutions"
-        header = ("count", "op", "operands", "result", "precision", "kernel", "workspace MB")
-        rows = [(*header, "GFLOP", "MB", "source")]
+        header = ("count", "op", "operands", "result", "precision", "kernel", "us", "XLA us")
+        rows = [(*header, "workspace MB", "GFLOP", "MB", "source")]
         for c in self.convolutions:
             rows.append(
                 (
@@ -51,6 +53,8 @@ class Explanation:
                     c.result,
                     c.precision,
                     (c.instance or "XLA") + (" (krsc)" if c.problem.endswith(" krsc") else ""),
+                    _predicted(c.microseconds),
+                    _predicted(c.xla_microseconds),
                     f"{c.workspace_bytes / 1e6:.3g}",
                     _scaled(c.flops, 1e9),
                     _scaled(c.bytes, 1e6),
@@ -76,6 +80,10 @@ class Explanation:
         for (kernel, reason), numbers in reasons.items():
             lines.append(f"  row {', '.join(map(str, numbers))}: {kernel}: {reason}")
         return "\n".join(lines)
+
+
+def _predicted(microseconds: float) -> str:
+    return f"{microseconds:.1f}" if microseconds else "-"
 
 
 def _scaled(number: Any, unit: float) -> str:
@@ -142,9 +150,8 @@ def explain(fun: Callable, *args: Any, platform: str | None = None, **kwargs: An
         return fun(*args, **kwargs)
 
     traced = jax.jit(fresh).trace(*args, **kwargs)
-    primitives = (*PRIMITIVES.values(), lax.conv_general_dilated_p)
     options = {} if platform is None else {"lowering_platforms": (platform,)}
-    with compat.lowered_one_by_one(primitives), record.recording(tagged=True) as found:
+    with record.recording(tagged=True) as found:
         lowered = traced.lower(**options)
     counts = _occurrences(lowered.compiler_ir())
     return Explanation(

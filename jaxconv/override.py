@@ -7,7 +7,7 @@ import contextlib
 from jaxconv._src import compat, lax_lowering, lowering
 
 
-def install() -> None:
+def install(*, algorithm: str = "auto") -> None:
     """Computes every ``jax.lax`` convolution of this process with this library's kernels.
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
@@ -16,30 +16,50 @@ def install() -> None:
     stays XLA's (``jaxconv.explain`` says which and why).
 
     The setting is part of JAX's cache keys: functions compiled before are compiled again when next
-    called. May be called any number of times, from any thread.
+    called. May be called any number of times, from any thread; the last call counts.
+
+    Args:
+        algorithm: "auto" leaves a convolution to XLA also where XLA's own is predicted to be
+            faster than every kernel; "native" only where no kernel accepts it. The convolutions of
+            ``jaxconv.conv`` and its like have an argument of their own for this.
+
+    Raises:
+        ValueError: ``algorithm`` is another one.
     """
+    _check(algorithm)
     lax_lowering.register()
-    compat.set_global(lowering.override_in_force, True)
+    compat.set_global(lowering.override_in_force, algorithm)
 
 
 def uninstall() -> None:
     """Undoes ``install``: convolutions compiled from now on are XLA's again."""
-    compat.set_global(lowering.override_in_force, False)
+    compat.set_global(lowering.override_in_force, None)
 
 
 @contextlib.contextmanager
-def override(enabled: bool = True):
+def override(enabled: bool = True, *, algorithm: str = "auto"):
     """Like ``install``, for the calling thread and the body of a ``with`` statement.
 
         with jaxconv.override():
             y = model(x)
 
     What counts is where a function is called (or lowered), not where it was defined or wrapped in
-    ``jit``. Nests; ``override(False)`` leaves convolutions to XLA inside an installed program.
+    ``jit``. Nests, and the innermost counts: ``override(False)`` leaves convolutions to XLA inside
+    an installed program.
 
     Args:
         enabled: whether lax convolutions go to our kernels meanwhile.
+        algorithm: "auto" or "native", as in ``install``.
+
+    Raises:
+        ValueError: ``algorithm`` is another one.
     """
+    _check(algorithm)
     lax_lowering.register()
-    with lowering.override_in_force(enabled):
+    with lowering.override_in_force(algorithm if enabled else None):
         yield
+
+
+def _check(algorithm: str) -> None:
+    if algorithm not in (lowering.AUTO, lowering.NATIVE):
+        raise ValueError(f"algorithm: expected 'auto' or 'native', got {algorithm!r}")

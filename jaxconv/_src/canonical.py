@@ -28,7 +28,15 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import compat, partition, primitives
-from jaxconv._src.spec import ConvSpec, Op, Pairs, Sizes, dilated_extents, fitting_padding
+from jaxconv._src.spec import (
+    ConvSpec,
+    Op,
+    Pairs,
+    Sizes,
+    dilated_extents,
+    fitting_padding,
+    output_extent,
+)
 
 
 def precision_name(precision: Any) -> str:
@@ -81,6 +89,28 @@ class LaxConvolution:
             rhs_spec=insert(self.rhs_spec),
             out_spec=insert(self.out_spec),
         )
+
+    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the result, as lax infers it."""
+        spatial = (
+            output_extent(lhs_shape[i], rhs_shape[r], s, ld, d, lo, hi)
+            for i, r, s, ld, d, (lo, hi) in zip(
+                self.lhs_spec[2:],
+                self.rhs_spec[2:],
+                self.window_strides,
+                self.lhs_dilation,
+                self.rhs_dilation,
+                self.padding,
+                strict=True,
+            )
+        )
+        n = lhs_shape[self.lhs_spec[0]] // self.batch_group_count
+        shape = [0] * len(lhs_shape)
+        for axis, extent in zip(
+            self.out_spec, (n, rhs_shape[self.rhs_spec[0]], *spatial), strict=True
+        ):
+            shape[axis] = extent
+        return tuple(shape)
 
     @property
     def group_axes(self) -> tuple[int, int, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import dtypes as _dtypes
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
@@ -20,6 +23,25 @@ canonicalize_precision = _lax.canonicalize_precision
 
 # Which dtypes of a result lax allows for which dtype of the operands; a TypeError for the others.
 validate_preferred_element_type = _lax._validate_preferred_element_type
+
+# The dtype that a dtype argument means, by the user's setting for 64-bit types.
+canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype
+
+
+@functools.cache
+def wider_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """A dtype that holds the values of both, whatever promotion the user allows implicitly."""
+    a, b = np.dtype(a), np.dtype(b)
+    if a == b:
+        return a
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            return np.dtype(jnp.promote_types(a, b))
+    except _dtypes.TypePromotionError:  # numbers of 8 and fewer bits promote to nothing
+        if a.itemsize == b.itemsize and jnp.issubdtype(b, jnp.floating):
+            return np.dtype(np.float32)
+        return max(b, a, key=lambda dtype: dtype.itemsize)
+
 
 # Evaluates a primitive outside jit by compiling it alone.
 apply_primitive = _dispatch.apply_primitive
@@ -66,17 +88,6 @@ def lowering_rule(primitive, platform: str):
     """The lowering rule of a primitive on a platform."""
     entry = _mlir._platform_specific_lowerings[platform].get(primitive)
     return (entry or _mlir._lowerings[primitive]).rule
-
-
-@contextlib.contextmanager
-def lowered_one_by_one(primitives):
-    """Lowers every use of these primitives by itself, where JAX would reuse an identical one's."""
-    added = set(primitives) - _mlir._uncacheable_primitives
-    _mlir._uncacheable_primitives.update(added)
-    try:
-        yield
-    finally:
-        _mlir._uncacheable_primitives.difference_update(added)
 
 
 # --- sharding ---

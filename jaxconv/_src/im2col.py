@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxconv._src import compat
 from jaxconv._src.spec import ConvSpec, Op, Sizes
 from jaxconv._src.xla import PRECISION
 
@@ -32,8 +33,9 @@ def columns_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> int:
 
 
 def _sum_dtype(dtype) -> np.dtype:
-    """Products of 16-bit numbers are added in float32, those of 8-bit integers in int32."""
-    wide = {1: jnp.int32} if jnp.issubdtype(dtype, jnp.integer) else {2: jnp.float32}
+    """Products of 8- and 16-bit floats are added in float32, those of 8-bit integers in int32."""
+    integers = jnp.issubdtype(dtype, jnp.integer)
+    wide = {1: jnp.int32} if integers else {1: jnp.float32, 2: jnp.float32}
     return np.dtype(wide.get(np.dtype(dtype).itemsize, dtype))
 
 
@@ -68,6 +70,9 @@ def convolve(
 ) -> jax.Array:
     """Computes ``op``; operands and result as the primitive's."""
     lhs_role, rhs_role, out_role = op.roles
+    sizes = spec.sizes(op, lhs.shape, rhs.shape)
+    if sizes.empty or spec.crops_everything:
+        return jnp.zeros(spec.shape(out_role, sizes), out_dtype)
 
     def one(a, b):
         return _convolve(op, a, b, spec, out_dtype)
@@ -80,7 +85,7 @@ def convolve(
 def _convolve(op: Op, lhs, rhs, spec: ConvSpec, out_dtype):
     """One convolution on arrays in the canonical order of axes."""
     groups, precision = spec.groups, PRECISION[spec.precision]
-    sums = jnp.promote_types(_sum_dtype(lhs.dtype), out_dtype)
+    sums = compat.wider_dtype(_sum_dtype(lhs.dtype), out_dtype)
 
     def grouped(array, axis):
         """Splits the channels, the axis counted from the end, into (groups, rest)."""

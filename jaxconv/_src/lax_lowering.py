@@ -13,13 +13,14 @@ import functools
 import logging
 import math
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxconv._src import canonical, compat, lowering, record
-from jaxconv._src.native import Refusal
+from jaxconv._src import canonical, compat, lowering, partition, record
+from jaxconv._src.native import Selection
 from jaxconv._src.spec import Op
 from jaxconv._src.spec import flops as flops_of
 
@@ -27,6 +28,7 @@ _log = logging.getLogger("jaxconv")
 
 
 def conv_parameters(
+    algorithm: str = lowering.AUTO,
     *,
     window_strides,
     padding,
@@ -50,6 +52,7 @@ def conv_parameters(
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
         precision=canonical.precision_name(precision),
+        algorithm=(algorithm,) * len(Op),
     )
 
 
@@ -126,32 +129,41 @@ def _outside(ctx) -> str:
     return ""
 
 
-def _select(platform: str, reading: canonical.Reading, dtypes, select=lowering.select):
-    return select(platform, reading.op, reading.spec, reading.sizes, *dtypes)
+def _taken(
+    platform: str, candidates: Sequence[canonical.Reading], *dtypes: np.dtype
+) -> tuple[canonical.Reading | None, Selection]:
+    """The first reading that a kernel accepts, if need be on an input dilated and cropped before.
 
-
-def _taken(platform: str, candidates, dtypes) -> canonical.Reading | None:
-    """The first reading that a kernel takes, if need be on an input dilated and cropped before."""
+    Returns:
+        The reading and its selection; None and the reasons where no kernel accepts any, or where
+        XLA's convolution is predicted to be faster than the first that one accepts.
+    """
+    found = []
     for select in lowering.select, lowering.select_explicit:
         for reading in candidates:
-            if _select(platform, reading, dtypes, select)[0].instance is not None:
-                return reading
-    return None
+            chosen, _ = select(platform, reading.op, reading.spec, reading.sizes, *dtypes)
+            if chosen.instance is not None:
+                return reading, chosen
+            if chosen.xla_is_faster:
+                return None, chosen
+            found.append(chosen)
+    return None, found[0]
 
 
 def lower(platform: str, original, ctx, lhs, rhs, **params):
     """Lowers a lax convolution: through our primitives, or by ``original``, lax's own rule."""
     (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     is_complex = np.issubdtype(out_aval.dtype, np.complexfloating)
-    if is_complex or not (lowering.override_in_force.value or record.wanted()):
+    algorithm = lowering.override_in_force.value
+    if is_complex or not (algorithm or record.wanted()):
         return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
     reading = None
 
-    def leave(refusals):
+    def leave(chosen: Selection):
         """Leaves the convolution to lax, and says why."""
         op = reading.op.value if reading else Op.FPROP.value
-        reasons = lowering.reasons(refusals)
-        if lowering.override_in_force.value:
+        if algorithm:
+            reasons = lowering.reasons(chosen.refusals)
             _log.info("%s (lax's) on %s goes to XLA: %s", op, platform, reasons)
         if reading:
             precision, flops = reading.spec.precision, flops_of(reading.spec, reading.sizes)
@@ -159,11 +171,11 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
             taps = math.prod(rhs_aval.shape[a] for a in params["dimension_numbers"].rhs_spec[1:])
             precision, flops = "default", 2 * out_aval.size * taps
         results = original(ctx, lhs, rhs, **params)
-        return record.emit(ctx, op, "", precision, platform, flops, results, refusals=refusals)
+        return record.emit(ctx, op, "", precision, platform, flops, chosen, results)
 
     if reason := _outside(ctx):
-        return leave((Refusal("jaxconv", reason),))
-    conv = conv_parameters(**params)
+        return leave(lowering.refused(reason))
+    conv = conv_parameters(algorithm or lowering.AUTO, **params)
     given_filter = _unreversed(rhs, conv.rhs_spec[2:])
     candidates = canonical.readings(
         conv,
@@ -174,19 +186,25 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         filter_reversed=given_filter is not None,
     )
     reading = candidates[0]
-    if not lowering.override_in_force.value:
+    if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
-        return leave((Refusal("jaxconv", reason),))
-    dtypes = lhs_aval.dtype, out_aval.dtype
-    taken = _taken(platform, candidates, dtypes)
+        return leave(lowering.refused(reason))
+    taken, chosen = _taken(platform, candidates, lhs_aval.dtype, out_aval.dtype)
     if taken is None:
-        return leave(_select(platform, reading, dtypes)[0].refusals)
+        return leave(chosen)
     take_filter = taken.op is Op.DGRAD and given_filter is not None
-    apply = functools.partial(taken.apply, out_dtype=out_aval.dtype, filter_reversed=take_filter)
-    with record.located(ctx):
-        return mlir.lower_fun(apply, multiple_results=False)(
-            ctx, lhs, given_filter if take_filter else rhs
-        )
+
+    def apply(lhs, rhs):
+        out = taken.apply(lhs, rhs, out_aval.dtype, filter_reversed=take_filter)
+        return partition.like(out, out_aval)
+
+    try:
+        with record.located(ctx):
+            return mlir.lower_fun(apply, multiple_results=False)(
+                ctx, lhs, given_filter if take_filter else rhs
+            )
+    except compat.ShardingTypeError as error:  # lax has rules for explicit meshes that we lack
+        return leave(lowering.refused(str(error)))
 
 
 _registering = threading.Lock()

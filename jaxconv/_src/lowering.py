@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.interpreters import mlir
 from jaxconv._src import im2col, native, partition, record, xla
 from jaxconv._src.spec import (
     DTYPE_NAMES,
+    EXPLICIT_GROWTH,
     ConvSpec,
     Op,
     Sizes,
@@ -27,19 +29,26 @@ from jaxconv._src.spec import (
 
 PLATFORMS = ("cpu", "cuda")
 
+# The fastest by prediction: of the kernels and XLA's own convolution, and of the kernels alone.
+AUTO, NATIVE = "auto", "native"
+
 # Not an algorithm of ours: the caller asks for XLA's own convolution.
 XLA = "xla"
 
 # The textbook algorithm, written in JAX: needs no kernel and runs on every platform.
 IM2COL = "im2col"
 
+# The demands that every convolution can meet.
+UNCONDITIONAL = (AUTO, NATIVE, XLA, IM2COL)
+
 # Said of a convolution that has nothing to compute.
 EMPTY = "a tensor has no elements"
 CROPPED = "negative padding crops the whole input"
 
-# Whether the lowering of lax's convolution is ours: a global value, and one of each thread. JAX has
-# both in the keys of its caches: nothing compiled under one value is reused under the other.
-override_in_force = jax.make_user_context(False)
+# The algorithm of lax's convolutions, None where they stay lax's: a global value, and one of each
+# thread. JAX has both in the keys of its caches: nothing compiled under one value is reused under
+# another.
+override_in_force = jax.make_user_context(None)
 
 _log = logging.getLogger("jaxconv")
 
@@ -58,6 +67,11 @@ def families() -> dict[str, tuple[str, ...]]:
     }
 
 
+def refused(reason: str) -> native.Selection:
+    """No kernel comes into question, for a reason of this package's own."""
+    return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),))
+
+
 def _applies(algorithm: str, op: Op) -> bool:
     """An instance name speaks of one operation only; the others are then chosen by selection."""
     prefixes = tuple(f"{other.value}_" for other in Op if other is not op)
@@ -74,7 +88,7 @@ def _no_kernel(algorithm: str, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype) 
         return EMPTY
     if not 1 <= spec.rank <= 3:
         return f"{spec.rank} spatial axes; kernels take 1 to 3"
-    if min(explicit_input(spec).in_spatial) < 1:
+    if spec.crops_everything:
         return CROPPED
     unknown = [name for d in dtypes if (name := np.dtype(d).name) not in DTYPE_NAMES]
     return f"no kernel for dtype {unknown[0]}" if unknown else ""
@@ -101,7 +115,7 @@ def select(
     operand_dtype: np.dtype,
     out_dtype: np.dtype,
 ) -> tuple[native.Selection, str]:
-    """Chooses the kernel instance for one operation on one platform.
+    """Chooses the kernel instance for one operation on one platform, or XLA's convolution.
 
     A filter that lies as (k, spatial, c) is read so where the chosen instance can, which costs it
     nothing; elsewhere XLA transposes it.
@@ -117,14 +131,20 @@ def select(
         memory = im2col.columns_bytes(op, spec, sizes, operand_dtype)
         return native.Selection(f"{op.value}_{IM2COL}", memory), ""
     if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
-        return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),)), ""
+        return refused(reason), ""
     line = problem_line(op, spec, sizes, operand_dtype, out_dtype)
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
         return native.Selection(None, refusals=(kernels,)), line
     if not _applies(algorithm, op):
-        algorithm = "auto"
-    chosen = kernels.select(line, algorithm, native.target())
+        algorithm = AUTO
+    try:
+        chosen = kernels.select(line, algorithm, native.target())
+    except ValueError as error:
+        if algorithm not in (AUTO, NATIVE):
+            raise
+        # A problem that JAX accepts and the library does not: its numbers are too large.
+        return refused(str(error)), line
     if chosen.instance and op is not Op.WGRAD and _lies_as_krsc(spec, sizes):
         as_it_lies = problem_line(op, spec, sizes, operand_dtype, out_dtype, krsc=True)
         again = kernels.select(as_it_lies, chosen.instance, native.target())
@@ -144,9 +164,10 @@ def _refuse(algorithm: str, line: str, problem: tuple, refusals: tuple[native.Re
     for platform, names in families().items():
         for name in names:
             demand = dataclasses.replace(spec, algorithm=(name,) * 3)
-            chosen, _ = select(platform, op, demand, sizes, operand_dtype, out_dtype)
-            if chosen.instance:
-                accepting.append(f"{name} ({platform})")
+            with contextlib.suppress(ValueError):  # a problem that the library cannot read
+                chosen, _ = select(platform, op, demand, sizes, operand_dtype, out_dtype)
+                if chosen.instance:
+                    accepting.append(f"{name} ({platform})")
     return ValueError(
         f"algorithm {algorithm!r} cannot serve {line or op.value}: {reasons(refusals)}. "
         f"Accepted here: {', '.join(accepting)}."
@@ -170,7 +191,7 @@ def check_algorithm(
         ValueError: with every kernel's reason, and the algorithms that would serve.
     """
     algorithm = spec.algorithm_of(op)
-    if algorithm in ("auto", XLA, IM2COL):
+    if algorithm in UNCONDITIONAL:
         return
     sizes = spec.sizes(op, lhs_shape, rhs_shape)
     refusals, known, line = [], False, ""
@@ -197,7 +218,8 @@ def select_explicit(
         The selection, and the spec of that convolution.
     """
     explicit = explicit_input(spec)
-    if explicit == spec or spec.algorithm_of(op) != "auto":
+    grown = math.prod(explicit.in_spatial) > EXPLICIT_GROWTH * math.prod(spec.in_spatial)
+    if explicit == spec or grown or spec.algorithm_of(op) not in (AUTO, NATIVE):
         return native.Selection(None), spec
     sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)
     return select(platform, op, explicit, sizes, *dtypes)[0], explicit
@@ -241,36 +263,31 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
     problem = (op, spec, sizes, lhs_aval.dtype, out_dtype)
     chosen, line = select(platform, *problem)
     recorded = functools.partial(
-        record.emit,
-        ctx,
-        op.value,
-        line,
-        spec.precision,
-        platform,
-        flops(spec, sizes),
-        instance=chosen.instance,
-        workspace_bytes=chosen.workspace_bytes,
-        refusals=() if chosen.instance else chosen.refusals,
+        record.emit, ctx, op.value, line, spec.precision, platform, flops(spec, sizes)
     )
-    split = partition.lower(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
+    with record.paused():  # the parts on every device are this one convolution
+        split = partition.lower(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
     if split is not None:
-        return recorded(results=split)
+        return recorded(chosen, split)
     if chosen.instance is None:
-        beforehand, explicit = select_explicit(platform, *problem)
-        if beforehand.instance is not None:
-            through = functools.partial(
-                _with_explicit_input, op, spec, explicit, ctx.primitive, out_dtype
-            )
-            with record.located(ctx):
-                return mlir.lower_fun(through, multiple_results=False)(ctx, lhs, rhs)
+        if not chosen.xla_is_faster:
+            beforehand, explicit = select_explicit(platform, *problem)
+            if beforehand.instance is not None:
+                through = functools.partial(
+                    _with_explicit_input, op, spec, explicit, ctx.primitive, out_dtype
+                )
+                with record.located(ctx):
+                    return mlir.lower_fun(through, multiple_results=False)(ctx, lhs, rhs)
+            if beforehand.xla_is_faster:
+                chosen = beforehand
         algorithm = spec.algorithm_of(op)
-        if algorithm not in ("auto", XLA, IM2COL) and _applies(algorithm, op) and not sizes.empty:
+        if algorithm not in UNCONDITIONAL and _applies(algorithm, op) and not sizes.empty:
             raise _refuse(algorithm, line, problem, chosen.refusals)
         _log.info("%s on %s goes to XLA: %s", line or op.value, platform, reasons(chosen.refusals))
-        return recorded(results=lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
+        return recorded(chosen, lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
     _log.debug("%s on %s: %s", line, platform, chosen.instance)
     if spec.algorithm_of(op) == IM2COL:
-        return recorded(results=lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
+        return recorded(chosen, lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
     axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
     workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
     call = jax.ffi.ffi_lowering(
@@ -289,7 +306,7 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
         rhs_axes=axes[1],
         out_axes=axes[2],
     )
-    return recorded(results=results[:1])
+    return recorded(chosen, results[:1])
 
 
 def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
@@ -299,5 +316,5 @@ def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     # XLA's partitioner comes here in a thread of its own, without the caller's `enable_x64`.
     known = jax.dtypes.canonicalize_dtype(out_dtype) == out_dtype
     wide = contextlib.nullcontext() if known else jax.enable_x64(True)
-    with override_in_force(False), record.paused(), wide:
+    with override_in_force(None), record.paused(), wide:
         return mlir.lower_fun(convolve, multiple_results=False)(ctx, lhs, rhs)

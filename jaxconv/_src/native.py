@@ -27,16 +27,31 @@ class Refusal(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The plan of one custom call; ``instance`` is None where no kernel takes the problem.
+    """The plan of one custom call, or why XLA computes the convolution.
 
-    ``krsc``: it reads the filter as (k, spatial, c), not as (spatial, c, k).
+    Attributes:
+        instance: the kernel instance, or None where XLA's convolution is left in place.
+        workspace_bytes: memory that it needs beside its operands and result.
+        slices: split-K slices.
+        refusals: with no instance, each refusing kernel and its reason; the one entry "xla" where
+            XLA's convolution is predicted to be faster.
+        microseconds: predicted time of the fastest kernel, 0 where unknown.
+        xla_microseconds: predicted time of XLA's convolution, 0 where unknown.
+        krsc: the instance reads the filter as (k, spatial, c), not as (spatial, c, k).
     """
 
     instance: str | None
     workspace_bytes: int = 0
     slices: int = 1
     refusals: tuple[Refusal, ...] = ()
+    microseconds: float = 0.0
+    xla_microseconds: float = 0.0
     krsc: bool = False
+
+    @property
+    def xla_is_faster(self) -> bool:
+        """True where a kernel accepts the problem, and XLA is predicted to be faster."""
+        return self.instance is None and self.microseconds > 0 and self.xla_microseconds > 0
 
 
 def runtime_ffi_version() -> tuple[int, int]:
@@ -83,16 +98,23 @@ class Platform:
 
         Args:
             line: the problem, in the form of ``problem_line``.
-            algorithm: "auto", a family or an instance.
+            algorithm: "auto", "native" (without XLA as a candidate), a family or an instance.
             target: "" for the devices of this process, or an architecture such as "sm_90a".
 
         Raises:
             ValueError: the line or the algorithm is not known.
         """
-        instance, workspace_bytes, slices, refusals = self.module.select(line, algorithm, target)
-        return Selection(
-            instance or None, workspace_bytes, slices, tuple(Refusal(*r) for r in refusals)
+        if self.legacy and algorithm == "native":
+            algorithm = "auto"
+        instance, workspace_bytes, slices, *predictions, refusals = self.module.select(
+            line, algorithm, target
         )
+        refusals = tuple(Refusal(*refusal) for refusal in refusals)
+        return Selection(instance or None, workspace_bytes, slices, refusals, *predictions)
+
+    @functools.cached_property
+    def legacy(self):
+        return "microseconds" not in (self.module.select.__doc__ or "")
 
     def kernels(self) -> list[str]:
         """Names of every instance of this build."""

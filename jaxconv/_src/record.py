@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxconv._src import compat
-from jaxconv._src.native import Refusal
+from jaxconv._src.native import Refusal, Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,14 @@ class Convolution:
             "krsc" where the kernel reads the filter so, as it lies.
         precision: the demanded precision, "default", "high" or "highest".
         instance: the kernel instance, or None where XLA computes it.
+        microseconds: predicted time of the instance or, where XLA is predicted to be faster, of
+            the fastest kernel; 0 where no kernel accepts the problem or none is predicted.
+        xla_microseconds: predicted time of XLA's own convolution; 0 where unknown.
         workspace_bytes: memory that the kernel needs beside its operands and result.
         flops: multiplications and additions by definition, padding counted.
         bytes: size of the operands and the result.
-        refusals: for one left to XLA, each refusing kernel and its reason.
+        refusals: for one left to XLA, each refusing kernel and its reason, or "xla" and both
+            predictions where a kernel accepts the problem and XLA is predicted to be faster.
         source: file, line and function of the user's code.
         count: how often the program calls it; the body of a loop counts once.
     """
@@ -39,6 +43,8 @@ class Convolution:
     problem: str
     precision: str
     instance: str | None
+    microseconds: float
+    xla_microseconds: float
     workspace_bytes: int
     flops: int
     bytes: int
@@ -107,15 +113,22 @@ def wanted() -> bool:
 
 
 def emit(
-    ctx, op: str, problem: str, precision: str, platform: str, flops: int, results, **plan
+    ctx,
+    op: str,
+    problem: str,
+    precision: str,
+    platform: str,
+    flops: int,
+    chosen: Selection,
+    results: Sequence,
 ) -> Sequence:
     """Records the lowering of one convolution.
 
     Args:
         ctx: the lowering context, whose avals are the convolution's.
         op, problem, precision, platform, flops: as in ``Convolution``.
+        chosen: the kernel, or why there is none.
         results: what the convolution was lowered to.
-        plan: instance, workspace_bytes and refusals, as in ``Convolution``.
 
     Returns:
         ``results``.
@@ -131,10 +144,14 @@ def emit(
         platform=platform,
         problem=problem,
         precision=precision,
+        instance=chosen.instance,
+        microseconds=chosen.microseconds,
+        xla_microseconds=chosen.xla_microseconds,
+        workspace_bytes=chosen.workspace_bytes,
         flops=flops,
         bytes=sum(a.size * a.dtype.itemsize for a in arrays),
+        refusals=() if chosen.instance else chosen.refusals,
         source=_source.get() or compat.user_location(ctx),
-        **{"instance": None, "workspace_bytes": 0, "refusals": (), **plan},
     )
     for sink in _sinks.get():
         if sink.tagged:

@@ -18,6 +18,10 @@ import numpy as np
 
 Pairs = tuple[tuple[int, int], ...]
 
+# How many times larger an input may become where the zeros of its dilation are stored. Beyond that
+# the convolution is left to XLA's own, which stores none.
+EXPLICIT_GROWTH = 64
+
 
 class Op(enum.Enum):
     """The three operations, closed under transposition: each is linear in both of its operands."""
@@ -131,6 +135,11 @@ class ConvSpec:
                 strict=True,
             )
         )
+
+    @property
+    def crops_everything(self) -> bool:
+        """True where negative padding leaves nothing of the input: the results are zeros."""
+        return min(explicit_input(self).in_spatial, default=1) < 1
 
     @property
     def dilated_spatial(self) -> tuple[list[int], list[int], list[int]]:

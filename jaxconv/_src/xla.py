@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import partition
-from jaxconv._src.spec import ConvSpec, Op, explicit_input, fitting_padding
+from jaxconv._src.spec import EXPLICIT_GROWTH, ConvSpec, Op, dilated_extent, fitting_padding
 
 PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
@@ -22,8 +22,9 @@ def convolve(
 ) -> jax.Array:
     """Computes ``op`` with ``lax.conv_general_dilated``; operands and result as the primitive's."""
     sizes = spec.sizes(op, lhs.shape, rhs.shape)
-    if sizes.empty or min(explicit_input(spec).in_spatial, default=1) < 1:
-        return jnp.zeros(spec.shape(op.roles[2], sizes), out_dtype)
+    out_shape = spec.shape(op.roles[2], sizes)
+    if sizes.empty or spec.crops_everything:
+        return jnp.zeros(out_shape, out_dtype)
     if spec.batched:
         lhs_axis, rhs_axis, out_axis = (spec.axis(role, "batch") for role in op.roles)
 
@@ -31,7 +32,8 @@ def convolve(
             return convolve(op, a, b, spec=spec.without_batch(), out_dtype=out_dtype)
 
         return jax.vmap(one, in_axes=(lhs_axis, rhs_axis), out_axes=out_axis)(lhs, rhs)
-    return {Op.FPROP: _fprop, Op.DGRAD: _dgrad, Op.WGRAD: _wgrad}[op](lhs, rhs, spec, out_dtype)
+    compute = {Op.FPROP: _fprop, Op.DGRAD: _dgrad, Op.WGRAD: _wgrad}[op]
+    return compute(lhs, rhs, spec, out_shape=out_shape, preferred_element_type=out_dtype)
 
 
 def _numbers(axes: tuple[int, ...], batch: int, feature: int) -> tuple[int, ...]:
@@ -41,7 +43,9 @@ def _numbers(axes: tuple[int, ...], batch: int, feature: int) -> tuple[int, ...]
     return (axes[batch], axes[feature], *spatial)
 
 
-def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers, spec, **options):
+def _convolution(
+    lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers, spec, out_shape, **options
+):
     """``lax.conv_general_dilated``, with cropping done beforehand.
 
     XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride, and on
@@ -51,8 +55,14 @@ def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers
     kept, dilations = [], []
     for axis, (lo, hi), dilation in zip(numbers.lhs_spec[2:], padding, lhs_dilation, strict=True):
         if min(lo, hi) < 0:
-            crop[axis] = (min(lo, 0), min(hi, 0), dilation - 1)
-            lo, hi, dilation = max(lo, 0), max(hi, 0), 1
+            # Crops the dilated axis or, where its zeros would take much memory, whole elements;
+            # the zeros between the last one cropped and the next are then positive padding.
+            step = 1 if dilation <= EXPLICIT_GROWTH else dilation
+            cut = -(min(lo, 0) // step), -(min(hi, 0) // step)
+            if dilated_extent(lhs.shape[axis], dilation // step) <= sum(cut):
+                return jnp.zeros(out_shape, options["preferred_element_type"])
+            crop[axis] = -cut[0], -cut[1], dilation // step - 1
+            lo, hi, dilation = lo + cut[0] * step, hi + cut[1] * step, step
         kept.append((lo, hi))
         dilations.append(dilation)
     if any(cut != (0, 0, 0) for cut in crop):
@@ -70,7 +80,7 @@ def _convolution(lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, numbers
     )
 
 
-def _fprop(x, w, spec: ConvSpec, out_dtype):
+def _fprop(x, w, spec: ConvSpec, **result):
     numbers = lax.ConvDimensionNumbers(
         lhs_spec=_numbers(spec.x_axes, 0, -1),
         rhs_spec=_numbers(spec.w_axes, -1, -2),
@@ -86,11 +96,11 @@ def _fprop(x, w, spec: ConvSpec, out_dtype):
         numbers,
         spec,
         feature_group_count=spec.groups,
-        preferred_element_type=out_dtype,
+        **result,
     )
 
 
-def _dgrad(dy, w, spec: ConvSpec, out_dtype):
+def _dgrad(dy, w, spec: ConvSpec, **result):
     """A convolution of dy, dilated by the stride, with the reversed, transposed filter."""
     # k is now the contracted channel: its groups go outermost into c
     w = partition.move_groups(w, spec.axis("w", "k"), spec.axis("w", "c"), spec.groups)
@@ -112,11 +122,11 @@ def _dgrad(dy, w, spec: ConvSpec, out_dtype):
         numbers,
         spec,
         feature_group_count=spec.groups,
-        preferred_element_type=out_dtype,
+        **result,
     )
 
 
-def _wgrad(x, dy, spec: ConvSpec, out_dtype):
+def _wgrad(x, dy, spec: ConvSpec, **result):
     """A convolution whose batch is the channels of x; its filter is dy, dilated by the stride."""
     padding = fitting_padding([lo for lo, _ in spec.padding], *spec.dilated_spatial)
     numbers = lax.ConvDimensionNumbers(
@@ -134,5 +144,5 @@ def _wgrad(x, dy, spec: ConvSpec, out_dtype):
         numbers,
         spec,
         batch_group_count=spec.groups,
-        preferred_element_type=out_dtype,
+        **result,
     )
