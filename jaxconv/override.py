@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from jaxconv._src import compat, lax_lowering, lowering
 
@@ -37,7 +38,7 @@ def uninstall() -> None:
 
 
 @contextlib.contextmanager
-def override(enabled: bool = True, *, algorithm: str = "auto"):
+def override(enabled: bool = True, *, algorithm: str = "auto") -> Iterator[None]:
     """Like ``install``, for the calling thread and the body of a ``with`` statement.
 
         with jaxconv.override():

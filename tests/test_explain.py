@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ def test_every_field(platform, native_kernels):
     assert c.flops == 2 * (2 * 4 * 4) * (3 * 3 * 4) * 8
     assert c.bytes == 4 * (X.size + W.size + 2 * 4 * 4 * 8)
     assert c.workspace_bytes == native_kernels.select(c.problem, "auto", "").workspace_bytes
+    assert c.microseconds >= 0 and c.xla_microseconds >= 0
     assert c.refusals == () and "test_explain.py" in c.source and "<lambda>" in c.source
     assert explanation.flops == c.flops and explanation.on_kernels == 1
 
@@ -46,6 +49,32 @@ def test_identical_convolutions_are_listed_one_by_one(platform, native_kernels):
         return jaxconv.conv(jaxconv.conv(x, w), w)
 
     assert [c.count for c in jaxconv.explain(chain, X, SQUARE).convolutions] == [1, 1]
+
+
+def test_threads_explain_at_once(native_cpu):
+    """Each lists its own program: nothing that one does to JAX shows in another's lowering."""
+    barrier = threading.Barrier(4)
+    counts: list[list[int]] = []
+
+    def work(length: int) -> None:
+        def chain(x, w):
+            for _ in range(length):
+                x = jaxconv.conv(x, w)
+            return x
+
+        with jax.default_device(jax.devices("cpu")[0]):
+            for _ in range(10):
+                barrier.wait()
+                found = jaxconv.explain(chain, X, SQUARE).convolutions
+                counts.append([length, *(c.count for c in found)])
+
+    threads = [threading.Thread(target=work, args=(length,)) for length in (2, 4, 8, 16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == 40
+    assert all(found == [1] * length for length, *found in counts), counts
 
 
 def test_functions_count_as_often_as_they_are_called(platform, native_kernels):
@@ -99,6 +128,20 @@ def test_arguments_on_several_devices(native_cpu):
     x = jax.device_put(np.zeros((16, 8, 8, 4), np.float32), sharding)
     (c,) = jaxconv.explain(jaxconv.conv, x, W).convolutions
     assert c.instance and c.operands[0] == "f32[16,8,8,4]"
+
+
+def test_arguments_on_an_explicit_mesh(native_cpu):
+    """One entry for a convolution, and none for its parts on the devices."""
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+        w = jax.device_put(W, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        gradients = jax.grad(lambda x, w: jnp.sum(jaxconv.conv(x, w) ** 2), (0, 1))
+        found = jaxconv.explain(gradients, x, w).convolutions
+    assert sorted(c.op for c in found) == ["dgrad", "fprop", "wgrad"]
+    assert all(c.instance and c.count == 1 for c in found)
+    assert found[0].operands[0] == "f32[2@data,8,8,4]"
 
 
 def test_symbolic_extents_print(native_cpu):

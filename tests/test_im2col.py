@@ -78,6 +78,56 @@ def test_memory_is_that_of_the_formula(op, name):
     assert temporary <= 4 * formula, (temporary, formula)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_cropping(seed):
+    """Negative padding with strides and dilations, to the last element; against XLA's fallback."""
+    rng = np.random.default_rng(seed)
+    extent, window, stride, lhs_dilation, dilation = rng.integers(1, (7, 4, 4, 4, 3), (2, 5)).T
+    low = rng.integers(-4, 4, 2)
+    high = np.maximum(rng.integers(-4, 4, 2), -low - (extent - 1) * lhs_dilation - 1)
+    x, w = (rng.integers(-2, 3, s).astype(np.float32) for s in ((2, *extent, 2), (*window, 2, 3)))
+
+    def with_gradients(algorithm, x, w):
+        y, vjp = jax.vjp(
+            functools.partial(
+                jaxconv.conv_general_dilated,
+                window_strides=stride,
+                padding=np.stack([low, high], 1),
+                lhs_dilation=lhs_dilation,
+                rhs_dilation=dilation,
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                algorithm=algorithm,
+            ),
+            x,
+            w,
+        )
+        return y, *vjp(y)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        a, b = (
+            jax.jit(functools.partial(with_gradients, algorithm))(x, w)
+            for algorithm in ("im2col", "xla")
+        )
+    for ours, theirs in zip(a, b, strict=True):
+        assert_exact(ours, theirs, f"seed {seed}")
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "padding"),
+    [((0, 4, 4, 4), 1), ((2, 4, 4, 4), (-2, (0, 0))), ((2, 1, 4, 4), 0), ((2, 0, 4, 4), 2)],
+)
+def test_nothing_to_compute(platform, x_shape, padding):
+    x, w = np.ones(x_shape, np.float32), np.ones((2, 2, 4, 3), np.float32)
+
+    def with_gradients(algorithm):
+        conv = functools.partial(jaxconv.conv, padding=padding, algorithm=algorithm)
+        y, vjp = jax.vjp(conv, x, w)
+        return y, *vjp(y)
+
+    for a, b in zip(with_gradients("im2col"), with_gradients("xla"), strict=True):
+        assert_exact(a, b, f"{x_shape} padding {padding}")
+
+
 def test_explain_names_it(platform):
     x, w = np.zeros((2, 8, 8, 4), np.float32), np.zeros((3, 3, 4, 8), np.float32)
     conv = functools.partial(jaxconv.conv, algorithm="im2col")

@@ -408,6 +408,37 @@ def test_other_dtypes_stay_lax_s_and_say_so():
     assert convolution.refusals == (("jaxconv", "no kernel for dtype int16"),)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("split", "out", "taken"),
+    [
+        (("data",), None, True),
+        ((None, None, None, "data"), (), True),
+        (("data",), (None, None, None, "data"), True),
+        ((None, "data"), None, False),
+    ],
+    ids=str,
+)
+def test_explicit_meshes(native_cpu, devices, split, out, taken):
+    """lax splits spatial axes too: such a convolution stays lax's."""
+    kind = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((devices,), ("data",), kind, devices=jax.devices("cpu")[:devices])
+    x, w = integers(14, (2, 8, 8, 4), (3, 3, 4, 6))
+    expected = same(x, w)
+    P = jax.sharding.PartitionSpec
+    f = functools.partial(same, out_sharding=None if out is None else P(*out))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*split)))
+        w = jax.device_put(w, jax.sharding.NamedSharding(mesh, P()))
+        with jaxconv.override():
+            y = jax.jit(f)(x, w)
+            (c,) = jaxconv.explain(f, x, w).convolutions
+        assert y.sharding == jax.jit(f)(x, w).sharding
+    assert_exact(y, expected, f"{split} to {out} on {devices} devices")
+    assert (c.instance is not None) == taken
+    assert taken or "axis 1 of x cannot be split" in c.refusals[0].reason
+
+
 def test_a_complex_convolution_is_three_real_ones(platform, native_kernels):
     """lax's own lowering multiplies complex numbers; the products are ours."""
     x, w = (a.astype(np.complex64) * (1 + 2j) for a in ARRAYS)
