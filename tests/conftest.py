@@ -8,9 +8,8 @@ import json
 import os
 import sys
 
-# Read when the first backend starts, so they must be set before anything imports jax: eight CPU
-# devices for the sharding tests, and no preallocation on a GPU, which tests share with processes
-# that they start.
+# Read when the first backend starts: eight CPU devices for the sharding tests, and no preallocation
+# on a GPU, which tests share with processes that they start.
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()

@@ -49,6 +49,7 @@ def predicting(native_cpu, monkeypatch):
     """XLA's convolution is predicted to take 2 us, and every kernel 5 us."""
     platform = Predicting(native_cpu, 2.0)
     monkeypatch.setattr(native, "load", lambda name: platform)
+    monkeypatch.setenv("JAXCONV_ALGORITHM", "auto")
     with jax.default_device(jax.devices("cpu")[0]):
         yield platform
     jaxconv.uninstall()
@@ -160,6 +161,7 @@ def test_a_refused_form_is_not_a_slower_one(predicting):
         assert calls(lax_conv, X, W) == []
         (c,) = jaxconv.explain(lax_conv, X, W).convolutions
     assert c.refusals[0].kernel == "xla" and "dgrad" in c.refusals[0].reason
+    assert c.op == "dgrad" and c.problem.startswith("dgrad ")
     with jaxconv.override(algorithm="native"):
         assert calls(lax_conv, X, W) == ["dgrad"]
 
@@ -274,3 +276,19 @@ def test_a_problem_that_the_library_cannot_read_is_xla_s(predicting):
         assert c.refusals == (("jaxconv", "stride: expected less than 2147483648"),)
     with pytest.raises(ValueError, match=r"'onednn' cannot serve .* stride: expected less than"):
         jaxconv.conv(X, W, algorithm="onednn")
+
+
+def test_the_environment_says_what_auto_means(predicting, monkeypatch):
+    x, w = integers(0, (1, 8, 8, 8), (3, 3, 8, 8))
+
+    def instance():
+        (c,) = jaxconv.explain(lambda x, w: jaxconv.conv(x, w), x, w).convolutions
+        return c.instance
+
+    assert instance() is None
+    monkeypatch.setenv("JAXCONV_ALGORITHM", "native")
+    jax.clear_caches()  # as a process that starts so
+    assert instance() is not None
+    monkeypatch.setenv("JAXCONV_ALGORITHM", "fastest")
+    with pytest.raises(ValueError, match="JAXCONV_ALGORITHM: expected 'auto' or 'native'"):
+        native.automatic()

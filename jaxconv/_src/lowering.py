@@ -136,8 +136,8 @@ def select(
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
         return native.Selection(None, refusals=(kernels,)), line
-    if not _applies(algorithm, op):
-        algorithm = AUTO
+    if algorithm == AUTO or not _applies(algorithm, op):
+        algorithm = native.automatic()
     try:
         chosen = kernels.select(line, algorithm, native.target())
     except ValueError as error:
@@ -211,24 +211,19 @@ def check_algorithm(
 
 def select_explicit(
     platform: str, op: Op, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype
-) -> tuple[native.Selection, ConvSpec]:
-    """Chooses a kernel for the convolution of an input that was dilated and cropped beforehand.
-
-    Returns:
-        The selection, and the spec of that convolution.
-    """
+) -> tuple[native.Selection, str]:
+    """``select`` for the same convolution of an input that was dilated and cropped beforehand."""
     explicit = explicit_input(spec)
     grown = math.prod(explicit.in_spatial) > EXPLICIT_GROWTH * math.prod(spec.in_spatial)
     if explicit == spec or grown or spec.algorithm_of(op) not in (AUTO, NATIVE):
-        return native.Selection(None), spec
+        return native.Selection(None), ""
     sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)
-    return select(platform, op, explicit, sizes, *dtypes)[0], explicit
+    return select(platform, op, explicit, sizes, *dtypes)
 
 
-def _with_explicit_input(
-    op: Op, spec: ConvSpec, explicit: ConvSpec, primitive, out_dtype, lhs, rhs
-):
+def _with_explicit_input(op: Op, spec: ConvSpec, primitive, out_dtype, lhs, rhs):
     """Dilates and crops x by itself, or undoes both on dx."""
+    explicit = explicit_input(spec)
     positions = spec.x_axes[-1 - spec.rank : -1]
     crop = [(min(lo, 0), min(hi, 0)) for lo, hi in spec.padding]
     config = [(0, 0, 0)] * len(spec.x_axes)
@@ -271,10 +266,10 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
         return recorded(chosen, split)
     if chosen.instance is None:
         if not chosen.xla_is_faster:
-            beforehand, explicit = select_explicit(platform, *problem)
+            beforehand, _ = select_explicit(platform, *problem)
             if beforehand.instance is not None:
                 through = functools.partial(
-                    _with_explicit_input, op, spec, explicit, ctx.primitive, out_dtype
+                    _with_explicit_input, op, spec, ctx.primitive, out_dtype
                 )
                 with record.located(ctx):
                     return mlir.lower_fun(through, multiple_results=False)(ctx, lhs, rhs)

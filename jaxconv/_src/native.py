@@ -130,6 +130,18 @@ def load(name: str) -> Platform | Refusal:
         return Refusal(f"jaxconv[{name}]", f"{type(error).__name__}: {error}")
 
 
+def automatic() -> str:
+    """What "auto" means in this process: $JAXCONV_ALGORITHM, "auto" or "native".
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    value = os.environ.get("JAXCONV_ALGORITHM", "auto")
+    if value not in ("auto", "native"):
+        raise ValueError(f"JAXCONV_ALGORITHM: expected 'auto' or 'native', got {value!r}")
+    return value
+
+
 def target() -> str:
     """The architecture to lower for: $JAXCONV_TARGET, or "" for the devices of this process."""
     return os.environ.get("JAXCONV_TARGET", "")
