@@ -88,12 +88,17 @@ def check_both_libraries(name: str, batch: int, size: int) -> None:
             infer = compiled(programs.inference(network), state, examples.x)
             step = compiled(programs.training_step(network), state, examples)
         found[library] = infer(state, examples.x), *step(state, examples)
+        if library == "lax":
+            signs = jax.random.rademacher(jax.random.key(0), shape, jnp.float32)
+            rounded = examples._replace(x=examples.x * (1 + np.finfo(np.float32).eps * signs))
+            sensitivity = relative(step(state, rounded)[0].velocity, found["lax"][1].velocity)
     (y, after, loss), (lax_y, lax_after, lax_loss) = found["jaxconv"], found["lax"]
     assert relative(y, lax_y) < 1e-4
     assert relative(loss, lax_loss) < 1e-4
-    # The first step's velocity is the gradient. A sum that is almost zero may have another sign in
-    # the other library, and pass a ReLU there.
-    assert relative(after.velocity, lax_after.velocity) < 1e-2
+    # The first step's velocity is the gradient. It may differ by more than the results: a sum that
+    # is almost zero has another sign in the other library and passes a ReLU there, and gradients of
+    # deep networks amplify rounding: a last bit of the input moves ResNet-50's by 2 %.
+    assert relative(after.velocity, lax_after.velocity) < max(1e-2, 4 * sensitivity)
     if state.statistics:
         assert relative(after.statistics, lax_after.statistics) < 1e-4
         assert relative(after.statistics, state.statistics) > 1e-3

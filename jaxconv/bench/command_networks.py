@@ -24,12 +24,12 @@ donated and fed back, and the results are awaited once, after --steps steps.
 
 "step ms" is the median over --rounds such runs, with the least and the most. "conv ms" and "rest
 ms" are the device's time in a step, from a profiler's trace: kernels of convolutions and matrix
-products, and all others. "compile s" is trace, lower and compile with JAX's caches empty; jaxconv
-comes first, so that what XLA's autotuner keeps is in lax's favour, and a network's training comes
-before its inference, which profits from it. "memory GB" is the program's: arguments, results and
-temporaries. "kernels" counts the convolutions on jaxconv's kernels. "difference" is that of the
-outputs, in training of the first step's losses. Exit status: 1 where a program fails or the two
-libraries do not agree.
+products, and all others, copies of XLA's into other layouts among them. "compile s" is trace, lower
+and compile with JAX's caches empty; jaxconv comes first, so that what XLA's autotuner keeps is in
+lax's favour, and a network's training comes before its inference, which profits from it. "memory
+GB" is the program's: arguments, results and temporaries. "kernels" counts the convolutions on
+jaxconv's kernels. "difference" is that of the outputs, in training of the first step's losses. Exit
+status: 1 where a program fails or the two libraries do not agree.
 """
 
 

@@ -97,8 +97,8 @@ class Result:
     @property
     def ratio(self) -> float | None:
         """How many times longer lax's step takes; None where either was not timed."""
-        lax, ours = (self.sides[name].median_s for name in LIBRARIES)
-        return lax / ours if lax and ours and not self.wrong else None
+        theirs, ours = (self.sides[name].median_s for name in LIBRARIES)
+        return theirs / ours if theirs and ours and not self.wrong else None
 
     def as_json(self) -> dict[str, Any]:
         return {

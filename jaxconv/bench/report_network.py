@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxconv.bench.measure_network import LIBRARIES, MODES, Result, Run, Side
 from jaxconv.bench.report import geometric_mean
 
-_SHOWN_KERNELS = 10
+_SHOWN_KERNELS, _SHOWN_REASONS = 10, 5
 _NAME_WIDTH = 100
 
 
@@ -126,7 +126,10 @@ def summary(results: Sequence[Result], platform: str) -> list[str]:
             lines.append(
                 f"{label(result.run)}: XLA's convolution in {left} of {result.convolutions}:"
             )
-            lines += [f"    {count} x {reason}" for reason, count in result.refusals.items()]
+            reasons = sorted(result.refusals.items(), key=lambda item: -item[1])
+            lines += [f"    {count} x {reason}" for reason, count in reasons[:_SHOWN_REASONS]]
+            if len(reasons) > _SHOWN_REASONS:
+                lines.append(f"    and {len(reasons) - _SHOWN_REASONS} more (--json has them)")
     for mode in MODES:
         ratios = [r.ratio for r in results if r.run.mode == mode and r.ratio is not None]
         if ratios:
