@@ -9,7 +9,6 @@
 namespace jaxconv::igemm_wgmma {
 namespace {
 
-constexpr int64_t kMaxSlices = 512;
 // Row and pixel numbers of a tile past the end still fit.
 constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
 

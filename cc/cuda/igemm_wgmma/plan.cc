@@ -17,7 +17,6 @@ namespace {
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 // A slice of fewer k-blocks spends more time on filling the ring than on its sum.
 constexpr int64_t kMinKBlocksPerSlice = 4;
-constexpr int64_t kMaxSlices = 512;
 // Dynamic scheduling pays from so many bytes of activations on, those read and those written: 205
 // MB are 3 to 5 % faster so, 128 MB 4 % slower. And, without a stationary filter, up to so many
 // operations a byte: 85 are 10 % faster, 102 1 % slower.
