@@ -311,9 +311,9 @@ def _convolve(
     transposed: bool = False,
     filter_reversed: bool = False,
 ) -> jax.Array:
-    """Checks a convolution in lax's form and binds what it is read as, fprop or dgrad.
+    """Checks a convolution in lax's form and binds its canonical form, fprop or dgrad.
 
-    ``transposed`` asks for dgrad, which is also what a dilated input is read as. With
+    ``transposed`` asks for dgrad, which is also the form of a dilated input. With
     ``filter_reversed``, rhs is then the filter of the convolution that this one transposes.
     """
     groups = arguments.integer("feature_group_count", groups, at_least=1)
@@ -349,5 +349,5 @@ def _convolve(
     if 0 in (*lhs.shape, *rhs.shape, *out_shape):
         transposed = False  # dgrad's padding is not defined, and the result is empty or zero
     op = Op.DGRAD if transposed else Op.FPROP
-    reading = canonical.read(convolution, op, lhs.shape, rhs.shape, out_shape)
-    return reading.apply(lhs, rhs, out_dtype, filter_reversed=filter_reversed)
+    form = canonical.form(convolution, op, lhs.shape, rhs.shape, out_shape)
+    return form.apply(lhs, rhs, out_dtype, filter_reversed=filter_reversed)

@@ -52,7 +52,7 @@ class Explanation:
                     ", ".join(c.operands),
                     c.result,
                     c.precision,
-                    (c.instance or "XLA") + (" (krsc)" if c.problem.endswith(" krsc") else ""),
+                    _kernel(c),
                     _predicted(c.microseconds),
                     _predicted(c.xla_microseconds),
                     f"{c.workspace_bytes / 1e6:.3g}",
@@ -80,6 +80,12 @@ class Explanation:
         for (kernel, reason), numbers in reasons.items():
             lines.append(f"  row {', '.join(map(str, numbers))}: {kernel}: {reason}")
         return "\n".join(lines)
+
+
+def _kernel(c: Convolution) -> str:
+    if c.instance is None:
+        return "XLA"
+    return c.instance + (" (krsc)" if c.problem.endswith(" krsc") else "")
 
 
 def _predicted(microseconds: float) -> str:

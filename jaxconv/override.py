@@ -13,7 +13,7 @@ def install(*, algorithm: str = "auto") -> None:
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
     is replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
-    read as forward pass, data gradient or weight gradient of the kernels. What no kernel takes
+    recognized as forward pass, data gradient or weight gradient. What no kernel takes
     stays XLA's (``jaxconv.explain`` says which and why).
 
     The setting is part of JAX's cache keys: functions compiled before are compiled again when next

@@ -1,4 +1,4 @@
-"""``install``, ``uninstall`` and ``override``: lax's convolutions on our kernels, read back."""
+"""``install``, ``uninstall`` and ``override``: lax's convolutions on our kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def same(x, w, numbers=LAST, stride=1, **parameters):
     )
 
 
-# --- readings -------------------------------------------------------------------------------------
+# --- canonical forms ------------------------------------------------------------------------------
 
 # Shapes of lhs and rhs, and parameters, of convolutions as users and lax's gradient rules write.
 FORMS = {
@@ -103,7 +103,7 @@ def form(name: str):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_reading_is_the_same_convolution(name):
+def test_every_canonical_form_is_the_same_convolution(name):
     lhs, rhs, parameters = form(name)
     expected = on_cpu(functools.partial(lax.conv_general_dilated, **parameters), lhs, rhs)
     equation = jax.make_jaxpr(functools.partial(lax.conv_general_dilated, **parameters))(
@@ -114,10 +114,12 @@ def test_every_reading_is_the_same_convolution(name):
     groups = conv.feature_group_count * conv.batch_group_count
     seen = set()
     for batch in {1, groups}:
-        for reading in canonical.readings(conv, *shapes, batch=batch):
-            actual = jax.jit(functools.partial(reading.apply, out_dtype=expected.dtype))(lhs, rhs)
-            assert_exact(actual, expected, f"{name} as {reading}")
-            seen.add((reading.op, reading.swapped))
+        for canonical_form in canonical.forms(conv, *shapes, batch=batch):
+            actual = jax.jit(functools.partial(canonical_form.apply, out_dtype=expected.dtype))(
+                lhs, rhs
+            )
+            assert_exact(actual, expected, f"{name} as {canonical_form}")
+            seen.add((canonical_form.op, canonical_form.swapped))
     assert seen == {
         (Op.FPROP, False),
         (Op.DGRAD, False),

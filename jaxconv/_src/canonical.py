@@ -1,4 +1,4 @@
-"""Reads a convolution in ``jax.lax``'s form as fprop, dgrad or wgrad.
+"""Canonical forms of a convolution in ``jax.lax``'s form: fprop, dgrad and wgrad.
 
 ``lax.conv_general_dilated`` is one operation with many parameters; lax writes the gradients of a
 convolution in the same form, with batch and channels exchanged, strides turned into dilations and
@@ -10,9 +10,9 @@ filters reversed. Up to such renaming, every convolution is each of our operatio
     wgrad, swapped  lhs is dy, rhs is x,           the result is dw, reversed
 
 They compute the same sums; they differ in which arrays are stored in the order that the kernels
-read (channels last), and in which one is dilated by inserted zeros. ``readings`` orders them by
-that. Feature groups and batch groups are groups for one of the readings, and independent
-convolutions (a batch of problems) for the others.
+read (channels last), and in which one is dilated by inserted zeros. ``forms`` orders them by
+that. Feature groups and batch groups are groups in one of the forms, and independent convolutions
+(a batch of problems) in the others.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class LaxConvolution:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class CanonicalForm:
     """One operation on our primitives that computes a ``LaxConvolution``."""
 
     op: Op
@@ -170,7 +170,7 @@ class Reading:
         return lax.squeeze(out, (1,)) if self.pointwise else out
 
 
-def read(
+def form(
     conv: LaxConvolution,
     op: Op,
     lhs_shape: Sequence[int],
@@ -179,8 +179,8 @@ def read(
     *,
     batch: int = 1,
     swapped: bool = False,
-) -> Reading:
-    """Reads ``conv`` as ``op``; no tensor may be empty.
+) -> CanonicalForm:
+    """The canonical form of ``conv`` with this operation; no tensor may be empty.
 
     Args:
         conv: the convolution.
@@ -284,10 +284,10 @@ def read(
         reversed_axes = tuple(a for a in rhs[2:] if rhs_shape[a] > 1)
     elif swapped:
         reversed_axes = tuple(a for a in out[2:] if out_shape[a] > 1)
-    return Reading(op, spec, sizes, swapped, batch, conv.group_axes, reversed_axes, pointwise)
+    return CanonicalForm(op, spec, sizes, swapped, batch, conv.group_axes, reversed_axes, pointwise)
 
 
-def readings(
+def forms(
     conv: LaxConvolution,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
@@ -295,10 +295,10 @@ def readings(
     *,
     batch: int = 1,
     filter_reversed: bool = False,
-) -> list[Reading]:
-    """Every reading of ``conv``, the most natural first.
+) -> list[CanonicalForm]:
+    """Every canonical form of ``conv``, the most natural first.
 
-    A reading is natural, in this order of importance, where its x is not dilated; where its arrays
+    A form is natural, in this order of importance, where its x is not dilated; where its arrays
     are stored in the kernels' order; and where it is what a program in another layout means: batch
     before channels is a forward pass, or dgrad if the filter is reversed, else it is wgrad.
 
@@ -309,16 +309,16 @@ def readings(
         filter_reversed: rhs is known to be a reversed array.
     """
     shapes = (lhs_shape, rhs_shape, out_shape)
-    passes = [read(conv, op, *shapes, batch=batch) for op in (Op.FPROP, Op.DGRAD)]
+    passes = [form(conv, op, *shapes, batch=batch) for op in (Op.FPROP, Op.DGRAD)]
     if filter_reversed:
         passes.reverse()
-    wgrads = [read(conv, Op.WGRAD, *shapes, batch=batch, swapped=s) for s in (False, True)]
+    wgrads = [form(conv, Op.WGRAD, *shapes, batch=batch, swapped=s) for s in (False, True)]
     exchanged = conv.lhs_spec[0] > conv.lhs_spec[1]
 
-    def unnatural(reading: Reading) -> tuple[bool, bool]:
-        one = reading
-        if reading.batch > 1:
-            one = dataclasses.replace(reading, spec=reading.spec.without_batch())
-        return math.prod(reading.spec.lhs_dilation) > 1, not one.in_order
+    def unnatural(form: CanonicalForm) -> tuple[bool, bool]:
+        one = form
+        if form.batch > 1:
+            one = dataclasses.replace(form, spec=form.spec.without_batch())
+        return math.prod(form.spec.lhs_dilation) > 1, not one.in_order
 
     return sorted([*wgrads, *passes] if exchanged else [*passes, *wgrads], key=unnatural)

@@ -1,10 +1,10 @@
 """The lowering rule that puts our kernels under ``jax.lax``'s convolution.
 
 JAX keeps one primitive for all of its convolutions, so a rule for it serves every model, whatever
-its library, and lax's batching and differentiation stay as they are. What they made of a program is
-read back here: from the parameters (``canonical``), and from the operations that produced the
-operands, which tell a batch of problems made by ``vmap`` from feature groups, and a reversed filter
-from any other.
+its library, and lax's batching and differentiation stay as they are. The rule finds the canonical
+form of what they made of a program: from the parameters (``canonical``), and from the operations
+that produced the operands, which tell a batch of problems made by ``vmap`` from feature groups, and
+a reversed filter from any other.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _unreversed(value, axes: tuple[int, ...]):
 
 
 def _outside(ctx) -> str:
-    """Why no reading of a convolution can be made, or ""."""
+    """Why a convolution has no canonical form, or ""."""
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
     if not all(compat.is_constant_shape(s) for s in shapes):
         return "symbolic shape; kernels are selected for known extents"
@@ -129,25 +129,24 @@ def _outside(ctx) -> str:
     return ""
 
 
-def _taken(
-    platform: str, candidates: Sequence[canonical.Reading], *dtypes: np.dtype
-) -> tuple[canonical.Reading | None, Selection]:
-    """The first reading that a kernel accepts, if need be on an input dilated and cropped before.
+def _choose(
+    platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype
+) -> tuple[canonical.CanonicalForm, Selection, str]:
+    """The first form that a kernel accepts, if need be on an input dilated and cropped before.
 
     Returns:
-        The reading and its selection; None and the reasons where no kernel accepts any, or where
-        XLA's convolution is predicted to be faster than the first that one accepts.
+        That form, its selection and the problem key. The selection has no instance where XLA's
+        convolution is predicted to be faster; nor where no kernel accepts any form, and the form
+        is then the first.
     """
-    found = []
+    refused = None
     for select in lowering.select, lowering.select_explicit:
-        for reading in candidates:
-            chosen, _ = select(platform, reading.op, reading.spec, reading.sizes, *dtypes)
-            if chosen.instance is not None:
-                return reading, chosen
-            if chosen.xla_is_faster:
-                return None, chosen
-            found.append(chosen)
-    return None, found[0]
+        for form in forms:
+            chosen, key = select(platform, form.op, form.spec, form.sizes, *dtypes)
+            if chosen.instance is not None or chosen.xla_is_faster:
+                return form, chosen, key
+            refused = refused or (form, chosen, key)
+    return refused
 
 
 def lower(platform: str, original, ctx, lhs, rhs, **params):
@@ -157,27 +156,26 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     algorithm = lowering.override_in_force.value
     if is_complex or not (algorithm or record.wanted()):
         return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
-    reading = None
 
-    def leave(chosen: Selection):
+    def leave(chosen: Selection, form: canonical.CanonicalForm | None = None, key: str = ""):
         """Leaves the convolution to lax, and says why."""
-        op = reading.op.value if reading else Op.FPROP.value
+        op = form.op.value if form else Op.FPROP.value
         if algorithm:
             reasons = lowering.reasons(chosen.refusals)
             _log.info("%s (lax's) on %s goes to XLA: %s", op, platform, reasons)
-        if reading:
-            precision, flops = reading.spec.precision, flops_of(reading.spec, reading.sizes)
+        if form:
+            precision, flops = form.spec.precision, flops_of(form.spec, form.sizes)
         else:
             taps = math.prod(rhs_aval.shape[a] for a in params["dimension_numbers"].rhs_spec[1:])
             precision, flops = "default", 2 * out_aval.size * taps
         results = original(ctx, lhs, rhs, **params)
-        return record.emit(ctx, op, "", precision, platform, flops, chosen, results)
+        return record.emit(ctx, op, key, precision, platform, flops, chosen, results)
 
     if reason := _outside(ctx):
         return leave(lowering.refused(reason))
     conv = conv_parameters(algorithm or lowering.AUTO, **params)
     given_filter = _unreversed(rhs, conv.rhs_spec[2:])
-    candidates = canonical.readings(
+    forms = canonical.forms(
         conv,
         lhs_aval.shape,
         rhs_aval.shape,
@@ -185,17 +183,16 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         batch=_independent(conv, lhs, rhs),
         filter_reversed=given_filter is not None,
     )
-    reading = candidates[0]
     if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
-        return leave(lowering.refused(reason))
-    taken, chosen = _taken(platform, candidates, lhs_aval.dtype, out_aval.dtype)
-    if taken is None:
-        return leave(chosen)
-    take_filter = taken.op is Op.DGRAD and given_filter is not None
+        return leave(lowering.refused(reason), forms[0])
+    form, chosen, key = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
+    if chosen.instance is None:
+        return leave(chosen, form, key)
+    take_filter = form.op is Op.DGRAD and given_filter is not None
 
     def apply(lhs, rhs):
-        out = taken.apply(lhs, rhs, out_aval.dtype, filter_reversed=take_filter)
+        out = form.apply(lhs, rhs, out_aval.dtype, filter_reversed=take_filter)
         return partition.like(out, out_aval)
 
     try:
@@ -204,7 +201,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
                 ctx, lhs, given_filter if take_filter else rhs
             )
     except compat.ShardingTypeError as error:  # lax has rules for explicit meshes that we lack
-        return leave(lowering.refused(str(error)))
+        return leave(lowering.refused(str(error)), form, key)
 
 
 _registering = threading.Lock()

@@ -16,12 +16,12 @@ class Convolution:
     """One convolution of a lowered program, and what became of it.
 
     Attributes:
-        op: "fprop", "dgrad" or "wgrad", the operation that it was read as.
+        op: "fprop", "dgrad" or "wgrad", its canonical form.
         operands: dtype and shape of both operands, such as "f32[8,28,28,64]".
         result: dtype and shape of the result.
         platform: "cpu" or "cuda".
-        problem: the problem in one line, or "" where no kernel came into question; it ends in
-            "krsc" where the kernel reads the filter so, as it lies.
+        problem: the problem key, or "" where no kernel came into question; it ends in "krsc"
+            where the kernel reads the filter so, as it lies.
         precision: the demanded precision, "default", "high" or "highest".
         instance: the kernel instance, or None where XLA computes it.
         microseconds: predicted time of the instance or, where XLA is predicted to be faster, of
