@@ -461,7 +461,7 @@ def supervise(options: argparse.Namespace) -> int:
         except queue.Empty:
             worker = None
         now = time.time()
-        new = []
+        found = []
         if worker is None:
             pass
         elif isinstance(event, str):
@@ -474,11 +474,11 @@ def supervise(options: argparse.Namespace) -> int:
                 worker.index, worker.case = told["begin"], told["case"]
             else:
                 counts.update(told["counts"])
-                new = told["complaints"]
-                worker.case = "" if new else "between two problems"
+                found = told["complaints"]
+                worker.case = "" if found else "between two problems"
         elif event is worker.process:
             if event.returncode and worker.case:  # else the failure is told already
-                new = [worker.death()]
+                found = [worker.death()]
             if now < until and worker.case != START and len(failures) < 10 * SHOWN:
                 worker.spawn(worker.index + options.processes)
             else:
@@ -486,8 +486,8 @@ def supervise(options: argparse.Namespace) -> int:
         for each in workers:
             if each.process.poll() is None and now - each.heard > SILENCE_S:
                 each.process.kill()
-        failures += new
-        for failure in new[: max(0, SHOWN - len(failures) + len(new))]:
+        failures += found
+        for failure in found[: max(0, SHOWN - len(failures) + len(found))]:
             print(f"FAILED {failure}", flush=True)
         if now - shown > 30:
             shown = now

@@ -141,7 +141,9 @@ def _origin() -> dict[str, str]:
     }
 
 
-def update(path: str | pathlib.Path, new: dict[str, tuple[str, str]], **summaries: dict) -> None:
+def update(
+    path: str | pathlib.Path, session: dict[str, tuple[str, str]], **summaries: dict
+) -> None:
     """Merges a session's outcomes, (outcome, reason) by test id, and summaries into the report.
 
     Raises:
@@ -156,7 +158,7 @@ def update(path: str | pathlib.Path, new: dict[str, tuple[str, str]], **summarie
     old = json.loads(path.read_text()) if path.exists() else {}
     if any(old.get(key) != value for key, value in origin.items()):
         old = {}
-    merged = outcomes(old) | new
+    merged = outcomes(old) | session
     counts = collections.Counter(outcome for outcome, _ in merged.values())
     kept = {key: value for key, value in old.items() if isinstance(value, dict) and key != "tests"}
     report = {

@@ -24,6 +24,7 @@ import pytest
 from jax import lax
 from numerics import (
     EXACT_LIMIT,
+    UNOPTIMIZED,
     error,
     error_in_order,
     exact_operands,
@@ -46,11 +47,6 @@ THREADS = 2  # XLA compiles without the GIL; more threads gain nothing on two co
 
 # One partition of the LLVM module: for programs this small, more cost time. Changes no numbers.
 COMPILER_OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
-
-
-# What LLVM's optimisation changes in results is the contraction to fused multiply-add. Where the
-# products are exact it changes none, and only takes half the time of a compilation.
-UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # Of the results on normal data, the share that may be further off than twice lax's error.
 BEYOND = "normal results beyond that, within the error of a sum in order"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import assert_exact, exact_operands, on_cpu
+from numerics import assert_exact, exact_operands, into_poison, on_cpu
 from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE
 
 import jaxconv
@@ -21,7 +21,7 @@ from jaxconv._src.spec import Op
 def test_exact(platform, op, problem):
     lhs, rhs, expected = exact_operands(op, problem, "f32")
     run = problem.operation(op, "f32", algorithm="im2col", precision="highest")
-    assert_exact(run(lhs, rhs), expected, f"im2col {problem.line(op, 'f32')}")
+    assert_exact(into_poison(run, lhs, rhs), expected, f"im2col {problem.line(op, 'f32')}")
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "f32"])
@@ -33,7 +33,8 @@ def test_dtypes_and_layouts(op, dtype, layout):
         lhs, rhs, expected = exact_operands(op, problem, dtype)
         run = problem.operation(op, dtype, algorithm="im2col", layout=layout)
         with jax.default_device(jax.devices("cpu")[0]):
-            actual = run(
+            actual = into_poison(
+                run,
                 problem.to_layout(op.roles[0], lhs, layout),
                 problem.to_layout(op.roles[1], rhs, layout),
             )
