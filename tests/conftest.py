@@ -15,6 +15,10 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# "auto" leaves nothing to XLA that a kernel accepts: the tests are of the kernels, on shapes that
+# are small enough for XLA to be faster. test_choice.py is of the choice.
+os.environ["JAXCONV_ALGORITHM"] = "native"
+
 # glibc then fills every new allocation with 0xfe: results and workspaces on the CPU begin as
 # garbage (-1.7e38 in float32, NaN in float16), never as zeros that hide an element nobody wrote.
 POISON_BYTE = 0xFE

@@ -4,9 +4,9 @@
 
 PATH is a checkout of JAX at the tag of the installed release (``git clone --depth 1 --branch
 jax-v0.10.2 https://github.com/jax-ml/jax``). Its tests are run as they are, those with "Conv" in
-their names, after ``jaxconv.install()``; the last lines count, by dtype, how many of the
-convolutions that they lowered took our kernels. Exits with 1 where a test fails or the share is too
-small.
+their names, after ``jaxconv.install(algorithm="native")``; the last lines count, by dtype, how many
+of the convolutions that they lowered took our kernels. Exits with 1 where a test fails or the share
+is too small.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Counter:
         import jaxconv
         from jaxconv._src import record
 
-        jaxconv.install()
+        jaxconv.install(algorithm="native")
         self._stack.callback(jaxconv.uninstall)
         self.found = self._stack.enter_context(record.recording())
 
