@@ -1,6 +1,10 @@
 #include "core/conv_problem.h"
 
+#include <algorithm>
 #include <charconv>
+#include <cstdlib>
+#include <initializer_list>
+#include <limits>
 #include <utility>
 
 namespace jaxconv {
@@ -10,11 +14,18 @@ constexpr const char* kOpNames[] = {"fprop", "dgrad", "wgrad"};
 constexpr const char* kDTypeNames[] = {"f32", "f16", "bf16", "s8", "s32"};
 constexpr const char* kPrecisionNames[] = {"default", "high", "highest"};
 constexpr const char* kFilterLayoutNames[] = {"rsck", "krsc"};
+constexpr const char* kActivationLayoutNames[] = {"nhwc", "nchw32"};
+constexpr int64_t kChannelBlock = 32;  // of nchw32
 
-// Reads one line token by token; the first failure is kept and everything after it is skipped.
-class LineReader {
+constexpr int64_t kMaxElements = int64_t{1} << 48;
+constexpr int64_t kMaxOffset = int64_t{1} << 60;
+constexpr int64_t kMaxInt32Coordinate = int64_t{1} << 30;
+constexpr int64_t kMaxInt32Extent = (int64_t{1} << 31) - (1 << 16);
+
+// Reads a problem key token by token; keeps the first failure and skips what follows it.
+class KeyReader {
  public:
-  explicit LineReader(std::string_view line) : rest_(line) {}
+  explicit KeyReader(std::string_view key) : rest_(key) {}
 
   template <typename Enum, size_t kCount>
   void ReadEnum(const char* const (&names)[kCount], const char* what, char end, Enum* value) {
@@ -49,8 +60,13 @@ class LineReader {
     });
   }
 
+  // What differs from the usual layouts, in this order.
+  void ReadLayouts(FilterLayout* filter, ActivationLayout* activation) {
+    if (TakeWord(Name(FilterLayout::kKrsc))) *filter = FilterLayout::kKrsc;
+    if (TakeWord(Name(ActivationLayout::kNchw32))) *activation = ActivationLayout::kNchw32;
+  }
+
   bool ok() const { return status_.ok(); }
-  bool AtEnd() const { return rest_.empty(); }
   Status Finish() {
     if (ok() && !rest_.empty()) Fail("unexpected '" + std::string(rest_) + "' at the end");
     return status_;
@@ -60,6 +76,13 @@ class LineReader {
   static bool ToInt(std::string_view word, int64_t* value) {
     auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), *value);
     return error == std::errc() && end == word.data() + word.size();
+  }
+
+  // Takes the next word if it is this one.
+  bool TakeWord(std::string_view word) {
+    if (!ok() || rest_.substr(0, rest_.find(' ')) != word) return false;
+    Take(' ');
+    return true;
   }
 
   std::string_view Take(char end) {
@@ -108,18 +131,50 @@ class LineReader {
   Status status_;
 };
 
-std::vector<int64_t> Shape(int rank, std::initializer_list<int64_t> leading, const Spatial& spatial,
-                           std::initializer_list<int64_t> trailing) {
-  std::vector<int64_t> shape(leading);
-  shape.insert(shape.end(), spatial.begin() + (3 - rank), spatial.end());
-  shape.insert(shape.end(), trailing);
-  return shape;
-}
-
 Status RequirePositive(const char* name, int64_t value) {
   if (value >= 1) return {};
   return Status::InvalidArgument(std::string(name) + ": expected at least 1, got " +
                                  std::to_string(value));
+}
+
+// Sums and products of non-negative values stop at the largest int64 instead of overflowing.
+constexpr int64_t kSaturated = std::numeric_limits<int64_t>::max();
+
+int64_t Sum(std::initializer_list<int64_t> terms) {
+  int64_t sum = 0;
+  for (int64_t term : terms) {
+    if (__builtin_add_overflow(sum, term, &sum)) return kSaturated;
+  }
+  return sum;
+}
+
+int64_t Product(std::initializer_list<int64_t> factors) {  // all positive
+  int64_t product = 1;
+  for (int64_t factor : factors) {
+    if (__builtin_mul_overflow(product, factor, &product)) return kSaturated;
+  }
+  return product;
+}
+
+int64_t Magnitude(int64_t value) {
+  return value == std::numeric_limits<int64_t>::min() ? kSaturated : std::abs(value);
+}
+
+// No coordinate of the axis is larger in magnitude, nor any sum of terms of the relation that ties
+// the three tensors.
+int64_t Reach(const ConvProblem& p, int axis) {
+  return Sum({Product({p.in[axis], p.lhs_dilation[axis]}), Product({p.out[axis], p.stride[axis]}),
+              Product({p.filter[axis], p.dilation[axis]}), Magnitude(p.pad_lo[axis]),
+              Magnitude(p.pad_hi[axis])});
+}
+
+Status TooLarge(const std::string& what, int64_t value, const char* limit) {
+  return Status::Unimplemented(what + ": expected less than " + limit + ", got " +
+                               (value == kSaturated ? "2^63 or more" : std::to_string(value)));
+}
+
+std::string OnAxis(const ConvProblem& p, int axis) {
+  return " of spatial axis " + std::to_string(axis - (3 - p.rank));
 }
 
 }  // namespace
@@ -128,6 +183,9 @@ const char* Name(Op op) { return kOpNames[static_cast<int>(op)]; }
 const char* Name(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
 const char* Name(Precision precision) { return kPrecisionNames[static_cast<int>(precision)]; }
 const char* Name(FilterLayout layout) { return kFilterLayoutNames[static_cast<int>(layout)]; }
+const char* Name(ActivationLayout layout) {
+  return kActivationLayoutNames[static_cast<int>(layout)];
+}
 
 int64_t ByteWidth(DType dtype) {
   switch (dtype) {
@@ -151,11 +209,20 @@ int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dil
   return span < 0 ? 0 : span / stride + 1;
 }
 
-std::vector<int64_t> ConvProblem::x_shape() const { return Shape(rank, {batch, n}, in, {c}); }
-std::vector<int64_t> ConvProblem::w_shape() const {
-  return Shape(rank, {batch}, filter, {c_per_group(), k});
+Extents ConvProblem::Shape(Role role, bool with_batch) const {
+  Extents extents;
+  const bool activation = role != Role::kW;
+  const bool blocked = activation && activation_layout == ActivationLayout::kNchw32;
+  const int64_t channels = role == Role::kX ? c : k;
+  const Spatial& spatial = role == Role::kX ? in : role == Role::kY ? out : filter;
+  if (with_batch) extents.Append(batch);
+  if (activation) extents.Append(n);
+  if (blocked) extents.Append(channels / kChannelBlock);
+  for (int axis = 3 - rank; axis < 3; ++axis) extents.Append(spatial[axis]);
+  if (!activation) extents.Append(c_per_group());
+  extents.Append(blocked ? kChannelBlock : channels);
+  return extents;
 }
-std::vector<int64_t> ConvProblem::y_shape() const { return Shape(rank, {batch, n}, out, {k}); }
 
 Status ConvProblem::Validate() const {
   if (rank < 1 || rank > 3) {
@@ -178,17 +245,54 @@ Status ConvProblem::Validate() const {
     JAXCONV_RETURN_IF_ERROR(RequirePositive("stride", stride[axis]));
     JAXCONV_RETURN_IF_ERROR(RequirePositive("lhs dilation", lhs_dilation[axis]));
     JAXCONV_RETURN_IF_ERROR(RequirePositive("dilation", dilation[axis]));
+    if (int64_t reach = Reach(*this, axis); reach >= kMaxOffset) {
+      return TooLarge("largest coordinate" + OnAxis(*this, axis), reach, "2^60");
+    }
     int64_t expected = OutputExtent(in[axis], filter[axis], stride[axis], lhs_dilation[axis],
                                     dilation[axis], pad_lo[axis], pad_hi[axis]);
     if (out[axis] != expected) {
-      return Status::InvalidArgument(
-          "output extent of spatial axis " + std::to_string(axis - (3 - rank)) + ": expected " +
-          std::to_string(expected) + ", got " + std::to_string(out[axis]));
+      return Status::InvalidArgument("output extent" + OnAxis(*this, axis) + ": expected " +
+                                     std::to_string(expected) + ", got " +
+                                     std::to_string(out[axis]));
     }
   }
   if (op == Op::kWgrad && filter_layout != FilterLayout::kRsck) {
     return Status::InvalidArgument(std::string("filter layout: wgrad writes rsck, got ") +
                                    Name(filter_layout));
+  }
+  if (activation_layout == ActivationLayout::kNchw32 &&
+      (c_per_group() % kChannelBlock != 0 || k_per_group() % kChannelBlock != 0)) {
+    return Status::InvalidArgument("nchw32: expected channels of a group in multiples of 32, got " +
+                                   std::to_string(c_per_group()) + " and " +
+                                   std::to_string(k_per_group()));
+  }
+  int64_t x = Product({batch, n, in[0], in[1], in[2], c});
+  int64_t w = Product({batch, filter[0], filter[1], filter[2], c_per_group(), k});
+  int64_t y = Product({batch, n, out[0], out[1], out[2], k});
+  if (int64_t largest = std::max({x, w, y}); largest >= kMaxElements) {
+    return TooLarge("elements of the largest tensor", largest, "2^48");
+  }
+  int64_t offset =
+      Product({batch, n, std::max(c, k), Reach(*this, 0), Reach(*this, 1), Reach(*this, 2)});
+  if (offset >= kMaxOffset)
+    return TooLarge("elements of the dilated and padded tensors", offset, "2^60");
+  int64_t operations = Product({2, y, filter[0], filter[1], filter[2], c_per_group()});
+  if (operations >= kMaxOffset) return TooLarge("operations", operations, "2^60");
+  return {};
+}
+
+Status ConvProblem::RequireInt32() const {
+  for (int axis = 0; axis < 3; ++axis) {
+    if (int64_t reach = Reach(*this, axis); reach >= kMaxInt32Coordinate) {
+      return TooLarge("largest coordinate" + OnAxis(*this, axis), reach, "2^30");
+    }
+  }
+  // The groups of a krsc filter lie one filter of a group apart.
+  int64_t group_distance =
+      filter_layout == FilterLayout::kKrsc ? k_per_group() * taps() * c_per_group() : 1;
+  for (int64_t extent : {n * in_pixels(), n * out_pixels(), taps() * c_per_group(), taps() * k,
+                         batch * groups, c, k, group_distance}) {
+    if (extent >= kMaxInt32Extent) return TooLarge("GEMM extent", extent, "2^31 - 2^16");
   }
   return {};
 }
@@ -199,24 +303,30 @@ Status ConvProblem::RequireRsck() const {
                                Name(filter_layout));
 }
 
+Status ConvProblem::RequireChannelsLast() const {
+  if (activation_layout == ActivationLayout::kChannelsLast) return {};
+  return Status::Unimplemented(std::string("reads activations stored channels-last, got ") +
+                               Name(activation_layout));
+}
+
 std::string ConvProblem::ToString() const {
-  std::string line = Name(op);
-  line += std::string(" ") + Name(x_dtype) + ":" + Name(w_dtype) + ":" + Name(y_dtype);
-  line += std::string(" ") + Name(precision);
-  auto add = [&](char key, int64_t value) {
-    line += std::string(" ") + key + std::to_string(value);
+  std::string key = Name(op);
+  key += std::string(" ") + Name(x_dtype) + ":" + Name(w_dtype) + ":" + Name(y_dtype);
+  key += std::string(" ") + Name(precision);
+  auto add = [&](char field, int64_t value) {
+    key += std::string(" ") + field + std::to_string(value);
   };
   add('b', batch);
   add('n', n);
   add('g', groups);
   add('c', c);
   add('k', k);
-  auto add_axes = [&](char key, auto text) {
-    line += std::string(" ") + key;
-    for (int axis = 3 - rank; axis < 3; ++axis) line += (axis > 3 - rank ? "x" : "") + text(axis);
+  auto add_axes = [&](char field, auto text) {
+    key += std::string(" ") + field;
+    for (int axis = 3 - rank; axis < 3; ++axis) key += (axis > 3 - rank ? "x" : "") + text(axis);
   };
-  auto add_spatial = [&](char key, const Spatial& value) {
-    add_axes(key, [&](int axis) { return std::to_string(value[axis]); });
+  auto add_spatial = [&](char field, const Spatial& value) {
+    add_axes(field, [&](int axis) { return std::to_string(value[axis]); });
   };
   add_spatial('i', in);
   add_spatial('f', filter);
@@ -227,13 +337,16 @@ std::string ConvProblem::ToString() const {
   add_axes('p', [&](int axis) {
     return std::to_string(pad_lo[axis]) + "_" + std::to_string(pad_hi[axis]);
   });
-  if (filter_layout != FilterLayout::kRsck) line += std::string(" ") + Name(filter_layout);
-  return line;
+  if (filter_layout != FilterLayout::kRsck) key += std::string(" ") + Name(filter_layout);
+  if (activation_layout != ActivationLayout::kChannelsLast) {
+    key += std::string(" ") + Name(activation_layout);
+  }
+  return key;
 }
 
-Status ConvProblem::Parse(std::string_view line, ConvProblem* problem) {
+Status ConvProblem::Parse(std::string_view key, ConvProblem* problem) {
   ConvProblem parsed;
-  LineReader reader(line);
+  KeyReader reader(key);
   reader.ReadEnum(kOpNames, "operation", ' ', &parsed.op);
   reader.ReadEnum(kDTypeNames, "dtype of x", ':', &parsed.x_dtype);
   reader.ReadEnum(kDTypeNames, "dtype of w", ':', &parsed.w_dtype);
@@ -246,17 +359,15 @@ Status ConvProblem::Parse(std::string_view line, ConvProblem* problem) {
   reader.ReadInt('k', &parsed.k);
   parsed.rank = reader.ReadSpatial('i', &parsed.in);
   bool same_rank = true;
-  for (auto [key, value] : {std::pair{'f', &parsed.filter},
-                            {'o', &parsed.out},
-                            {'s', &parsed.stride},
-                            {'l', &parsed.lhs_dilation},
-                            {'d', &parsed.dilation}}) {
-    same_rank &= reader.ReadSpatial(key, value) == parsed.rank;
+  for (auto [field, value] : {std::pair{'f', &parsed.filter},
+                              {'o', &parsed.out},
+                              {'s', &parsed.stride},
+                              {'l', &parsed.lhs_dilation},
+                              {'d', &parsed.dilation}}) {
+    same_rank &= reader.ReadSpatial(field, value) == parsed.rank;
   }
   same_rank &= reader.ReadPadding(&parsed.pad_lo, &parsed.pad_hi) == parsed.rank;
-  if (!reader.AtEnd()) {
-    reader.ReadEnum(kFilterLayoutNames, "filter layout", ' ', &parsed.filter_layout);
-  }
+  reader.ReadLayouts(&parsed.filter_layout, &parsed.activation_layout);
   JAXCONV_RETURN_IF_ERROR(reader.Finish());
   if (!same_rank) {
     return Status::InvalidArgument("convolution problem: the spatial fields differ in rank");

@@ -1,21 +1,26 @@
-// ConvProblem: one convolution, or one of its two gradients, with every size spelled out.
+// ConvProblem: one convolution, or one of its two gradients, with every size explicit.
 //
-// The relation between the three tensors, on every spatial axis:
+// The three tensors are related on every spatial axis by
 //
 //     i * lhs_dilation = p * stride + r * dilation - pad_lo
 //
-// where i indexes the input x, p the output y and r the filter w. With it
+// where i indexes the input x, p the output y and r the filter w. The three operations are
 //
 //     fprop   y[b,n,p,k]    = sum over r, c of x[b,n,i,c] w[b,r,c,k]
 //     dgrad   dx[b,n,i,c]   = sum over r, k of dy[b,n,p,k] w[b,r,c,k]
 //     wgrad   dw[b,r,c,k]   = sum over n, p of x[b,n,i,c] dy[b,n,p,k]
 //
-// (c runs over one group's C / groups channels, k over its K / groups). `b` counts independent
-// convolutions of the same shape, each with its own filter: what vmap over both operands makes.
+// (c runs over the C / groups channels of one group, k over its K / groups). `b` counts independent
+// convolutions of the same shape, each with its own filter; vmap over both operands makes them.
 //
 // Physical layouts are row-major and dense: x (batch, n, spatial, C), y (batch, n, spatial, K), w
-// (batch, spatial, C / groups, K), where the K of w runs group by group; or, as an operand, w
-// (batch, K, spatial, C / groups), which not every kernel reads.
+// (batch, spatial, C / groups, K), where the K of w is ordered by group. Some kernels also read the
+// operand w as (batch, K, spatial, C / groups). In the activation layout nchw32, x is (batch, n,
+// C / 32, spatial, 32) and y likewise, which is no permutation of the axes above.
+//
+// Sizes. Validate bounds every size, so that the arithmetic of all kernels and of selection stays
+// within 64 bits; RequireInt32 says whether 32 bits suffice. No other check of a size is needed,
+// save for what one kernel or one library computes in less.
 #ifndef JAXCONV_CORE_CONV_PROBLEM_H_
 #define JAXCONV_CORE_CONV_PROBLEM_H_
 
@@ -23,7 +28,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/status.h"
 
@@ -35,11 +39,27 @@ enum class DType { kF32, kF16, kBF16, kS8, kS32 };
 enum class Precision { kDefault, kHigh, kHighest };
 // How the filter lies in memory, outermost first.
 enum class FilterLayout { kRsck, kKrsc };
+// How x and y lie in memory.
+enum class ActivationLayout { kChannelsLast, kNchw32 };
+// The three tensors of a convolution, whichever of them an operation reads and writes.
+enum class Role { kX, kW, kY };
+
+// The extents of an array, without an allocation.
+struct Extents {
+  std::array<int64_t, 7> values{};  // batch, n, channel blocks, three spatial axes, channels
+  size_t rank = 0;
+
+  void Append(int64_t value) { values[rank++] = value; }
+  bool operator==(const Extents& other) const {
+    return rank == other.rank && values == other.values;
+  }
+};
 
 const char* Name(Op op);
 const char* Name(DType dtype);
 const char* Name(Precision precision);
 const char* Name(FilterLayout layout);
+const char* Name(ActivationLayout layout);
 int64_t ByteWidth(DType dtype);
 
 // Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index
@@ -67,6 +87,7 @@ struct ConvProblem {
   Spatial pad_lo{0, 0, 0};
   Spatial pad_hi{0, 0, 0};                           // may be negative, as pad_lo may
   FilterLayout filter_layout = FilterLayout::kRsck;  // of dw always
+  ActivationLayout activation_layout = ActivationLayout::kChannelsLast;
 
   int64_t c_per_group() const { return c / groups; }
   int64_t k_per_group() const { return k / groups; }
@@ -77,8 +98,7 @@ struct ConvProblem {
   int64_t x_elements() const { return batch * n * in_pixels() * c; }
   int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
   int64_t y_elements() const { return batch * n * out_pixels() * k; }
-  // Multiplications and additions of the definition, padding counted: the figure behind every
-  // FLOP/s.
+  // Multiplications and additions of the definition, padding included.
   int64_t flops() const { return 2 * batch * n * out_pixels() * taps() * c_per_group() * k; }
 
   DType output_dtype() const {
@@ -88,29 +108,35 @@ struct ConvProblem {
   DType lhs_dtype() const { return op == Op::kDgrad ? y_dtype : x_dtype; }
   DType rhs_dtype() const { return op == Op::kWgrad ? y_dtype : w_dtype; }
 
-  // Extents of x, w and y: (batch, n, spatial..., C), (batch, spatial..., C / groups, K), (batch,
-  // n, spatial..., K), with `rank` spatial entries; of w whatever its layout.
-  std::vector<int64_t> x_shape() const;
-  std::vector<int64_t> w_shape() const;
-  std::vector<int64_t> y_shape() const;
+  // The extents of a tensor's array, with `rank` spatial entries: x (batch, n, spatial, C) or, in
+  // nchw32, (batch, n, C / 32, spatial, 32); y likewise with K; w (batch, spatial, C / groups, K)
+  // whatever its layout. `with_batch`: the arrays of an unbatched call lack the batch.
+  Extents Shape(Role role, bool with_batch = true) const;
 
-  // Sizes positive, groups dividing both channel counts, `out` the extent that the window implies,
-  // and a dw in the layout that kernels write.
+  // InvalidArgument unless sizes are positive, groups divides both channel counts, `out` is the
+  // extent that the window implies, and dw has the layout that kernels write. Unimplemented where a
+  // tensor reaches 2^48 elements, or where 2^60 is reached by the flops or by the offset of an
+  // element of the dilated and padded input of all images. (More than an address space holds; the
+  // remaining bits are for bytes of an element, padded channels, slices, and sums of such terms.)
   Status Validate() const;
-  // For kernels that do not read the other layout.
+  // Unimplemented where 32 bits do not hold every coordinate and GEMM extent of a valid problem:
+  // coordinates stay below 2^30, so that sums of two do not overflow, and extents below
+  // 2^31 - 2^16, so that rounding up to tiles does not.
+  Status RequireInt32() const;
+  // For kernels that read no other layout.
   Status RequireRsck() const;
+  Status RequireChannelsLast() const;
 
-  // The one-line form, also the custom call's attribute and the tests' repro line:
+  // The problem key: attribute of the custom call, cache key, and repro of a failing test.
   //   fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1
-  // (dtypes of x, w, y; then precision; p is lo_hi by axis), with " krsc" at the end where w lies
-  // so.
+  // (dtypes of x, w, y; precision; p is lo_hi by axis), then " krsc", " nchw32" for these layouts.
   std::string ToString() const;
   // The inverse of ToString; validates.
-  static Status Parse(std::string_view line, ConvProblem* problem);
+  static Status Parse(std::string_view key, ConvProblem* problem);
 };
 
-// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where that is
-// negative.
+// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where the span is
+// negative. Terms beyond 2^60 overflow.
 int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dilation,
                      int64_t dilation, int64_t pad_lo, int64_t pad_hi);
 

@@ -36,7 +36,7 @@
 namespace jaxconv {
 
 // A coordinate that no bounds check accepts, whatever is added to it: real ones stay below 2^30 in
-// magnitude, which MakeImplicitGemm checks.
+// magnitude, which ConvProblem::RequireInt32 checks.
 inline constexpr int32_t kInvalidCoordinate = -(1 << 30);
 
 // One phase of one axis. Without initialisers, because kernels keep it in shared memory.
@@ -78,7 +78,7 @@ struct GatherAxis {
     if (phase >= phases) phase -= phases;
     result.phase = phase;
     result.dst_count = (dst_extent - phase + period - 1) / period;
-    // Coordinates stay below 2^30 (MakeImplicitGemm checks): 32-bit divisions, of which a GPU makes
+    // Coordinates stay below 2^30 (RequireInt32): 32-bit divisions, of which a GPU makes
     // a dozen instructions each, and none where div is 1.
     const int32_t origin = phase * mul + off;
     if (div == 1) {
@@ -267,20 +267,13 @@ inline GatherAxis MakeAxis(int64_t dst_extent, int64_t src_extent, int64_t taps,
 
 }  // namespace implicit_gemm_internal
 
-// Fails, with the reason, where an extent does not fit the 32-bit coordinates of the kernels.
+// Of a valid problem. Fails, with the reason, where it does not fit the kernels' 32-bit coordinates.
 // Offsets of elements are 64-bit throughout, so tensors may pass 2^31 elements.
 inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result) {
-  constexpr int64_t kInt32Max = (int64_t{1} << 31) - 1;
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   ImplicitGemm gemm;
   const bool dgrad = problem.op == Op::kDgrad;
   for (int a = 0; a < 3; ++a) {
-    int64_t reach = problem.out[a] * problem.stride[a] + problem.in[a] * problem.lhs_dilation[a] +
-                    problem.filter[a] * problem.dilation[a] +
-                    (problem.pad_lo[a] < 0 ? -problem.pad_lo[a] : problem.pad_lo[a]);
-    if (reach >= (1 << 30)) {
-      return Status::Unimplemented("coordinates of a spatial axis reach " + std::to_string(reach) +
-                                   ", expected less than 2^30");
-    }
     gemm.axis[a] =
         dgrad ? implicit_gemm_internal::MakeAxis(problem.in[a], problem.out[a], problem.filter[a],
                                                  problem.lhs_dilation[a], -problem.dilation[a],
@@ -290,14 +283,6 @@ inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result)
                                                  -problem.pad_lo[a], problem.lhs_dilation[a]);
   }
   const int64_t cg = problem.c_per_group(), kg = problem.k_per_group();
-  for (int64_t extent :
-       {problem.n * problem.in_pixels(), problem.n * problem.out_pixels(), problem.taps() * cg,
-        problem.taps() * problem.k, problem.batch * problem.groups, problem.c, problem.k}) {
-    if (extent > kInt32Max) {
-      return Status::Unimplemented("a GEMM extent is " + std::to_string(extent) +
-                                   ", expected less than 2^31");
-    }
-  }
   gemm.images = static_cast<int32_t>(problem.n);
   gemm.groups = static_cast<int32_t>(problem.groups);
   gemm.groups_divmod = FastDivmod(problem.groups);
@@ -323,9 +308,6 @@ inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result)
     gemm.b_reduce = problem.k;
     gemm.b_column = 1;
   } else {
-    if (phases > kInt32Max) {
-      return Status::Unimplemented("more than 2^31 phases (products of strides)");
-    }
     gemm.phases = static_cast<int32_t>(phases);
     gemm.gemm_m = static_cast<int32_t>(rows);
     gemm.gemm_n = static_cast<int32_t>(dgrad ? cg : kg);
@@ -339,7 +321,6 @@ inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result)
     // Between neighbours along K and along C.
     const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
     const int64_t to_k = krsc ? problem.taps() * cg : 1, to_c = krsc ? 1 : problem.k;
-    if (kg * to_k > kInt32Max) return Status::Unimplemented("a filter of 2^31 elements a group");
     gemm.b_group = static_cast<int32_t>(kg * to_k);
     gemm.out_group = gemm.gemm_n;
     gemm.b_tap = cg * to_c;

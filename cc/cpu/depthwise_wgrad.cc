@@ -16,6 +16,8 @@
 
 #include <algorithm>
 
+#include "cpu/geometry.h"
+
 namespace jaxconv::cpu {
 namespace {
 
@@ -36,9 +38,6 @@ struct RowPair {
   int64_t pad;
   __mmask16 mask;
 };
-
-int64_t CeilDiv(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
-int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
 template <int kStrip>
 __attribute__((target("avx512f"))) void AddRowPair(const RowPair& r) {

@@ -1,23 +1,9 @@
 #include "ffi/call.h"
 
-#include <array>
 #include <string>
 
 namespace jaxconv {
 namespace {
-
-// The batch of independent convolutions, n, three spatial axes, channels.
-constexpr size_t kMaxRank = 6;
-
-struct Extents {
-  std::array<int64_t, kMaxRank> values;
-  size_t rank = 0;
-
-  void Append(int64_t value) { values[rank++] = value; }
-  void AppendSpatial(const Spatial& spatial, int rank_of_problem) {
-    for (int a = 3 - rank_of_problem; a < 3; ++a) Append(spatial[a]);
-  }
-};
 
 template <typename Values>
 std::string ToText(const Values& values, size_t count) {
@@ -42,23 +28,6 @@ ffi::DataType ToXla(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
-// The tensors of a convolution, whichever of them an operation reads and writes.
-enum class Role { kX, kW, kY };
-
-// In canonical order; arrays of an unbatched call lack the batch.
-Extents CanonicalExtents(const ConvProblem& problem, Role role, bool with_batch) {
-  Extents extents;
-  if (with_batch) extents.Append(problem.batch);
-  if (role != Role::kW) extents.Append(problem.n);
-  extents.AppendSpatial(role == Role::kX   ? problem.in
-                        : role == Role::kY ? problem.out
-                                           : problem.filter,
-                        problem.rank);
-  if (role == Role::kW) extents.Append(problem.c_per_group());
-  extents.Append(role == Role::kX ? problem.c : problem.k);
-  return extents;
-}
-
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
                    const ConvProblem& problem, Role role, Axes axes) {
   if (buffer.element_type() != ToXla(dtype)) {
@@ -66,9 +35,10 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
                                    ", got XLA type " +
                                    std::to_string(static_cast<int>(buffer.element_type())));
   }
-  const size_t unbatched = static_cast<size_t>(problem.rank) + 2;
-  const bool with_batch = problem.batch != 1 || axes.size() != unbatched;
-  const Extents canonical = CanonicalExtents(problem, role, with_batch);
+  Extents canonical = problem.Shape(role);
+  if (problem.batch == 1 && axes.size() + 1 == canonical.rank) {
+    canonical = problem.Shape(role, /*with_batch=*/false);
+  }
   Extents expected;
   expected.rank = canonical.rank;
   expected.values.fill(-1);

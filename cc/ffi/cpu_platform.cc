@@ -6,7 +6,8 @@
 #include <mutex>
 #include <thread>
 
-#include "cpu/onednn_conv.h"
+#include "cpu/execution.h"
+#include "cpu/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
@@ -64,17 +65,17 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
                    std::string_view instance, std::string_view key, int64_t slices, Axes lhs_axes,
                    Axes rhs_axes, Axes out_axes) {
-  ConvProblem problem;
-  Status status = ConvProblem::Parse(key, &problem);
+  std::shared_ptr<const cpu::Plan> plan;
+  Status status = cpu::FindPlan(key, instance, slices, &plan);
   if (status.ok()) {
     status = CheckCall(
         kOp, {lhs, rhs, *out, *workspace, instance, key, slices, lhs_axes, rhs_axes, out_axes},
-        problem);
+        cpu::ProblemOf(*plan));
   }
   if (status.ok()) {
-    status = cpu::Execute(problem, instance, slices, lhs.untyped_data(), rhs.untyped_data(),
-                          out->untyped_data(), workspace->untyped_data(),
-                          static_cast<int64_t>(workspace->size_bytes()), OnPool(pool));
+    status = cpu::Execute(*plan, lhs.untyped_data(), rhs.untyped_data(), out->untyped_data(),
+                          workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes()),
+                          OnPool(pool));
   }
   return ToError(status);
 }
@@ -92,10 +93,15 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCpuWgrad)}};
 }
 
-Status SelectLine(std::string_view line, std::string_view algorithm, std::string_view /*target*/,
-                  Selection* selection) {
+Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view /*target*/,
+                 Selection* selection) {
   ConvProblem problem;
-  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(line, &problem));
+  Status status = ConvProblem::Parse(key, &problem);
+  if (status.code() == StatusCode::kUnimplemented) {  // too large for the arithmetic of any kernel
+    selection->refusals.push_back({"cpu", status.message()});
+    return {};
+  }
+  JAXCONV_RETURN_IF_ERROR(status);
   // As many tasks as this process may use cores; XLA sizes its intra-op pool the same way.
   int64_t threads = std::max(1u, std::thread::hardware_concurrency());
   return cpu::Select(problem, algorithm, threads, selection);
@@ -109,7 +115,7 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
 
 const PlatformInterface& CpuPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,  SelectLine,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,  SelectKey,
       cpu::KernelNames,  cpu::FamilyNames,  BuildInfo,
   };
   return *platform;

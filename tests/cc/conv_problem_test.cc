@@ -1,7 +1,8 @@
-// ConvProblem: its one-line form there and back, what it refuses and why, and its derived sizes.
+// ConvProblem: its key there and back, what it refuses and why, and its derived sizes.
 #include "core/conv_problem.h"
 
 #include <cstdio>
+#include <initializer_list>
 #include <random>
 #include <string>
 #include <vector>
@@ -26,7 +27,14 @@ bool Equal(const ConvProblem& a, const ConvProblem& b) {
          a.batch == b.batch && a.n == b.n && a.groups == b.groups && a.c == b.c && a.k == b.k &&
          a.in == b.in && a.filter == b.filter && a.out == b.out && a.stride == b.stride &&
          a.lhs_dilation == b.lhs_dilation && a.dilation == b.dilation && a.pad_lo == b.pad_lo &&
-         a.pad_hi == b.pad_hi && a.filter_layout == b.filter_layout;
+         a.pad_hi == b.pad_hi && a.filter_layout == b.filter_layout &&
+         a.activation_layout == b.activation_layout;
+}
+
+Extents Of(std::initializer_list<int64_t> values) {
+  Extents extents;
+  for (int64_t value : values) extents.Append(value);
+  return extents;
 }
 
 void CheckOneLine() {
@@ -37,9 +45,10 @@ void CheckOneLine() {
   Expect(problem.op == Op::kFprop && problem.rank == 2, "op and rank of the line");
   Expect(problem.in == Spatial{1, 56, 56} && problem.filter == Spatial{1, 3, 3}, "right-aligned");
   Expect(problem.pad_lo == Spatial{0, 1, 1} && problem.pad_hi == Spatial{0, 1, 1}, "padding");
-  Expect(problem.x_shape() == std::vector<int64_t>{1, 64, 56, 56, 64}, "x_shape");
-  Expect(problem.w_shape() == std::vector<int64_t>{1, 3, 3, 64, 64}, "w_shape");
-  Expect(problem.y_shape() == std::vector<int64_t>{1, 64, 56, 56, 64}, "y_shape");
+  Expect(problem.Shape(Role::kX) == Of({1, 64, 56, 56, 64}), "extents of x");
+  Expect(problem.Shape(Role::kW) == Of({1, 3, 3, 64, 64}), "extents of w");
+  Expect(problem.Shape(Role::kY) == Of({1, 64, 56, 56, 64}), "extents of y");
+  Expect(problem.Shape(Role::kY, false) == Of({64, 56, 56, 64}), "extents without a batch");
   Expect(problem.flops() == int64_t{2} * 64 * 56 * 56 * 9 * 64 * 64, "flops");
 
   // Negative padding, three axes, narrow dtypes.
@@ -53,8 +62,27 @@ void CheckOneLine() {
   Expect(problem.output_dtype() == DType::kS32 && problem.lhs_dtype() == DType::kS8 &&
              problem.rhs_dtype() == DType::kS8,
          "dtypes by operation");
-  Expect(problem.w_shape() == std::vector<int64_t>{3, 1, 2, 3, 4, 6},
-         "w_shape of a grouped problem");
+  Expect(problem.Shape(Role::kW) == Of({3, 1, 2, 3, 4, 6}), "extents of w of a grouped problem");
+}
+
+// NCHW32 is no permutation of the channels-last axes: channels are split into blocks of 32.
+void CheckActivationLayout() {
+  ConvProblem problem;
+  const std::string key = std::string(kLine) + " krsc nchw32";
+  Expect(ConvProblem::Parse(key, &problem).ok() && problem.ToString() == key, key);
+  Expect(problem.Shape(Role::kX) == Of({1, 64, 2, 56, 56, 32}), "extents of x in nchw32");
+  Expect(problem.Shape(Role::kY, false) == Of({64, 2, 56, 56, 32}), "extents of y in nchw32");
+  Expect(problem.Shape(Role::kW) == Of({1, 3, 3, 64, 64}), "extents of w in nchw32");
+  Expect(!problem.RequireChannelsLast().ok(), "nchw32 is not channels-last");
+  Expect(ConvProblem::Parse(kLine, &problem).ok() && problem.RequireChannelsLast().ok(),
+         "channels-last refused");
+  std::string odd = key;
+  odd.replace(odd.find("c64"), 3, "c48");
+  const Status status = ConvProblem::Parse(odd, &problem);
+  Expect(
+      status.message() == "nchw32: expected channels of a group in multiples of 32, got 48 and 64",
+      status.message());
+  Expect(!ConvProblem::Parse(std::string(kLine) + " nchw32 krsc", &problem).ok(), "another order");
 }
 
 // The layout of the filter is named where it is not the usual one, and only of an operand.
@@ -89,10 +117,10 @@ void CheckRandomRoundTrips() {
     }
     problem.rank = static_cast<int>(draw(1, 3));
     problem.batch = draw(1, 5);
-    problem.n = draw(1, int64_t{1} << 40);
+    problem.n = draw(1, 1000);
     problem.groups = draw(1, 9);
-    problem.c = problem.groups * draw(1, 1000);
-    problem.k = problem.groups * draw(1, 1000);
+    problem.c = problem.groups * draw(1, 100);
+    problem.k = problem.groups * draw(1, 100);
     for (int axis = 3 - problem.rank; axis < 3; ++axis) {
       problem.in[axis] = draw(1, 100);
       problem.filter[axis] = draw(1, 9);
@@ -155,7 +183,7 @@ void CheckRefusals() {
       {"d1x1", "d1x-1", "dilation"},
       {"p1_1x1_1", "p1x1", "p: cannot read"},
       {"p1_1x1_1", "p1_1", "rank"},
-      {"p1_1x1_1", "p1_1x1_1 extra", "filter layout: 'extra' is not known"},
+      {"p1_1x1_1", "p1_1x1_1 extra", "unexpected 'extra'"},
       {"p1_1x1_1", "p1_1x1_1 krsc extra", "unexpected 'extra'"},
       {" p1_1x1_1", "", "'p'"},
   };
@@ -203,6 +231,55 @@ void CheckDamagedLines() {
   }
 }
 
+// Sizes that 64 bits do not hold are Unimplemented, not InvalidArgument, and never overflow.
+void CheckLimits() {
+  struct Limit {
+    const char* key;
+    const char* word;  // empty: valid, and within 32 bits; "32": valid, but not within 32 bits
+  };
+  const Limit limits[] = {
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i5 f3 o2 s100000000 l1 d1 p100000000_0", ""},
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i5 f3 o2 s1200000000 l1 d1 p1200000000_0", "32"},
+      {"fprop s8:s8:s32 default b1 n1 g1 c2 k1 i2 f2 o1 s2147483646 l1 d1 p4_0", "32"},
+      {"dgrad f32:f32:f32 default b1 n1 g1 c1 k1 i1 f1 o1 s1 l1 d1 p-536870912_536870912", "32"},
+      {"fprop f32:f32:f32 default b1 n2147418111 g1 c1 k1 i1 f1 o1 s1 l1 d1 p0_0", ""},
+      {"fprop f32:f32:f32 default b1 n2147418112 g1 c1 k1 i1 f1 o1 s1 l1 d1 p0_0", "32"},
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i2 f2 o1 s1 l1 d1000000000000 p0_999999999999",
+       "32"},
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i1 f1 o1 s1 l9223372036854775807 d1 p0_0",
+       "coordinate of spatial axis 0: expected less than 2^60, got 2^63 or more"},
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i2 f1 o1 s9223372036854775807 l1 d1 p0_0",
+       "coordinate"},
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i1 f1 o1 s1 l1 d1 "
+       "p-9223372036854775808_9223372036854775807",
+       "coordinate"},
+      {"fprop f32:f32:f32 default b1 n300000000000000 g1 c1 k1 i1 f1 o1 s1 l1 d1 p0_0",
+       "largest tensor: expected less than 2^48, got 300000000000000"},
+      {"wgrad f32:f32:f32 default b1 n1 g1 c4294967296 k4294967296 i1 f1 o1 s1 l1 d1 p0_0",
+       "largest tensor: expected less than 2^48, got 2^63 or more"},
+      {"fprop f32:f32:f32 default b1 n1048576 g1 c1048576 k1048576 i16 f1 o16 s1 l1 d1 p0_0",
+       "operations"},
+      // Tensors of 1 and 8 elements, 2^63 positions of padding.
+      {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i1x1x1 f1x1x1 o2x2x2 s2000000x2000000x2000000 "
+       "l1x1x1 d1x1x1 p2000000_0x2000000_0x2000000_0",
+       "padded"},
+  };
+  for (const Limit& limit : limits) {
+    ConvProblem problem;
+    const Status status = ConvProblem::Parse(limit.key, &problem);
+    const std::string word = limit.word, where = limit.key + (": " + status.message());
+    if (word.empty() || word == "32") {
+      Expect(status.ok(), where);
+      const Status fits = problem.RequireInt32();
+      Expect(fits.ok() == word.empty(), where + fits.message());
+      Expect(fits.ok() || fits.code() == StatusCode::kUnimplemented, where);
+    } else {
+      Expect(status.code() == StatusCode::kUnimplemented, where);
+      Expect(status.message().find(word) != std::string::npos, where);
+    }
+  }
+}
+
 void CheckOutputExtent() {
   Expect(OutputExtent(5, 3, 1, 1, 1, 0, 0) == 3, "valid");
   Expect(OutputExtent(5, 3, 2, 1, 1, 1, 1) == 3, "strided");
@@ -222,10 +299,12 @@ void CheckOutputExtent() {
 int main() {
   using namespace jaxconv;
   CheckOneLine();
+  CheckActivationLayout();
   CheckFilterLayout();
   CheckRandomRoundTrips();
   CheckRefusals();
   CheckDamagedLines();
+  CheckLimits();
   CheckOutputExtent();
   std::printf("%d checks, %d failures\n", checked, failures);
   return failures != 0;

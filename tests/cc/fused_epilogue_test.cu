@@ -1,147 +1,94 @@
-// The fused epilogue of the tensor-core kernels on a GPU: scale, bias, residual and every
-// activation, in bfloat16, float16 and float32, on whole and ragged rows, with NaN and Inf.
-#include <cmath>
+// The fused epilogue (scale, bias, residual, activation) in every form of the portable families and
+// in the split-K reduction behind them, on whole and ragged rows, groups and batches.
 #include <cstdio>
-#include <cstring>
-#include <vector>
 
-#include "cuda/kernels/igemm_wmma.cuh"
+#include "cc/fused_epilogue.cuh"
+#include "cuda/common/query_gpu.h"
+#include "cuda/few_channels/dgrad.cuh"
+#include "cuda/few_channels/fprop.cuh"
+#include "cuda/few_channels/plan.h"
+#include "cuda/few_channels/wgrad.cuh"
+#include "cuda/igemm_simt/plan.h"
+#include "cuda/igemm_simt/two_stage.cuh"
+#include "cuda/igemm_wmma/multistage.cuh"
+#include "cuda/igemm_wmma/plan.h"
 
 namespace jaxconv {
+
+#define KERNEL(ops, types, variant, header, form, arguments, ...) \
+  JAXCONV_FOR_EACH(ops, types, JAXCONV_FUSED_TAG, variant, JAXCONV_FAMILY, form, arguments)
+#define PADDED(...)
+#define JAXCONV_FAMILY igemm_simt
+#include "cuda/igemm_simt/kernels.def"
+#undef JAXCONV_FAMILY
+#define JAXCONV_FAMILY igemm_wmma
+#include "cuda/igemm_wmma/kernels.def"
+#undef JAXCONV_FAMILY
+#define JAXCONV_FAMILY few_channels
+#include "cuda/few_channels/kernels.def"
+#undef JAXCONV_FAMILY
+
 namespace {
 
-int failures = 0;
+constexpr Op kFprop = Op::kFprop, kDgrad = Op::kDgrad, kWgrad = Op::kWgrad;
+constexpr DType kF32 = DType::kF32, kF16 = DType::kF16, kBF16 = DType::kBF16;
 
-template <typename T>
-double RoundTrip(double value) {
-  if constexpr (std::is_same_v<T, __half>) return __half2float(__float2half_rn(float(value)));
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __bfloat162float(__float2bfloat16_rn(float(value)));
+void TestIgemmSimt(const Gpu& gpu) {
+  JAXCONV_CHECK(fprop, igemm_simt, f32, 128x64x8_vec, gpu,
+                Batched(Layer(kFprop, kF32, 2, 9, 11, 20, 36, 3), 2), 0);
+  JAXCONV_CHECK(fprop, igemm_simt, f32, 128x64x8_vec_wide, gpu,
+                Grouped(Layer(kFprop, kF32, 2, 9, 11, 24, 40, 3, 2), 2), 0);
+  JAXCONV_CHECK(fprop, igemm_simt, f16, 128x32x8_scalar, gpu,
+                Layer(kFprop, kF16, 2, 9, 11, 5, 37, 3), 0);
+  JAXCONV_CHECK(dgrad, igemm_simt, f32, 64x64x8_vec, gpu,
+                Layer(kDgrad, kF32, 2, 9, 11, 36, 20, 3, 2), 0);
+  JAXCONV_CHECK(dgrad, igemm_simt, f32, 128x64x8_scalar, gpu,
+                Layer(kDgrad, kF32, 2, 9, 11, 37, 5, 3, 2), 0);
+  for (int slices : {1, 3}) {
+    JAXCONV_CHECK(wgrad, igemm_simt, f32, 64x64x8_vec, gpu,
+                  Grouped(Layer(kWgrad, kF32, 2, 9, 11, 24, 40, 3), 2), slices);
+    JAXCONV_CHECK(wgrad, igemm_simt, bf16, 128x32x8_scalar, gpu,
+                  Layer(kWgrad, kBF16, 2, 9, 11, 5, 37, 3), slices);
   }
-  return float(value);
 }
 
-template <typename T>
-struct DeviceArray {
-  T* data = nullptr;
-  explicit DeviceArray(const std::vector<double>& values) {
-    std::vector<T> converted(values.size());
-    for (size_t i = 0; i < values.size(); ++i) converted[i] = T(float(values[i]));
-    cudaMalloc(&data, values.size() * sizeof(T));
-    cudaMemcpy(data, converted.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice);
+void TestIgemmWmma(const Gpu& gpu) {
+  for (int slices : {1, 3}) {
+    JAXCONV_CHECK(fprop, igemm_wmma, bf16, 64x64x64_3stage, gpu,
+                  Batched(Layer(kFprop, kBF16, 2, 9, 11, 40, 136, 3), 2), slices);
+    JAXCONV_CHECK(fprop, igemm_wmma, f32, 64x64x32_3stage, gpu,
+                  Grouped(Layer(kFprop, kF32, 2, 9, 11, 24, 40, 3), 2), slices);
+    JAXCONV_CHECK(dgrad, igemm_wmma, f16, 64x64x64_3stage, gpu,
+                  Layer(kDgrad, kF16, 2, 9, 11, 72, 40, 3, 2), slices);
+    JAXCONV_CHECK(wgrad, igemm_wmma, bf16, 256x16x64_3stage, gpu,
+                  Layer(kWgrad, kBF16, 2, 9, 11, 40, 24, 3), slices);
   }
-  ~DeviceArray() { cudaFree(data); }
-  std::vector<double> Read(size_t size) const {
-    std::vector<T> raw(size);
-    cudaMemcpy(raw.data(), data, size * sizeof(T), cudaMemcpyDeviceToHost);
-    return {raw.begin(), raw.end()};
-  }
-};
-
-double Reference(Activation activation, double slope, double v) {
-  switch (activation) {
-    case Activation::kNone:
-      return v;
-    case Activation::kRelu:
-      return v < 0 ? 0 : v;
-    case Activation::kRelu6:
-      return v < 0 ? 0 : v > 6 ? 6 : v;
-    case Activation::kLeakyRelu:
-      return v < 0 ? v * slope : v;
-    case Activation::kGelu:
-      return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
-    case Activation::kSilu:
-      return v / (1 + std::exp(-v));
-  }
-  return v;
+  JAXCONV_CHECK(dgrad, igemm_wmma, f16, 128x64x64_3stage_align8, gpu,
+                Layer(kDgrad, kF16, 2, 9, 11, 20, 36, 3, 2), 0);
+  JAXCONV_CHECK(fprop, igemm_wmma, bf16, 256x16x64_3stage_b_align2, gpu,
+                Layer(kFprop, kBF16, 2, 9, 11, 24, 13, 3), 0);
+  JAXCONV_CHECK(fprop, igemm_wmma, f16, 128x16x64_3stage_align2, gpu,
+                Layer(kFprop, kF16, 2, 9, 11, 6, 13, 3), 0);
+  JAXCONV_CHECK(dgrad, igemm_wmma, bf16, 128x64x32_3stage_align2, gpu,
+                Layer(kDgrad, kBF16, 2, 9, 11, 37, 5, 3, 2), 0);
 }
 
-// A pointwise convolution of `pixels` pixels, 32 to `k` channels, on small integers.
-template <DType kType, WmmaTileId kTile>
-void Run(int pixels, int k, Activation activation, bool with_terms) {
-  using T = typename ElementOf<kType>::Type;
-  constexpr int kC = 32;
-  ConvProblem problem;
-  problem.x_dtype = problem.w_dtype = problem.y_dtype = kType;
-  problem.c = kC;
-  problem.k = k;
-  problem.in[2] = problem.out[2] = pixels;
-  IgemmWmmaParams params;
-  if (!MakeImplicitGemm(problem, &params.gemm).ok()) ++failures;
-  uint32_t state = 7;
-  auto draw = [&](int range) {
-    state = state * 1664525u + 1013904223u;
-    return int(state >> 16) % (2 * range + 1) - range;
-  };
-  std::vector<double> x(pixels * kC), w(kC * k), scale(k), bias(k), residual(pixels * k);
-  for (double& v : x) v = draw(2);
-  for (double& v : w) v = draw(1);
-  for (double& v : scale) v = draw(4) * 0.25;
-  for (double& v : bias) v = draw(4) * 0.5;
-  for (double& v : residual) v = draw(8) * 0.5;
-  if (with_terms) residual[3] = NAN, residual[k + 1] = INFINITY, residual[2 * k] = -INFINITY;
-  DeviceArray<T> x_device(x), w_device(w), residual_device(residual);
-  DeviceArray<T> y_device(std::vector<double>(pixels * k, NAN));
-  DeviceArray<float> scale_device(scale), bias_device(bias);
-  params.a = x_device.data;
-  params.b = w_device.data;
-  params.out = y_device.data;
-  params.out_is_f32 = kType == DType::kF32;
-  params.out_vector = k % (16 / int(sizeof(T))) == 0;
-  params.n_tiles = FastDivmod((k + WmmaTileOf<kTile>::kTileN - 1) / WmmaTileOf<kTile>::kTileN);
-  const int m_tiles = (pixels + WmmaTileOf<kTile>::kTileM - 1) / WmmaTileOf<kTile>::kTileM;
-  params.m_tiles = FastDivmod(m_tiles);
-  params.slices = params.batch_groups = FastDivmod(1);
-  params.blocks_per_slice = kC;
-  int b_copy = 16;
-  while (k * int(sizeof(T)) % b_copy != 0) b_copy /= 2;
-  params.b_copy_bytes = b_copy;
-  if (with_terms) {
-    params.epilogue.scale = scale_device.data;
-    params.epilogue.bias = bias_device.data;
-    params.epilogue.residual = residual_device.data;
-  }
-  params.epilogue.activation = activation;
-  params.epilogue.negative_slope = 0.125f;
-  const Status status = LaunchIgemmWmmaWith<Op::kFprop, kType, kTile, FusedEpilogue>(
-      params, int64_t{params.n_tiles.divisor} * m_tiles, nullptr);
-  const cudaError_t error = cudaDeviceSynchronize();
-  if (!status.ok() || error != cudaSuccess) {
-    std::printf("FAIL %s %s\n", status.message().c_str(), cudaGetErrorString(error));
-    ++failures;
-    return;
-  }
-  const std::vector<double> y = y_device.Read(size_t(pixels) * k);
-  // One rounding to the output type, and the single-precision erf or exp before it.
-  const double epsilon = kType == DType::kF32 ? 4e-6 : kType == DType::kF16 ? 6e-4 : 5e-3;
-  int wrong = 0;
-  for (int p = 0; p < pixels; ++p) {
-    for (int n = 0; n < k; ++n) {
-      double sum = 0;
-      for (int c = 0; c < kC; ++c) sum += x[p * kC + c] * w[c * k + n];
-      if (with_terms) sum = sum * scale[n] + bias[n] + RoundTrip<T>(residual[p * k + n]);
-      const double expected = Reference(activation, 0.125, sum), got = y[p * k + n];
-      const bool same = std::isnan(expected) ? std::isnan(got)
-                        : std::isinf(expected)
-                            ? got == expected
-                            : std::abs(got - expected) <= epsilon * (std::abs(expected) + 1e-3);
-      wrong += !same;
-    }
-  }
-  if (wrong == 0) return;
-  ++failures;
-  std::printf("FAIL type %s pixels %d k %d activation %d terms %d: %d wrong\n", Name(kType), pixels,
-              k, int(activation), with_terms, wrong);
-}
-
-template <DType kType>
-void RunType() {
-  for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
-                                Activation::kLeakyRelu, Activation::kGelu, Activation::kSilu}) {
-    for (bool with_terms : {false, true}) {
-      Run<kType, WmmaTileId::k64x64>(200, 96, activation, with_terms);
-      Run<kType, WmmaTileId::k128x64Narrow>(150, 37, activation, with_terms);
-    }
+void TestFewChannels(const Gpu& gpu) {
+  JAXCONV_CHECK(fprop, few_channels, bf16, 128x64, gpu,
+                Batched(Layer(kFprop, kBF16, 2, 19, 21, 3, 72, 7, 2), 2), 0);
+  JAXCONV_CHECK(fprop, few_channels, f16, 128x64, gpu, Layer(kFprop, kF16, 2, 19, 21, 4, 37, 3), 0);
+  JAXCONV_CHECK(dgrad, few_channels, f16, 256x16, gpu, Layer(kDgrad, kF16, 2, 19, 21, 3, 40, 3), 0);
+  JAXCONV_CHECK(dgrad, few_channels, bf16, 256x24, gpu,
+                Batched(Layer(kDgrad, kBF16, 2, 19, 21, 3, 72, 7, 2), 2), 0);
+  JAXCONV_CHECK(dgrad, few_channels, bf16, 256x48, gpu, Layer(kDgrad, kBF16, 2, 19, 21, 8, 40, 5),
+                0);
+  for (int slices : {1, 3}) {
+    JAXCONV_CHECK(wgrad, few_channels, bf16, 32x64, gpu, Layer(kWgrad, kBF16, 2, 19, 21, 3, 72, 3),
+                  slices);
+    JAXCONV_CHECK(wgrad, few_channels, f16, 64x64, gpu, Layer(kWgrad, kF16, 2, 19, 21, 4, 40, 3),
+                  slices);
+    JAXCONV_CHECK(wgrad, few_channels, bf16, 192x64, gpu,
+                  Layer(kWgrad, kBF16, 2, 19, 21, 3, 40, 7, 2), slices);
   }
 }
 
@@ -149,9 +96,14 @@ void RunType() {
 }  // namespace jaxconv
 
 int main() {
-  jaxconv::RunType<jaxconv::DType::kBF16>();
-  jaxconv::RunType<jaxconv::DType::kF16>();
-  jaxconv::RunType<jaxconv::DType::kF32>();
+  jaxconv::Gpu gpu;
+  if (jaxconv::Status status = jaxconv::QueryGpu(0, &gpu); !status.ok()) {
+    jaxconv::Fail(status.message());
+  } else {
+    jaxconv::TestIgemmSimt(gpu);
+    jaxconv::TestIgemmWmma(gpu);
+    jaxconv::TestFewChannels(gpu);
+  }
   std::printf("fused_epilogue_test: %d failures\n", jaxconv::failures);
   return jaxconv::failures != 0;
 }

@@ -10,6 +10,8 @@
 #include <set>
 #include <tuple>
 
+#include "cc/huge_windows.h"
+
 namespace jaxconv {
 namespace {
 
@@ -205,6 +207,19 @@ int main() {
     ++checked;
   }
   jaxconv::CheckRefusals();
-  std::printf("implicit_gemm_test: %d problems, %d failures\n", checked, jaxconv::failures);
+  int huge = 0;
+  std::mt19937_64 huge_random(20251121);
+  while (huge < 600) {
+    ConvProblem problem;
+    problem.rank = draw(1, 3);
+    problem.n = draw(1, 2);
+    problem.c = draw(1, 2);
+    jaxconv::DrawHugeWindows(draw(8, 40), &huge_random, &problem);
+    if (!problem.Validate().ok() || !problem.RequireInt32().ok()) continue;
+    jaxconv::Check(problem);
+    ++huge;
+  }
+  std::printf("implicit_gemm_test: %d + %d problems, %d failures\n", checked, huge,
+              jaxconv::failures);
   return jaxconv::failures != 0;
 }

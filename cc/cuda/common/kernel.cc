@@ -16,6 +16,7 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf3
     return Status::Unimplemented(std::string("expected an output of type ") + dtype +
                                  " or f32, got " + Name(problem.output_dtype()));
   }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
   if (tf32 && kernel.dtype == DType::kF32 && problem.precision != Precision::kDefault) {
     return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
                                  Name(problem.precision) + " asks for more");

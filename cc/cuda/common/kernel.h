@@ -74,8 +74,8 @@ struct KernelDesc {
 };
 
 // What every family asks of a problem before its own conditions: the operation, operands of the
-// instance's type, an output of that type or float32, and for float32 operands that are multiplied
-// in TF32 precision "default".
+// instance's type, an output of that type or float32, channels-last activations, and for float32
+// operands that are multiplied in TF32 precision "default".
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
 // Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns

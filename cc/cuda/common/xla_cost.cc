@@ -126,6 +126,7 @@ const Row* FindRow(const ConvProblem& problem) {
   const DType type = problem.lhs_dtype();
   if (problem.rhs_dtype() != type || problem.output_dtype() != type) return nullptr;
   if (type != DType::kF32 && type != DType::kBF16 && type != DType::kF16) return nullptr;
+  if (!problem.RequireChannelsLast().ok()) return nullptr;
   const Class problem_class = ClassOf(problem);
   Operands operands = Operands::k16Bit;
   if (type == DType::kF32) {

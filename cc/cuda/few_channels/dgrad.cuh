@@ -262,13 +262,13 @@ struct Dgrad {
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    const auto& planned = plan.As<PlannedLaunch>();
-    Params params = planned.params;
+    const auto& launch = plan.As<LaunchParams>();
+    Params params = launch.kernel;
     params.lhs = operands.lhs;
     params.rhs = operands.rhs;
     params.out = operands.out;
     BindEpilogue(operands, &params.epilogue);
-    return jaxconv::Launch<DgradKernel<Tag>>(plan.kernel->name, ConfigOf(planned), stream, params);
+    return jaxconv::Launch<DgradKernel<Tag>>(plan.kernel->name, ConfigOf(launch), stream, params);
   }
 };
 

@@ -120,11 +120,11 @@ class HaloLoader {
 template <typename T>
 using RowMatrix = OperandTile<T, 64, 128, true>;
 
-inline LaunchConfig ConfigOf(const PlannedLaunch& planned) {
+inline LaunchConfig ConfigOf(const LaunchParams& launch) {
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(planned.grid_x), static_cast<unsigned>(planned.grid_y));
+  config.grid = dim3(static_cast<unsigned>(launch.grid_x), static_cast<unsigned>(launch.grid_y));
   config.threads = kThreads;
-  config.shared_bytes = static_cast<size_t>(planned.shared_bytes);
+  config.shared_bytes = static_cast<size_t>(launch.shared_bytes);
   return config;
 }
 

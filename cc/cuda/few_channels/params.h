@@ -78,9 +78,9 @@ struct Params {
   EpilogueParams epilogue;
 };
 
-// The parameter block of a plan.
-struct PlannedLaunch {
-  Params params;
+// What a launch needs beside the kernel's parameters. The parameter block of a plan.
+struct LaunchParams {
+  Params kernel;
   int64_t shared_bytes = 0;
   int64_t grid_x = 1, grid_y = 1;
 };

@@ -383,16 +383,16 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     const int64_t most = kMaxWorkspaceBytes / WorkspaceBytes(problem, 1);
     ctas = slices > 0 ? slices : std::max<int64_t>(1, std::min(ctas, most));
   }
-  auto planned = std::make_shared<PlannedLaunch>();
-  planned->params = tiling.params;
-  planned->shared_bytes = tiling.shared_bytes;
-  planned->grid_x = ctas;
-  planned->grid_y = tiling.grid_y;
+  auto launch = std::make_shared<LaunchParams>();
+  launch->kernel = tiling.params;
+  launch->shared_bytes = tiling.shared_bytes;
+  launch->grid_x = ctas;
+  launch->grid_y = tiling.grid_y;
   plan->kernel = &kernel;
   plan->slices = wgrad ? ctas : 1;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
   plan->microseconds = Microseconds(instance, problem, gpu, tiling, ctas);
-  plan->params = std::move(planned);
+  plan->params = std::move(launch);
   return {};
 }
 

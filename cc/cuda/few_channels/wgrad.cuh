@@ -246,14 +246,14 @@ struct Wgrad {
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    const auto& planned = plan.As<PlannedLaunch>();
-    Params params = planned.params;
+    const auto& launch = plan.As<LaunchParams>();
+    Params params = launch.kernel;
     params.lhs = operands.lhs;
     params.rhs = operands.rhs;
     params.out = operands.workspace;
     BindEpilogue(operands, &params.epilogue);
     JAXCONV_RETURN_IF_ERROR(
-        jaxconv::Launch<WgradKernel<Tag>>(plan.kernel->name, ConfigOf(planned), stream, params));
+        jaxconv::Launch<WgradKernel<Tag>>(plan.kernel->name, ConfigOf(launch), stream, params));
     return ReduceSlices<typename Tag::Epilogue>(static_cast<const float*>(operands.workspace),
                                                 params.out_elements, plan.slices, params.k,
                                                 params.epilogue, operands.out, kType, stream);

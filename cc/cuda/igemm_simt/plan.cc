@@ -112,8 +112,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
-  auto planned = std::make_shared<PlannedLaunch>();
-  Params& params = planned->params;
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
   JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &params.gemm));
   const ImplicitGemm& gemm = params.gemm;
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.tile_n);
@@ -166,11 +166,11 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     params.blocks_per_slice = static_cast<int32_t>(CeilDiv(blocks, plan->slices));
     params.slice_elements = plan->slices > 1 ? problem.w_elements() : 0;
   }
-  planned->ctas = tiles * plan->slices;
-  planned->out_dtype = problem.output_dtype();
+  launch->ctas = tiles * plan->slices;
+  launch->out_dtype = problem.output_dtype();
   plan->kernel = &kernel;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
-  plan->params = std::move(planned);
+  plan->params = std::move(launch);
   return {};
 }
 

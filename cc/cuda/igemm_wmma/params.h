@@ -35,9 +35,9 @@ struct Params {
   EpilogueParams epilogue;
 };
 
-// The parameter block of a plan.
-struct PlannedLaunch {
-  Params params;
+// What a launch needs beside the kernel's parameters. The parameter block of a plan.
+struct LaunchParams {
+  Params kernel;
   int64_t ctas = 0;
   int64_t out_elements = 0;
   DType out_dtype = DType::kF32;

@@ -188,8 +188,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   const KernelDesc* const reader = KernelThatReads(kernel, problem);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem, gpu, reader));
-  auto planned = std::make_shared<PlannedLaunch>();
-  Params& params = planned->params;
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
   JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &params.gemm));
   const ImplicitGemm& gemm = params.gemm;
   const Taps taps = CountTaps(problem, gemm);
@@ -271,10 +271,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.slices = FastDivmod(plan->slices);
   params.blocks_per_slice = static_cast<int32_t>(CeilDiv(blocks, plan->slices));
   params.slice_elements = split ? OutputElements(problem) : 0;
-  planned->ctas = tiles * plan->slices;
-  planned->out_elements = OutputElements(problem);
-  planned->out_dtype = problem.output_dtype();
-  plan->params = std::move(planned);
+  launch->ctas = tiles * plan->slices;
+  launch->out_elements = OutputElements(problem);
+  launch->out_dtype = problem.output_dtype();
+  plan->params = std::move(launch);
   return {};
 }
 

@@ -1,0 +1,33 @@
+// The execution of a plan, stage by stage; a stage without work is skipped.
+//
+//   1 convert   16-bit operands that oneDNN has no kernel for become float32 copies
+//   2 reverse   the taps of the filter, for a transposed convolution
+//   3 pack      the filter goes into the layout that the primitives read
+//   4 convolve  every task runs its regions
+//   5 reduce    weight gradients: the tasks' partial sums are added, in the order of the tasks
+//   6 finish    a float32 result is rounded to the output's type, reversed taps are turned back
+//
+// No thread is started here: tasks run on the caller's threads, each on single-threaded primitives.
+// Concurrent calls therefore share those threads instead of starting OpenMP teams, and the order of
+// every sum, so every bit of the result, depends on the plan alone.
+#ifndef JAXCONV_CPU_EXECUTION_H_
+#define JAXCONV_CPU_EXECUTION_H_
+
+#include <cstdint>
+
+#include "core/selection.h"
+#include "core/status.h"
+
+namespace jaxconv::cpu {
+
+struct Plan;  // plan.h
+
+// `lhs` and `rhs` are the operation's operands, (x, w), (dy, w) or (x, dy). `out` and `workspace`
+// are overwritten; the workspace has at least the bytes that were selected, at any alignment.
+// Thread-safe.
+Status Execute(const Plan& plan, const void* lhs, const void* rhs, void* out, void* workspace,
+               int64_t workspace_bytes, const ParallelFor& parallel_for);
+
+}  // namespace jaxconv::cpu
+
+#endif  // JAXCONV_CPU_EXECUTION_H_

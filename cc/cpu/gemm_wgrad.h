@@ -1,0 +1,28 @@
+// The weight gradient as matrix products, dw[tap] = x[tap]^T dy, where x[tap] are the pixels of x
+// that the tap multiplies with those of dy. float32 operands, inputs not dilated.
+//
+// A task owns a range of input channels for all taps, so there are no partial sums. Rows of dy of
+// at least 192 pixels are multiplied with x in place; for shorter ones x[tap] is gathered first.
+#ifndef JAXCONV_CPU_GEMM_WGRAD_H_
+#define JAXCONV_CPU_GEMM_WGRAD_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+
+namespace jaxconv::cpu {
+
+// Fails where oneDNN's own weight gradient is faster.
+Status GemmWgradPays(const ConvProblem& problem);
+
+// Of one task.
+int64_t GemmWgradScratchBytes(const ConvProblem& problem, int64_t tasks);
+
+// Overwrites the part of dw that belongs to `task`.
+Status GemmWgradTask(const ConvProblem& problem, int64_t task, int64_t tasks, const float* x,
+                     const float* dy, float* scratch, float* dw);
+
+}  // namespace jaxconv::cpu
+
+#endif  // JAXCONV_CPU_GEMM_WGRAD_H_

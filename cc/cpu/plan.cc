@@ -1,0 +1,221 @@
+#include "cpu/plan.h"
+
+#include <algorithm>
+#include <string>
+
+#include "cpu/depthwise_wgrad.h"
+#include "cpu/gemm_wgrad.h"
+#include "cpu/onednn_bugs.h"
+
+namespace jaxconv::cpu {
+namespace {
+
+// A second task costs a few microseconds to start; below this much work it does not pay. A byte
+// counts as 16 operations, about the machine balance of an AVX-512 core.
+constexpr int64_t kOperationsPerTask = 4 << 20;
+constexpr int64_t kOperationsPerByte = 16;
+// Partial weight gradients of all tasks together; a large filter gets fewer tasks.
+constexpr int64_t kMaxPartialBytes = 256 << 20;
+// More workspace than this, and than 16 times the tensors, is a fault of oneDNN: with AMX it copies
+// padded rows, 22 GB for 30 input pixels and strides of 8193 and 32765.
+constexpr int64_t kMaxWorkspaceBytes = 512 << 20;
+
+bool IsFloat16(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
+
+int64_t TensorBytes(const ConvProblem& p) {
+  return p.x_elements() * ByteWidth(p.x_dtype) + p.w_elements() * ByteWidth(p.w_dtype) +
+         p.y_elements() * ByteWidth(p.y_dtype);
+}
+
+// oneDNN's weight gradients read a whole region once per pair of 16-channel blocks, so a region
+// should stay in a cache. Each region also costs an unpacking of the filter, which 2048 pixels make
+// negligible.
+int64_t MaxRegionRows(const Geometry& g) {
+  const ConvProblem& p = g.p;
+  constexpr int64_t kMinPixels = 2048, kMaxBytes = 2 << 20;
+  int64_t rows = DividedRows(g);
+  int64_t row_pixels = p.out_pixels() / rows;
+  int64_t row_bytes =
+      (p.y_elements() + p.x_elements()) / (p.batch * p.n * rows) * ByteWidth(p.x_dtype);
+  int64_t fitting = std::max(CeilDiv(kMinPixels, row_pixels), kMaxBytes / row_bytes);
+  return std::clamp<int64_t>(fitting, 1, rows);
+}
+
+Status CheckTypes(const KernelDesc& kernel, const ConvProblem& p) {
+  if (kernel.op != p.op) return Status::Unimplemented(std::string("computes ") + Name(kernel.op));
+  if (p.lhs_dtype() != kernel.dtype || p.rhs_dtype() != kernel.dtype) {
+    return Status::Unimplemented(std::string("takes ") + Name(kernel.dtype) + " operands, got " +
+                                 Name(p.lhs_dtype()) + " and " + Name(p.rhs_dtype()));
+  }
+  bool s8 = kernel.dtype == DType::kS8;
+  DType output = p.output_dtype();
+  if (s8 ? output != DType::kS32 : output != kernel.dtype && output != DType::kF32) {
+    return Status::Unimplemented(std::string("gives ") + (s8 ? "s32" : Name(kernel.dtype)) +
+                                 (IsFloat16(kernel.dtype) ? " or f32" : "") +
+                                 " results, asked for " + Name(output));
+  }
+  if (s8 && !IsaHas(dnnl::cpu_isa::avx512_core_vnni) && !IsaHas(dnnl::cpu_isa::avx2_vnni)) {
+    return Status::Unimplemented(std::string("without VNNI (this is ") + IsaName() +
+                                 ") oneDNN's s8 products may saturate");
+  }
+  return {};
+}
+
+Status CheckOwnKernel(const KernelDesc& kernel, const Geometry& g) {
+  const ConvProblem& p = g.p;
+  if (kernel.family == Family::kDepthwise) {
+    if (!DepthwiseWgradRuns()) return Status::Unimplemented("needs AVX-512");
+    if (p.groups != p.c || p.groups != p.k) {
+      return Status::Unimplemented("takes one input and one output channel per group, got " +
+                                   std::to_string(p.c_per_group()) + " and " +
+                                   std::to_string(p.k_per_group()));
+    }
+  }
+  return g.transposed ? Status::Unimplemented("the input is dilated") : Status();
+}
+
+class Planner {
+ public:
+  explicit Planner(Plan* plan)
+      : plan_(*plan), problem_(plan->problem), wgrad_(plan->problem.op == Op::kWgrad) {}
+
+  // `native`: the kernel reads 16-bit operands as they are, instead of as float32.
+  Status Make(const KernelDesc& kernel, bool native) {
+    JAXCONV_RETURN_IF_ERROR(MakeGeometry(problem_, &plan_.geometry));
+    const Geometry& g = plan_.geometry;
+    plan_.family = kernel.family;
+    plan_.compute_dtype = native ? kernel.dtype : DType::kF32;
+    plan_.result_dtype = wgrad_ || !native ? DType::kF32 : problem_.output_dtype();
+    ReserveCopies(native);
+    bool onednn = kernel.family == Family::kOnednn;
+    JAXCONV_RETURN_IF_ERROR(onednn ? RequireTrustedWindow(g.p) : CheckOwnKernel(kernel, g));
+    if (kernel.family == Family::kGemm) {
+      plan_.scratch_stride = AlignUp(GemmWgradScratchBytes(g.p, plan_.slices));
+      plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
+    } else {
+      plan_.tasks =
+          MakeTasks(g, plan_.slices, wgrad_ && onednn ? MaxRegionRows(g) : DividedRows(g));
+      if (onednn) {
+        JAXCONV_RETURN_IF_ERROR(MakePrimitives(g, plan_.compute_dtype, plan_.result_dtype,
+                                               &plan_.tasks, &plan_.primitives));
+        ReserveForPrimitives();
+      }
+      if (wgrad_) ReservePartials();
+    }
+    if (plan_.workspace_bytes > 0) plan_.workspace_bytes += kAlignment;
+    if (plan_.workspace_bytes > std::max(kMaxWorkspaceBytes, 16 * TensorBytes(problem_))) {
+      return Status::Unimplemented("asks for " + std::to_string(plan_.workspace_bytes) +
+                                   " bytes of workspace");
+    }
+    return {};
+  }
+
+ private:
+  int64_t Reserve(int64_t bytes) {
+    int64_t offset = plan_.workspace_bytes;
+    plan_.workspace_bytes += AlignUp(bytes);
+    return offset;
+  }
+
+  void ReserveCopies(bool native) {
+    int64_t x = problem_.x_elements(), w = problem_.w_elements(), y = problem_.y_elements();
+    int64_t f32 = ByteWidth(DType::kF32);
+    if (!native) {
+      plan_.lhs_offset = Reserve((problem_.op == Op::kDgrad ? y : x) * f32);
+      plan_.rhs_offset = Reserve((wgrad_ ? y : w) * f32);
+    }
+    bool transposed = plan_.geometry.transposed;
+    if (transposed && !wgrad_) {
+      plan_.reversed_offset = Reserve(w * ByteWidth(plan_.compute_dtype));
+    }
+    if (plan_.result_dtype != problem_.output_dtype() || (transposed && wgrad_)) {
+      int64_t elements = problem_.op == Op::kFprop ? y : problem_.op == Op::kDgrad ? x : w;
+      plan_.result_offset = Reserve(elements * ByteWidth(plan_.result_dtype));
+    }
+  }
+
+  void ReserveForPrimitives() {
+    for (PackedFilter& packed : plan_.primitives.packed) {
+      packed.offset = Reserve(packed.bytes * plan_.geometry.p.batch);
+    }
+    auto need = [](int64_t* bytes, const dnnl::memory::desc& desc) {
+      *bytes = std::max(*bytes, AlignUp(static_cast<int64_t>(desc.get_size())));
+    };
+    for (const PackedFilter& packed : plan_.primitives.packed) {
+      for (const Reorder& part : packed.parts) need(&plan_.scratch_stride, part.scratch);
+    }
+    for (const ConvPrimitive& primitive : plan_.primitives.convolutions) {
+      need(&plan_.scratch_stride, primitive.scratch);
+      if (!wgrad_) continue;
+      need(&plan_.scratch_stride, primitive.unpack.scratch);
+      need(&plan_.scratch_stride, primitive.unpack_and_add.scratch);
+      need(&plan_.unpack_stride, primitive.w);
+    }
+    plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
+    plan_.unpack_offset = Reserve(plan_.unpack_stride * plan_.slices);
+  }
+
+  // The first task of an independent convolution writes the result itself.
+  void ReservePartials() {
+    int64_t filter_bytes = problem_.w_elements() / problem_.batch * ByteWidth(DType::kF32);
+    int64_t next_batch = 0;
+    for (const std::vector<Region>& task : plan_.tasks) {
+      std::vector<Partial> partials;
+      for (const Region& region : task) {
+        if (!partials.empty() && partials.back().batch == region.batch) continue;
+        bool first = region.batch >= next_batch;
+        next_batch = region.batch + 1;
+        partials.push_back({region.batch, first ? -1 : Reserve(filter_bytes)});
+      }
+      plan_.partials.push_back(std::move(partials));
+    }
+  }
+
+  Plan& plan_;
+  const ConvProblem& problem_;
+  const bool wgrad_;
+};
+
+}  // namespace
+
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan) {
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
+  JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem));
+  auto make = [&](bool native) {
+    *plan = Plan();
+    plan->problem = problem;
+    plan->slices = slices;
+    return Planner(plan).Make(kernel, native);
+  };
+  if (!IsFloat16(kernel.dtype)) return make(true);
+  // Without 16-bit instructions oneDNN emulates them, slower than float32; with them, it has only
+  // reference code for some geometries.
+  bool instructions = IsaHas(kernel.dtype == DType::kF16 ? dnnl::cpu_isa::avx512_core_fp16
+                                                         : dnnl::cpu_isa::avx512_core_bf16);
+  if (kernel.family == Family::kOnednn && instructions && make(true).ok()) return {};
+  return make(false);
+}
+
+int64_t ChooseSlices(const ConvProblem& p, Family family, int64_t threads) {
+  int64_t work = p.flops() + kOperationsPerByte * TensorBytes(p);
+  int64_t slices = std::clamp<int64_t>(work / kOperationsPerTask, 1, std::max<int64_t>(threads, 1));
+  if (family == Family::kGemm) {
+    // Tasks own input channels: 64 of them keep a matrix product efficient.
+    return std::min(slices, std::max<int64_t>(1, p.batch * p.c / 64));
+  }
+  int axis = 3 - p.rank;
+  // The transposed convolution exchanges the rows of x and y; the smaller number serves both.
+  int64_t rows = p.op == Op::kWgrad || p.lhs_dilation != Spatial{1, 1, 1}
+                     ? std::min(p.in[axis], p.out[axis])
+                 : p.op == Op::kDgrad ? CeilDiv(p.in[axis], p.stride[axis])
+                                      : p.out[axis];
+  slices = std::min(slices, p.batch * p.n * rows);
+  if (p.op == Op::kWgrad) {
+    int64_t partial = 2 * p.w_elements() / p.batch * ByteWidth(DType::kF32);
+    slices = std::min(slices, std::max<int64_t>(1, kMaxPartialBytes / partial));
+  }
+  return slices;
+}
+
+}  // namespace jaxconv::cpu

@@ -1,0 +1,60 @@
+// A plan: everything about the execution of one problem by one kernel with a number of tasks that
+// does not depend on the operands. Plans are immutable and shared between threads.
+#ifndef JAXCONV_CPU_PLAN_H_
+#define JAXCONV_CPU_PLAN_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cpu/geometry.h"
+#include "cpu/primitives.h"
+#include "cpu/tasks.h"
+
+namespace jaxconv::cpu {
+
+enum class Family { kOnednn, kGemm, kDepthwise };
+
+struct KernelDesc {
+  const char* name;
+  Op op;
+  DType dtype;  // of both operands
+  Family family;
+};
+
+// Where a task adds up its part of the weight gradient of one independent convolution.
+struct Partial {
+  int64_t batch = 0;
+  int64_t offset = -1;  // in the workspace; -1: the result itself
+};
+
+struct Plan {
+  ConvProblem problem;  // the caller's
+  Family family = Family::kOnednn;
+  Geometry geometry;
+  int64_t slices = 1;                 // tasks
+  DType compute_dtype = DType::kF32;  // of the operands that the kernel reads
+  DType result_dtype = DType::kF32;   // of what it writes
+  Tasks tasks;                        // not of kGemm, whose tasks are ranges of input channels
+  Primitives primitives;              // of kOnednn
+  std::vector<std::vector<Partial>> partials;  // of weight gradients, by task
+
+  // Offsets in the workspace; -1: absent.
+  int64_t lhs_offset = -1, rhs_offset = -1;  // operands converted to float32
+  int64_t reversed_offset = -1;              // the filter with its taps in reverse order
+  int64_t result_offset = -1;  // a result that differs from the output's type or order
+  int64_t unpack_offset = -1, unpack_stride = 0;    // wgrad, by task: in the primitive's own layout
+  int64_t scratch_offset = -1, scratch_stride = 0;  // by task
+  int64_t workspace_bytes = 0;                      // with room to align its start
+};
+
+// Fails, with the reason, where the kernel does not take the problem. `problem` is valid.
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan);
+
+// How many tasks, at most `threads`, pay.
+int64_t ChooseSlices(const ConvProblem& problem, Family family, int64_t threads);
+
+}  // namespace jaxconv::cpu
+
+#endif  // JAXCONV_CPU_PLAN_H_

@@ -1,0 +1,47 @@
+// The oneDNN primitives of a convolution, one for each different region of its tasks, and the
+// filter layouts they read. All are single-threaded and take their scratchpad from the caller.
+#ifndef JAXCONV_CPU_PRIMITIVES_H_
+#define JAXCONV_CPU_PRIMITIVES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cpu/geometry.h"
+#include "cpu/onednn.h"
+#include "cpu/tasks.h"
+
+namespace jaxconv::cpu {
+
+struct ConvPrimitive {
+  dnnl::primitive primitive;
+  dnnl::memory::desc x, w, y, scratch;
+  std::string implementation;
+  bool clear_scratch = false;
+  int packed = -1;                 // fprop, dgrad: the PackedFilter it reads; -1: the plain filter
+  Reorder unpack, unpack_and_add;  // wgrad: from its own layout into a plain partial sum
+};
+
+// A filter layout and the reorders that produce it, each from a part of the plain filter.
+struct PackedFilter {
+  dnnl::memory::desc desc;
+  int64_t offset = 0;  // in the workspace
+  int64_t bytes = 0;   // of the filter of one independent convolution
+  std::vector<Reorder> parts;
+};
+
+struct Primitives {
+  std::vector<ConvPrimitive> convolutions;
+  std::vector<PackedFilter> packed;
+};
+
+// Makes primitives for `operand` and `result` types, and sets Region::primitive in all of `tasks`.
+// Fails where oneDNN has no implementation that is fast and right.
+Status MakePrimitives(const Geometry& geometry, DType operand, DType result, Tasks* tasks,
+                      Primitives* primitives);
+
+}  // namespace jaxconv::cpu
+
+#endif  // JAXCONV_CPU_PRIMITIVES_H_

@@ -1,0 +1,162 @@
+#include "cpu/select.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "cpu/gemm_wgrad.h"
+#include "cpu/onednn.h"
+#include "cpu/plan.h"
+#include "cpu/plan_cache.h"
+
+namespace jaxconv::cpu {
+namespace {
+
+constexpr const char* kFamilies[] = {"onednn", "gemm", "depthwise"};  // as enum class Family
+
+// In order of preference.
+constexpr KernelDesc kKernels[] = {
+    {"wgrad_depthwise_f32", Op::kWgrad, DType::kF32, Family::kDepthwise},
+    {"wgrad_depthwise_bf16", Op::kWgrad, DType::kBF16, Family::kDepthwise},
+    {"wgrad_depthwise_f16", Op::kWgrad, DType::kF16, Family::kDepthwise},
+    {"wgrad_gemm_f32", Op::kWgrad, DType::kF32, Family::kGemm},
+    {"wgrad_gemm_f16", Op::kWgrad, DType::kF16, Family::kGemm},
+    {"fprop_onednn_f32", Op::kFprop, DType::kF32, Family::kOnednn},
+    {"fprop_onednn_bf16", Op::kFprop, DType::kBF16, Family::kOnednn},
+    {"fprop_onednn_f16", Op::kFprop, DType::kF16, Family::kOnednn},
+    {"fprop_onednn_s8", Op::kFprop, DType::kS8, Family::kOnednn},
+    {"dgrad_onednn_f32", Op::kDgrad, DType::kF32, Family::kOnednn},
+    {"dgrad_onednn_bf16", Op::kDgrad, DType::kBF16, Family::kOnednn},
+    {"dgrad_onednn_f16", Op::kDgrad, DType::kF16, Family::kOnednn},
+    {"wgrad_onednn_f32", Op::kWgrad, DType::kF32, Family::kOnednn},
+    {"wgrad_onednn_bf16", Op::kWgrad, DType::kBF16, Family::kOnednn},
+    {"wgrad_onednn_f16", Op::kWgrad, DType::kF16, Family::kOnednn},
+};
+
+// Null where there is none.
+const KernelDesc* FindKernel(std::string_view name) {
+  auto found = std::find_if(std::begin(kKernels), std::end(kKernels),
+                            [&](const KernelDesc& kernel) { return name == kernel.name; });
+  return found == std::end(kKernels) ? nullptr : found;
+}
+
+using PlanKey = std::tuple<std::string, std::string, int64_t>;  // problem key, instance, slices
+
+PlanCache<PlanKey, Plan>& Plans() {
+  // A plan is some 10 KB and its generated code up to 100 KB a primitive; a network has at most a
+  // few hundred different convolutions.
+  static auto* const plans = new PlanCache<PlanKey, Plan>(256);
+  return *plans;
+}
+
+// Unimplemented where the kernel does not take the problem, and where oneDNN fails to generate code
+// for it although it offered to (s8, three axes, one output channel, AMX: the filter's reorder).
+Status FindPlan(const ConvProblem& problem, const KernelDesc& kernel, int64_t slices,
+                std::shared_ptr<const Plan>* plan) {
+  PlanKey key(problem.ToString(), kernel.name, slices);
+  *plan = Plans().Find(key);
+  if (*plan != nullptr) return {};
+  Status status = CatchErrors([&]() -> Status {
+    SingleThreaded single_threaded;
+    auto made = std::make_shared<Plan>();
+    JAXCONV_RETURN_IF_ERROR(MakePlan(kernel, problem, slices, made.get()));
+    *plan = Plans().Insert(key, made);
+    return {};
+  });
+  return status.ok() ? status : Status::Unimplemented(status.message());
+}
+
+// Whether oneDNN computes this depthwise weight gradient with a kernel made for it, which it has
+// for few filter sizes and paddings.
+bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t slices) {
+  for (const KernelDesc& kernel : kKernels) {
+    if (kernel.family != Family::kOnednn || kernel.op != problem.op || kernel.dtype != dtype) {
+      continue;
+    }
+    std::shared_ptr<const Plan> plan;
+    return FindPlan(problem, kernel, slices, &plan).ok() &&
+           !plan->primitives.convolutions.empty() &&
+           plan->primitives.convolutions[0].implementation.find("_dw") != std::string::npos;
+  }
+  return false;
+}
+
+}  // namespace
+
+Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
+              Selection* selection) {
+  *selection = {};
+  bool is_auto = algorithm == "auto";
+  const KernelDesc* named = FindKernel(algorithm);
+  auto family = std::find(std::begin(kFamilies), std::end(kFamilies), algorithm);
+  if (!is_auto && named == nullptr && family == std::end(kFamilies)) {
+    return Status::InvalidArgument("algorithm: '" + std::string(algorithm) +
+                                   "' is no kernel of the CPU");
+  }
+  for (const KernelDesc& kernel : kKernels) {
+    if (named != nullptr) {
+      if (&kernel != named) continue;
+    } else {
+      if (!is_auto && kFamilies[static_cast<int>(kernel.family)] != algorithm) continue;
+      // Kernels of other operations and types would only fill the list of refusals.
+      if (kernel.op != problem.op || kernel.dtype != problem.lhs_dtype()) continue;
+    }
+    int64_t slices = ChooseSlices(problem, kernel.family, threads);
+    std::shared_ptr<const Plan> plan;
+    Status status;
+    if (is_auto && kernel.family == Family::kGemm) status = GemmWgradPays(problem);
+    if (status.ok()) status = FindPlan(problem, kernel, slices, &plan);
+    if (status.ok() && is_auto && kernel.family == Family::kDepthwise &&
+        OnednnHasDepthwiseKernel(problem, kernel.dtype, slices)) {
+      status = Status::Unimplemented("oneDNN has a depthwise kernel for this filter and padding");
+    }
+    if (!status.ok()) {
+      selection->refusals.push_back({kernel.name, status.message()});
+      continue;
+    }
+    selection->instance = kernel.name;
+    selection->slices = slices;
+    selection->workspace_bytes = plan->workspace_bytes;
+    return {};
+  }
+  if (selection->refusals.empty()) {
+    selection->refusals.push_back(
+        {std::string(algorithm), std::string("no CPU kernel for ") + Name(problem.op) + " of " +
+                                     Name(problem.lhs_dtype()) + " operands"});
+  }
+  return {};
+}
+
+Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,
+                std::shared_ptr<const Plan>* plan) {
+  *plan = Plans().Find(PlanKey(key, instance, slices));
+  if (*plan != nullptr) return {};
+  ConvProblem problem;
+  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
+  const KernelDesc* kernel = FindKernel(instance);
+  if (kernel == nullptr) {
+    return Status::InvalidArgument("instance: '" + std::string(instance) +
+                                   "' is no kernel of the CPU");
+  }
+  if (slices < 1) {
+    return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
+  }
+  Status status = FindPlan(problem, *kernel, slices, plan);
+  if (status.ok()) return {};
+  return {status.code(),
+          std::string(instance) + ": " + status.message() + " (" + std::string(key) + ")"};
+}
+
+const ConvProblem& ProblemOf(const Plan& plan) { return plan.problem; }
+
+std::vector<std::string> FamilyNames() { return {std::begin(kFamilies), std::end(kFamilies)}; }
+
+std::vector<std::string> KernelNames() {
+  std::vector<std::string> names;
+  for (const KernelDesc& kernel : kKernels) names.push_back(kernel.name);
+  return names;
+}
+
+void SetPlanCapacity(size_t capacity) { Plans().SetCapacity(capacity); }
+size_t PlanCount() { return Plans().size(); }
+
+}  // namespace jaxconv::cpu

@@ -1,0 +1,46 @@
+// Selection of a kernel on the CPU, and the plans that selections stand for. The kernels are
+// oneDNN's primitives, and weight gradients that oneDNN computes slowly: depthwise ones
+// (depthwise_wgrad.h), and those that are matrix products (gemm_wgrad.h).
+#ifndef JAXCONV_CPU_SELECT_H_
+#define JAXCONV_CPU_SELECT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/selection.h"
+#include "core/status.h"
+
+namespace jaxconv::cpu {
+
+struct Plan;  // plan.h
+
+// Chooses an instance for a valid problem and divides it into at most `threads` tasks (slices).
+// `algorithm` is "auto", a family ("onednn", "gemm", "depthwise") or an instance name; anything else
+// is an InvalidArgument. Where no kernel takes the problem, the instance is empty and the refusals
+// say why.
+Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
+              Selection* selection);
+
+// The plan of a call with these attributes; `key` is the problem's. Plans of the most recently used
+// calls are kept.
+Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,
+                std::shared_ptr<const Plan>* plan);
+const ConvProblem& ProblemOf(const Plan& plan);
+
+void SetPlanCapacity(size_t capacity);
+size_t PlanCount();
+
+std::vector<std::string> KernelNames();
+std::vector<std::string> FamilyNames();
+
+// oneDNN's version and the instruction set it uses here: "3.2.0 (avx512_core_bf16)".
+std::string LibraryVersion();
+
+}  // namespace jaxconv::cpu
+
+#endif  // JAXCONV_CPU_SELECT_H_
