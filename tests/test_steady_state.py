@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 
 import jax
 import kernel_tables
@@ -190,25 +191,28 @@ def steady_problems(each: Instance) -> list[Problem]:
     return wgrad_problems(each) if each.op == "wgrad" else gather_problems(each)
 
 
-def split_problem(each: Instance) -> tuple[Problem, range]:
-    """A long reduction, and the numbers of slices to try: with them there are TILES tiles."""
+def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
+    """A long reduction, and the numbers of slices to try; persistent kernels then have TILES tiles.
+
+    The workspace limits how many there may be.
+    """
     tile_n = tile(each)[1]
     tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
     if each.family == "few_channels":
         return problem("split", (90, 61), 3, c=3, k=72, padding=1), range(9, 6, -1)
     if each.op == "wgrad":
-        pixels = 80 * 4 * 64
+        # 321 k-blocks of 64 pixels, 641 of 32: with these slices none is empty.
         return (
             problem(
                 "split",
-                (-(-pixels // (3 * 61)), 61),
+                (112, 61),
                 (1, 3),
                 n=3,
-                c=contracted(each, 2),
+                c=contracted(each, 5),
                 k=tile_n + tail,
                 padding=((0, 0), (1, 1)),
             ),
-            range(80, 60, -1),
+            (65, 54, 46, 41),
         )
     if each.family == "igemm_wgmma" and "cluster" not in each.variant:
         slices = 4
