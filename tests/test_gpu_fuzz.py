@@ -34,7 +34,7 @@ def test_right_results_pass_and_wrong_ones_do_not(native_cpu, monkeypatch, index
     counts, complaints = gpu_fuzz.judge(case, "cpu", None, collections.Counter())
     assert counts["results"] and not complaints
     right = gpu_fuzz.reference
-    monkeypatch.setattr(gpu_fuzz, "reference", lambda *arguments: right(*arguments) + 1)
+    monkeypatch.setattr(gpu_fuzz, "reference", lambda *a, **b: right(*a, **b) + 1)
     counts, complaints = gpu_fuzz.judge(case, "cpu", None, collections.Counter())
     assert len(complaints) == counts["results"]
     for complaint in complaints:
