@@ -85,7 +85,8 @@ bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t s
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection) {
   *selection = {};
-  bool is_auto = algorithm == "auto";
+  // XLA is no candidate with a predicted time here, so "native" chooses as "auto" does.
+  bool is_auto = algorithm == "auto" || algorithm == "native";
   const KernelDesc* named = FindKernel(algorithm);
   auto family = std::find(std::begin(kFamilies), std::end(kFamilies), algorithm);
   if (!is_auto && named == nullptr && family == std::end(kFamilies)) {

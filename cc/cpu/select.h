@@ -20,8 +20,8 @@ namespace jaxconv::cpu {
 struct Plan;  // plan.h
 
 // Chooses an instance for a valid problem and divides it into at most `threads` tasks (slices).
-// `algorithm` is "auto", a family ("onednn", "gemm", "depthwise") or an instance name; anything else
-// is an InvalidArgument. Where no kernel takes the problem, the instance is empty and the refusals
+// `algorithm` is "auto", "native" (the same), a family ("onednn", "gemm", "depthwise") or an instance
+// name; anything else is an InvalidArgument. Where no kernel takes the problem, the instance is empty and the refusals
 // say why.
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection);

@@ -104,17 +104,11 @@ class Platform:
         Raises:
             ValueError: the line or the algorithm is not known.
         """
-        if self.legacy and algorithm == "native":
-            algorithm = "auto"
         instance, workspace_bytes, slices, *predictions, refusals = self.module.select(
             line, algorithm, target
         )
         refusals = tuple(Refusal(*refusal) for refusal in refusals)
         return Selection(instance or None, workspace_bytes, slices, refusals, *predictions)
-
-    @functools.cached_property
-    def legacy(self):
-        return "microseconds" not in (self.module.select.__doc__ or "")
 
     def kernels(self) -> list[str]:
         """Names of every instance of this build."""
