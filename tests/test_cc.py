@@ -18,8 +18,8 @@ PROGRAMS = sorted((TESTS / "cc").glob("*_test.cc"))
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 
 
-def sources(program: pathlib.Path) -> list[pathlib.Path]:
-    """The program and, transitively, the .cc beside every header of ours that it includes."""
+def sources(program: pathlib.Path, endings: tuple[str, ...] = (".cc",)) -> list[pathlib.Path]:
+    """The program and, transitively, the sources beside every header of ours that it includes."""
     found, pending = [], [program]
     seen = set()
     while pending:
@@ -27,14 +27,15 @@ def sources(program: pathlib.Path) -> list[pathlib.Path]:
         if file in seen:
             continue
         seen.add(file)
-        if file.suffix == ".cc":
+        if file.name.endswith(endings):
             found.append(file)
         for name in INCLUDE.findall(file.read_text()):
             for root in (CC, TESTS):
                 header = root / name
                 if header.exists():
                     # The registry is declared in cuda/common and defined above the families.
-                    beside = (header.with_suffix(".cc"), header.parents[1] / f"{header.stem}.cc")
+                    folders = header.parents[:2]
+                    beside = (f / f"{header.stem}{e}" for f in folders for e in endings)
                     pending += [header, *(s for s in beside if s.exists())]
     return found
 
