@@ -127,6 +127,7 @@ def pytest_configure(config):
     if path and not hasattr(config, "workerinput"):
         if gpu_missing():
             raise pytest.UsageError(f"--record-gpu-report: {gpu_missing()}")
+        gpu_report.commit()  # raises now, not after the tests
         config.pluginmanager.register(GpuRecord(path))
 
 

@@ -451,6 +451,8 @@ class Worker:
 
 
 def supervise(options: argparse.Namespace) -> int:
+    if options.record:
+        gpu_report.commit()  # raises now, not after the run
     began, events = time.time(), queue.Queue()
     until = began + options.seconds
     workers = [Worker(options, i, until, events) for i in range(options.processes)]
