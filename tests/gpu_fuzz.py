@@ -54,7 +54,6 @@ WORKER_ENVIRONMENT = {
     "MALLOC_PERTURB_": "1",  # glibc then fills new memory with 0xfe, as in conftest.py
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_gpu_force_compilation_parallelism=1",
 }
 SILENCE_S = 240  # a worker that says nothing for so long hangs; the start takes 20 s
 SHOWN = 100  # failures that are printed and recorded
