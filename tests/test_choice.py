@@ -238,6 +238,16 @@ def test_other_algorithms_are_refused(algorithm):
         pass
 
 
+def test_the_library_knows_native(platform, native_kernels):
+    """Where it has a kernel, it takes one, whatever it predicts of XLA."""
+    key = "fprop f32:f32:f32 highest b1 n2 g1 c4 k6 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1"
+    chosen = native_kernels.select(key, "native", "")
+    assert chosen.instance in native_kernels.kernels()
+    conv = functools.partial(jaxconv.conv, algorithm="native", precision="highest")
+    (c,) = jaxconv.explain(conv, X, W).convolutions
+    assert c.instance == chosen.instance
+
+
 # --- the library's own answer ---------------------------------------------------------------------
 
 

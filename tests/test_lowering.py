@@ -199,8 +199,9 @@ def test_selection_is_a_function_of_its_arguments(platform, native_kernels):
         line = PLAIN.line(op, "f32")
         first = native_kernels.module.select(line, "auto", "")
         assert first == native_kernels.module.select(line, "auto", "")
-        instance, workspace_bytes, slices, refusals = first
+        instance, workspace_bytes, slices, microseconds, xla_microseconds, refusals = first
         assert instance and workspace_bytes >= 0 and slices >= 1
+        assert microseconds >= 0 and xla_microseconds >= 0
         assert all(name and reason for name, reason in refusals)
 
 

@@ -22,6 +22,7 @@ from jaxconv._src.spec import (
     ConvSpec,
     Op,
     Sizes,
+    dilated_extents,
     explicit_input,
     flops,
     problem_line,
@@ -214,7 +215,8 @@ def select_explicit(
 ) -> tuple[native.Selection, str]:
     """``select`` for the same convolution of an input that was dilated and cropped beforehand."""
     explicit = explicit_input(spec)
-    grown = math.prod(explicit.in_spatial) > EXPLICIT_GROWTH * math.prod(spec.in_spatial)
+    dilated = math.prod(dilated_extents(spec.in_spatial, spec.lhs_dilation))
+    grown = dilated > EXPLICIT_GROWTH * math.prod(spec.in_spatial)
     if explicit == spec or grown or spec.algorithm_of(op) not in (AUTO, NATIVE):
         return native.Selection(None), ""
     sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)

@@ -93,22 +93,28 @@ class Platform:
             )
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (a platform lives as long as the process)
-    def select(self, line: str, algorithm: str, target: str) -> Selection:
-        """Chooses an instance for a problem line.
+    def select(self, key: str, algorithm: str, target: str) -> Selection:
+        """Chooses an instance for a problem key, or XLA's convolution.
 
         Args:
-            line: the problem, in the form of ``problem_line``.
+            key: the problem, in the form of ``problem_line``.
             algorithm: "auto", "native" (without XLA as a candidate), a family or an instance.
             target: "" for the devices of this process, or an architecture such as "sm_90a".
 
         Raises:
-            ValueError: the line or the algorithm is not known.
+            ValueError: the problem cannot be read, or the algorithm is not known.
         """
-        instance, workspace_bytes, slices, *predictions, refusals = self.module.select(
-            line, algorithm, target
+        instance, workspace_bytes, slices, microseconds, xla_microseconds, refusals = (
+            self.module.select(key, algorithm, target)
         )
-        refusals = tuple(Refusal(*refusal) for refusal in refusals)
-        return Selection(instance or None, workspace_bytes, slices, refusals, *predictions)
+        return Selection(
+            instance or None,
+            workspace_bytes,
+            slices,
+            tuple(Refusal(*refusal) for refusal in refusals),
+            microseconds,
+            xla_microseconds,
+        )
 
     def kernels(self) -> list[str]:
         """Names of every instance of this build."""
