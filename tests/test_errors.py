@@ -363,7 +363,7 @@ def call_handler(kernels, **changes):
     given = {**GOOD, **changes}
     op, dtype = given["op"], given["dtype"]
     line = PROBLEM.line(op, dtype)
-    instance, workspace_bytes, slices, *_ = kernels.module.select(line, "auto", "")
+    instance, workspace_bytes, slices, *_ = kernels.module.select(line, "native", "")
     assert instance
     lhs, rhs, out = (PROBLEM.canonical_shape(role) for role in op.roles)
     operand, result = DTYPES[dtype]
@@ -465,7 +465,7 @@ def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
 def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels, op):
     """For every operation whose selection asks for one."""
     line = PROBLEM.line(op, "f32")
-    needed = native_kernels.module.select(line, "auto", "")[1]
+    needed = native_kernels.module.select(line, "native", "")[1]
     if needed == 0:
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*workspace"):
