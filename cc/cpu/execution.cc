@@ -21,8 +21,6 @@ namespace {
 
 // Less than this is copied before a second thread has woken up.
 constexpr int64_t kMinElementsPerTask = 32 << 10;
-// Below this a filter is packed by one task: the reorder takes as long as starting another task.
-constexpr int64_t kMinPackBytes = 128 << 10;
 
 class Execution {
  public:

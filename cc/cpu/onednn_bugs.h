@@ -16,9 +16,10 @@
 namespace jaxconv::cpu {
 
 // Fails where a stride, dilation or padding is larger than 4096 and than the tensors. oneDNN computes
-// with such values in 32 bits without checks. Seen, with tensors of at most 6 positions an axis: wrong
-// results from a stride of 32765 (bf16 weight gradient) and a dilation of 16382 (f32 weight gradient,
-// AVX2); crashes and endless lookups from a stride of 2^19. Up to 4096 no random problem failed.
+// with such values in 32 bits without checks, and with AMX copies padded rows. Seen, with tensors of
+// at most 6 positions an axis: wrong results from a stride of 32765 (bf16 weight gradient) and a
+// dilation of 16382 (f32 weight gradient, AVX2), crashes and endless lookups from a stride of 2^19,
+// 22 GB of scratch for strides of 8193 and 32765 (AMX). Up to 4096 no random problem failed.
 inline Status RequireTrustedWindow(const ConvProblem& p) {
   for (int a = 0; a < 3; ++a) {
     int64_t limit = std::max({int64_t{4096}, p.in[a], p.out[a], p.filter[a]});

@@ -13,8 +13,6 @@ namespace {
 
 using dnnl::memory;
 
-// Below this a filter is packed by one task: the reorder takes as long as starting another task.
-constexpr int64_t kMinPackBytes = 128 << 10;
 // The largest channel block of any of oneDNN's filter layouts.
 constexpr int64_t kChannelBlock = 64;
 

@@ -15,6 +15,9 @@
 
 namespace jaxconv::cpu {
 
+// Below this, filters are packed by one task: the reorder takes as long as starting another task.
+constexpr int64_t kMinPackBytes = 128 << 10;
+
 struct ConvPrimitive {
   dnnl::primitive primitive;
   dnnl::memory::desc x, w, y, scratch;
