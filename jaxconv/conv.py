@@ -63,7 +63,8 @@ def conv(
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
         algorithm: "auto", the kernel that is predicted to be fastest, or XLA's own convolution
             where that is predicted to be faster than every kernel; "native", the same without
-            XLA as a candidate, which computes only what no kernel accepts; a kernel family
+            XLA as a candidate, which computes only what no kernel accepts (the environment variable
+            JAXCONV_ALGORITHM=native makes it the meaning of "auto" in a process); a kernel family
             ("igemm_simt", "onednn"); an instance name; "im2col", XLA's matrix product of a matrix
             of all windows; "xla", XLA's own convolution; or a mapping with such an entry for some
             of the directions "fprop", "dgrad" and "wgrad" (the others are "auto").

@@ -21,8 +21,9 @@ def install(*, algorithm: str = "auto") -> None:
 
     Args:
         algorithm: "auto" leaves a convolution to XLA also where XLA's own is predicted to be
-            faster than every kernel; "native" only where no kernel accepts it. The convolutions of
-            ``jaxconv.conv`` and its like have an argument of their own for this.
+            faster than every kernel; "native" only where no kernel accepts it (the environment
+            variable JAXCONV_ALGORITHM=native makes it the meaning of "auto"). ``jaxconv.conv`` and
+            its like have an argument of their own for this.
 
     Raises:
         ValueError: ``algorithm`` is another one.

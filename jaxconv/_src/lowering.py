@@ -122,7 +122,7 @@ def select(
     nothing; elsewhere XLA transposes it.
 
     Returns:
-        The selection, and the problem's one-line form ("" where a dtype has none).
+        The selection, and the problem key ("" where a dtype has none).
 
     Raises:
         ValueError: the demanded algorithm is not known on this platform.
@@ -133,32 +133,32 @@ def select(
         return native.Selection(f"{op.value}_{IM2COL}", memory), ""
     if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
         return refused(reason), ""
-    line = problem_line(op, spec, sizes, operand_dtype, out_dtype)
+    key = problem_line(op, spec, sizes, operand_dtype, out_dtype)
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
-        return native.Selection(None, refusals=(kernels,)), line
+        return native.Selection(None, refusals=(kernels,)), key
     if algorithm == AUTO or not _applies(algorithm, op):
         algorithm = native.automatic()
     try:
-        chosen = kernels.select(line, algorithm, native.target())
+        chosen = kernels.select(key, algorithm, native.target())
     except ValueError as error:
         if algorithm not in (AUTO, NATIVE):
             raise
         # A problem that JAX accepts and the library does not: its numbers are too large.
-        return refused(str(error)), line
+        return refused(str(error)), key
     if chosen.instance and op is not Op.WGRAD and _lies_as_krsc(spec, sizes):
         as_it_lies = problem_line(op, spec, sizes, operand_dtype, out_dtype, krsc=True)
         again = kernels.select(as_it_lies, chosen.instance, native.target())
         if again.instance:
             return again._replace(krsc=True), as_it_lies
-    return chosen, line
+    return chosen, key
 
 
 def reasons(refusals: tuple[native.Refusal, ...]) -> str:
     return "; ".join(f"{kernel}: {reason}" for kernel, reason in refusals)
 
 
-def _refuse(algorithm: str, line: str, problem: tuple, refusals: tuple[native.Refusal, ...]):
+def _refuse(algorithm: str, key: str, problem: tuple, refusals: tuple[native.Refusal, ...]):
     """The error for a demanded algorithm that cannot serve: why, and which ones would."""
     op, spec, sizes, operand_dtype, out_dtype = problem
     accepting = [XLA]
@@ -170,7 +170,7 @@ def _refuse(algorithm: str, line: str, problem: tuple, refusals: tuple[native.Re
                 if chosen.instance:
                     accepting.append(f"{name} ({platform})")
     return ValueError(
-        f"algorithm {algorithm!r} cannot serve {line or op.value}: {reasons(refusals)}. "
+        f"algorithm {algorithm!r} cannot serve {key or op.value}: {reasons(refusals)}. "
         f"Accepted here: {', '.join(accepting)}."
     )
 
@@ -195,10 +195,10 @@ def check_algorithm(
     if algorithm in UNCONDITIONAL:
         return
     sizes = spec.sizes(op, lhs_shape, rhs_shape)
-    refusals, known, line = [], False, ""
+    refusals, known, key = [], False, ""
     for platform in PLATFORMS:
         try:
-            chosen, line = select(platform, op, spec, sizes, operand_dtype, out_dtype)
+            chosen, key = select(platform, op, spec, sizes, operand_dtype, out_dtype)
         except ValueError as error:  # not an algorithm of this platform
             refusals.append(native.Refusal(platform, str(error)))
             continue
@@ -207,7 +207,7 @@ def check_algorithm(
         known = True
         refusals.extend(chosen.refusals)
     problem = (op, spec, sizes, operand_dtype, out_dtype)
-    raise _refuse(algorithm, line if known else "", problem, tuple(refusals))
+    raise _refuse(algorithm, key if known else "", problem, tuple(refusals))
 
 
 def select_explicit(
@@ -258,9 +258,9 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
     lhs_aval, rhs_aval = ctx.avals_in
     sizes = spec.sizes(op, lhs_aval.shape, rhs_aval.shape)
     problem = (op, spec, sizes, lhs_aval.dtype, out_dtype)
-    chosen, line = select(platform, *problem)
+    chosen, key = select(platform, *problem)
     recorded = functools.partial(
-        record.emit, ctx, op.value, line, spec.precision, platform, flops(spec, sizes)
+        record.emit, ctx, op.value, key, spec.precision, platform, flops(spec, sizes)
     )
     with record.paused():  # the parts on every device are this one convolution
         split = partition.lower(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
@@ -279,10 +279,10 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
                 chosen = beforehand
         algorithm = spec.algorithm_of(op)
         if algorithm not in UNCONDITIONAL and _applies(algorithm, op) and not sizes.empty:
-            raise _refuse(algorithm, line, problem, chosen.refusals)
-        _log.info("%s on %s goes to XLA: %s", line or op.value, platform, reasons(chosen.refusals))
+            raise _refuse(algorithm, key, problem, chosen.refusals)
+        _log.info("%s on %s goes to XLA: %s", key or op.value, platform, reasons(chosen.refusals))
         return recorded(chosen, lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
-    _log.debug("%s on %s: %s", line, platform, chosen.instance)
+    _log.debug("%s on %s: %s", key, platform, chosen.instance)
     if spec.algorithm_of(op) == IM2COL:
         return recorded(chosen, lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
     axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
@@ -297,7 +297,7 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
         lhs,
         rhs,
         instance=chosen.instance,
-        problem=line,
+        problem=key,
         slices=np.int64(chosen.slices),
         lhs_axes=axes[0],
         rhs_axes=axes[1],

@@ -247,7 +247,7 @@ def explicit_input(spec: ConvSpec) -> ConvSpec:
     )
 
 
-# Dtypes that have a name in the one-line form, and so a chance of a kernel.
+# Dtypes that have a name in a problem key, and so a chance of a kernel.
 DTYPE_NAMES = {
     "float32": "f32",
     "float16": "f16",
@@ -271,7 +271,7 @@ def problem_line(
     out_dtype: np.dtype,
     krsc: bool = False,
 ) -> str:
-    """The one-line form that ``cc/core/conv_problem.h`` defines and parses.
+    """The problem key: one line of text that ``cc/core/conv_problem.h`` defines and parses.
 
     ``krsc`` is said of a filter that lies in memory as (k, spatial, c).
 
