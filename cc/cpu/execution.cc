@@ -1,3 +1,4 @@
+// One class runs a plan; its methods follow the order of the stages.
 #include "cpu/execution.h"
 
 #ifdef __linux__

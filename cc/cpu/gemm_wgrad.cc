@@ -1,3 +1,4 @@
+// The matrix products of a task, and the gathering of pixels that they multiply.
 #include "cpu/gemm_wgrad.h"
 
 #include <algorithm>

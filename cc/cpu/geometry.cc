@@ -1,3 +1,4 @@
+// The transposed convolution, and the geometries that no CPU kernel computes.
 #include "cpu/geometry.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Everything here calls oneDNN or OpenMP and decides nothing.
 #include "cpu/onednn.h"
 
 #include <omp.h>

@@ -1,3 +1,5 @@
+// How plans are made: what a kernel takes, how its work is divided into tasks, and where its
+// intermediate arrays lie in the workspace.
 #include "cpu/plan.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The choice of an implementation of oneDNN and of a filter layout for every region.
 #include "cpu/primitives.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The table of the CPU kernels, the choice between them, and the cache of their plans.
 #include "cpu/select.h"
 
 #include <algorithm>

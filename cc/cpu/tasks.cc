@@ -1,3 +1,4 @@
+// Where each task begins, and the regions between there and the beginning of the next.
 #include "cpu/tasks.h"
 
 #include <algorithm>
