@@ -38,7 +38,7 @@ import jaxconv
 from jaxconv._src.spec import Op
 
 # By default, and with --slow.
-COUNT = (300, 2000)
+COUNT = (250, 2000)
 OVERRIDDEN_COUNT = (50, 500)
 PRIMITIVE_COUNT = (48, 480)
 PER_CHUNK = 25

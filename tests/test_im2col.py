@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_exact, exact_operands, into_poison, on_cpu
-from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE
+from problems import BASIC, BATCHED, BY_NAME, DTYPES, EDGE, REPRESENTATIVE
 
 import jaxconv
 from jaxconv._src import im2col
@@ -17,7 +17,7 @@ from jaxconv._src.spec import Op
 
 
 @pytest.mark.parametrize("op", Op)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [*BASIC, *EDGE, *BATCHED], ids=lambda p: p.name)
 def test_exact(platform, op, problem):
     lhs, rhs, expected = exact_operands(op, problem, "f32")
     run = problem.operation(op, "f32", algorithm="im2col", precision="highest")
