@@ -22,11 +22,6 @@ from jaxconv._src.spec import Op
 EXACT_LIMIT = {"f32": 2**24, "bf16": 2**8, "f16": 2**11, "s8": 2**31 - 1}
 
 
-# What LLVM's optimisation changes in results is the contraction to fused multiply-add. Where the
-# products are exact it changes none, and only takes half the time of a compilation.
-UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 def _taps(problem: Problem):
     """For every filter tap: which output positions it serves, and which input positions it reads.
 
@@ -199,7 +194,6 @@ def into_poison(function, *operands):
         lambda *arrays: function(*arrays[:count]),
         donate_argnums=range(count, count + len(shapes)),
         keep_unused=True,
-        compiler_options=None if jax.default_backend() == "gpu" else UNOPTIMIZED,
     )
     return program(*operands, *jax.device_put(poison))
 

@@ -24,7 +24,6 @@ import pytest
 from jax import lax
 from numerics import (
     EXACT_LIMIT,
-    UNOPTIMIZED,
     error,
     error_in_order,
     exact_operands,
@@ -503,9 +502,6 @@ def evaluate(side: Side, call: Call, arrays: dict[str, np.ndarray], device) -> O
         return y, *vjp(cotangent)
 
     function = with_gradients if "y" in arrays else forward
-    options = dict(COMPILER_OPTIONS)
-    if call.whole or call.result_dtype.itemsize == 2:
-        options |= UNOPTIMIZED
     with jax.default_device(device), side.scope():  # both are settings of this thread
         try:
             traced = jax.jit(function).trace(*arrays.values())
@@ -513,7 +509,7 @@ def evaluate(side: Side, call: Call, arrays: dict[str, np.ndarray], device) -> O
             properly = isinstance(error, (TypeError, ValueError))
             return Outcome(refused=repr(error), properly=properly)
         try:
-            program = traced.lower().compile(compiler_options=options)
+            program = traced.lower().compile(compiler_options=COMPILER_OPTIONS)
             runs = [jax.tree.leaves(program(*arrays.values())) for _ in range(2)]
             runs = [dict(zip("yxw", map(np.asarray, run), strict=False)) for run in runs]
         except Exception as error:  # of whatever type XLA raises

@@ -65,6 +65,7 @@ def test_bench_measures_a_layer_and_writes_what_it_found(tmp_path, capsys):
             assert row["kernel"] in kernels.kernels()
 
 
+@pytest.mark.optimized
 def test_bench_reports_the_regret_of_selection(tmp_path, capsys, monkeypatch):
     platform = environment.kernel_platform()
     if isinstance(native.load(platform), native.Refusal):
