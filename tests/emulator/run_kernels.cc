@@ -1,0 +1,197 @@
+// Runs kernel instances in the emulator and compares them with the definition (cc/naive_conv.h).
+//
+//     run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X]
+//
+// PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result must
+// be exact, or within `tolerance` of the largest element. With `float` they are uniform in [-1, 1) and
+// the error against float64 is printed. The result and the workspace begin as NaN. Exit status: 1 where the result differs, 2 where
+// the instance refuses the problem, 3 where the emulator stops the kernel.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cc/naive_conv.h"
+#include "core/conv_problem.h"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch_table.h"
+#include "cuda/common/query_gpu.h"
+#include "cuda/common/registry.h"
+#include "emulator.h"
+#include "round.h"
+
+namespace jaxconv {
+namespace {
+
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes) : data_(emulator::Allocate(static_cast<size_t>(bytes), 16)) {}
+  ~Buffer() { emulator::Free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  unsigned char* data() const { return static_cast<unsigned char*>(data_); }
+
+ private:
+  void* data_;
+};
+
+double Rounded(double value, DType dtype) {
+  if (dtype == DType::kF16) return emulator::Float16::Value(emulator::Float16::Round(value));
+  if (dtype == DType::kBF16) return emulator::Bfloat16::Value(emulator::Bfloat16::Round(value));
+  return static_cast<float>(value);
+}
+void Put(unsigned char* data, int64_t i, DType dtype, double value) {
+  if (dtype == DType::kF32) {
+    const auto narrow = static_cast<float>(value);
+    std::memcpy(data + 4 * i, &narrow, 4);
+    return;
+  }
+  const uint16_t bits =
+      dtype == DType::kF16 ? emulator::Float16::Round(value) : emulator::Bfloat16::Round(value);
+  std::memcpy(data + 2 * i, &bits, 2);
+}
+double Get(const unsigned char* data, int64_t i, DType dtype) {
+  if (dtype == DType::kF32) {
+    float value;
+    std::memcpy(&value, data + 4 * i, 4);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, data + 2 * i, 2);
+  return dtype == DType::kF16 ? emulator::Float16::Value(bits) : emulator::Bfloat16::Value(bits);
+}
+
+struct Options {
+  uint32_t seed = 0;
+  int64_t slices = 0;
+  int sms = 2;
+  bool floats = false;
+  double tolerance = 0;
+};
+
+int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& options) {
+  Gpu gpu;
+  if (!QueryGpu(0, &gpu).ok()) return 3;
+  gpu.sm_count = options.sms;  // persistent CTAs process several tiles
+  Plan plan;
+  if (Status status = kernel.plan(kernel, problem, gpu, options.slices, &plan); !status.ok()) {
+    std::printf("REFUSED %s: %s\n", kernel.name, status.message().c_str());
+    return 2;
+  }
+  const int64_t x = problem.x_elements(), w = problem.w_elements(), y = problem.y_elements();
+  const int64_t lhs = problem.op == Op::kDgrad ? y : x, rhs = problem.op == Op::kWgrad ? y : w;
+  const int64_t out = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
+  const DType lhs_type = problem.lhs_dtype(), rhs_type = problem.rhs_dtype();
+  const DType out_type = problem.output_dtype();
+  emulator::SetSeed(options.seed);
+  const Buffer lhs_buffer(lhs * ByteWidth(lhs_type));
+  const Buffer rhs_buffer(rhs * ByteWidth(rhs_type));
+  const Buffer out_buffer(out * ByteWidth(out_type));
+  const Buffer workspace(plan.workspace_bytes);
+  std::mt19937 random(options.seed + 1);
+  const auto fill = [&](const Buffer& buffer, int64_t elements, DType dtype) {
+    std::vector<double> values(elements);
+    for (int64_t i = 0; i < elements; ++i) {
+      const double value =
+          options.floats ? (random() / 2147483648.0 - 1) : static_cast<int>(random() / 256 % 9) - 4;
+      values[i] = Rounded(value, dtype);
+      Put(buffer.data(), i, dtype, value);
+    }
+    return values;
+  };
+  const std::vector<double> lhs_values = fill(lhs_buffer, lhs, lhs_type);
+  const std::vector<double> rhs_values = fill(rhs_buffer, rhs, rhs_type);
+  Operands operands;
+  operands.lhs = lhs_buffer.data();
+  operands.rhs = rhs_buffer.data();
+  operands.out = out_buffer.data();
+  operands.workspace = plan.workspace_bytes > 0 ? workspace.data() : nullptr;
+  operands.workspace_bytes = plan.workspace_bytes;
+  Status status = CheckOperands(plan, operands);
+  const LaunchFunction launch = FindLaunch(plan.kernel->name);
+  if (launch == nullptr) emulator::Fail("%s is not built in", plan.kernel->name);
+  if (status.ok()) status = launch(plan, operands, nullptr);
+  if (!status.ok()) {
+    std::printf("FAILED %s: %s\n", kernel.name, status.message().c_str());
+    return 3;
+  }
+  const std::vector<double> expected = NaiveConv(problem, lhs_values, rhs_values);
+  double largest = 0, worst = 0, squares = 0, error_squares = 0;
+  int64_t differ = 0, first = -1;
+  for (double value : expected) largest = std::max(largest, std::fabs(value));
+  for (int64_t i = 0; i < out; ++i) {
+    const double got = Get(out_buffer.data(), i, out_type);
+    const double exact = options.floats ? expected[i] : Rounded(expected[i], out_type);
+    const double error = std::fabs(got - exact);
+    worst = std::max(worst, error);
+    squares += exact * exact;
+    error_squares += error * error;
+    if (options.floats && options.tolerance == 0 ? std::isfinite(got)
+                                                 : error <= options.tolerance * largest) {
+      continue;  // NaN differs
+    }
+    if (differ++ == 0) first = i;
+  }
+  if (differ > 0) {
+    std::printf(
+        "WRONG %s seed %u slices %lld: %lld of %lld differ, first at %lld (%g, expected %g)\n",
+        kernel.name, options.seed, static_cast<long long>(plan.slices),
+        static_cast<long long>(differ), static_cast<long long>(out), static_cast<long long>(first),
+        Get(out_buffer.data(), first, out_type), expected[first]);
+    return 1;
+  }
+  std::printf("OK %s seed %u slices %lld", kernel.name, options.seed,
+              static_cast<long long>(plan.slices));
+  if (options.floats || options.tolerance > 0) {
+    std::printf(": largest error %.3g, rms error %.3g, of rms %.4g and largest %.4g", worst,
+                std::sqrt(error_squares / out), std::sqrt(squares / out), largest);
+  }
+  std::printf("\n");
+  return 0;
+}
+
+int Main(int argc, char** argv) {
+  if (argc < 3) {
+    std::printf("run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X]\n");
+    return 3;
+  }
+  Options options;
+  for (int i = 3; i < argc; ++i) {
+    const std::string argument = argv[i], name = argument.substr(0, argument.find('='));
+    const char* value = argv[i] + std::min(argument.size(), name.size() + 1);
+    if (name == "seed") {
+      options.seed = std::atoi(value);
+    } else if (name == "slices") {
+      options.slices = std::atoll(value);
+    } else if (name == "sms") {
+      options.sms = std::atoi(value);
+    } else if (name == "float") {
+      options.floats = true;
+    } else if (name == "tolerance") {
+      options.tolerance = std::atof(value);
+    } else {
+      std::printf("unknown argument %s\n", argv[i]);
+      return 3;
+    }
+  }
+  const KernelDesc* kernel = FindKernel(argv[1]);
+  if (kernel == nullptr) {
+    std::printf("no kernel instance %s\n", argv[1]);
+    return 3;
+  }
+  ConvProblem problem;
+  if (Status status = ConvProblem::Parse(argv[2], &problem); !status.ok()) {
+    std::printf("%s: %s\n", argv[2], status.message().c_str());
+    return 3;
+  }
+  return RunOne(*kernel, problem, options);
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main(int argc, char** argv) { return jaxconv::Main(argc, argv); }
