@@ -1,0 +1,88 @@
+// The power of two by which a bfloat16 tensor is multiplied, so that float16 holds its transform.
+//
+// A pass over the tensor leaves kMaxPartials partial maxima: of each CTA the float32 bits of its
+// largest finite magnitude, which order as integers do. There is no atomic and no last CTA. A reader's
+// warp takes the largest partial maximum by itself, 2 KB from L1 or L2 and no barrier, and makes
+//
+//     scale = 2^e  such that  2^13 <= scale * largest < 2^14,  1 where all is zero.
+//
+// Infinities and NaN are left out: they stay what they are in the transform, and the finite values
+// beside them keep their accuracy.
+#ifndef JAXCONV_CUDA_WINOGRAD_AMAX_CUH_
+#define JAXCONV_CUDA_WINOGRAD_AMAX_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/winograd/params.h"
+
+namespace jaxconv::winograd {
+
+inline constexpr int kAmaxThreads = 256;
+
+// Magnitude as float32 bits, 0 where it is not finite.
+__device__ __forceinline__ uint32_t FiniteBits(uint32_t bits) {
+  bits &= 0x7fffffffu;
+  return bits < 0x7f800000u ? bits : 0;
+}
+
+// `chunks`: 16 bytes of eight bfloat16 each. Four chunks a thread are under way at a time: with four
+// CTAs an SM, 64 KB.
+static __global__ void __launch_bounds__(kAmaxThreads)
+    AmaxKernel(const uint4* __restrict__ tensor, int64_t chunks, uint32_t* __restrict__ partials) {
+  constexpr int kAhead = 4;
+  const int64_t step = int64_t{gridDim.x} * kAmaxThreads;
+  uint32_t largest = 0;
+  for (int64_t at = int64_t{blockIdx.x} * kAmaxThreads + threadIdx.x; at < chunks;
+       at += kAhead * step) {
+    uint4 chunk[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      chunk[i] = at + i * step < chunks ? __ldg(tensor + at + i * step) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      for (const uint32_t word : {chunk[i].x, chunk[i].y, chunk[i].z, chunk[i].w}) {
+        largest = max(largest, FiniteBits(word << 16));
+        largest = max(largest, FiniteBits(word & 0xffff0000u));
+      }
+    }
+  }
+  __shared__ uint32_t of_warp[kAmaxThreads / 32];
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < kAmaxThreads / 32; ++warp) largest = max(largest, of_warp[warp]);
+    partials[blockIdx.x] = largest;
+  }
+}
+
+// Of all lanes of a warp: the tensor's power of two.
+__device__ __forceinline__ float WarpScale(const ScaleSource& source) {
+  if (source.partials == nullptr) return source.value == nullptr ? 1.0f : __ldg(source.value);
+  constexpr int kQuads = kMaxPartials / 32 / 4;
+  static_assert(kQuads * 32 * 4 == kMaxPartials);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const uint4 quad =
+        __ldg(reinterpret_cast<const uint4*>(source.partials) + i * 32 + threadIdx.x % 32);
+    largest = max(max(max(largest, quad.x), quad.y), max(quad.z, quad.w));
+  }
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (largest == 0) return 1.0f;
+  // 127 + kScaledExponent - (exponent - 127), at most 2^126, whose inverse is a normal number too.
+  const uint32_t exponent = min(254u + kScaledExponent - (largest >> 23), 253u);
+  return __uint_as_float(exponent << 23);
+}
+
+// Of a power of two between 2^-126 and 2^126, exactly.
+__device__ __forceinline__ float InversePower(float scale) {
+  return __uint_as_float((254u << 23) - __float_as_uint(scale));
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_AMAX_CUH_

@@ -1,0 +1,157 @@
+// U = G w G^T: the filter, to float16 in the Winograd domain, the reduction innermost.
+//
+// A CTA has 64 channels of the reduction and 32 columns (output channels) of a group; a warp four of
+// the columns, a lane two neighbouring channels of each: 9 taps in, (m + 2)^2 points out. A warp
+// writes 128 contiguous bytes of a point, so U, which is (m + 2)^2 / 9 times the filter's bytes, moves
+// at DRAM's rate.
+//
+// Where the filter runs along the reduction (krsc in fprop, rsck in dgrad) a lane reads its pairs of
+// channels directly. Where it runs along the columns (the other two) the CTA first copies its
+// 9 x 64 x 32 taps to shared memory and reads them there by columns:
+//
+//     [tap][channel % 2][channel / 2][17 words of two columns]    39,744 bytes
+//
+// 17 words a row, and odd channels 16 words further on: neither the copies (eight rows of four
+// chunks) nor the reads (32 rows of one word) have bank conflicts.
+//
+// The one-dimensional form transforms along s alone and writes the layout of row_filter.h, zeros
+// included where it fills up the reduction.
+//
+// dgrad reads the taps from the other end: their steps are negative. T: __half or __nv_bfloat16, the latter
+// multiplied by its power of two (amax.cuh) as it is loaded.
+#ifndef JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
+#define JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
+
+#include "cuda/winograd/amax.cuh"
+#include "cuda/winograd/element_pair.cuh"
+#include "cuda/winograd/params.h"
+#include "cuda/winograd/row_filter.h"
+#include "cuda/winograd/transform.cuh"
+
+namespace jaxconv::winograd {
+
+struct FilterTransformParams {
+  FilterStrides filter;
+  ScaleSource scale;
+  const void* w = nullptr;
+  __half* u = nullptr;
+  int32_t red = 0, cols = 0;  // of a group
+  int64_t u_point = 0;        // elements from a point to the next
+  int64_t u_group = 0;        // one-dimensional: from a group to the next
+  RowFilter row_filter;       // one-dimensional
+  // CTAs: blocks of the reduction fastest, then blocks of columns, then groups.
+  FastDivmod red_blocks, col_blocks;
+};
+
+inline constexpr int kFilterThreads = 256;
+inline constexpr int kFilterReds = 64, kFilterCols = 32;  // of a CTA
+
+// The taps of a CTA in shared memory.
+struct FilterStaging {
+  static constexpr int kRowWords = kFilterCols / 2 + 1;
+  static constexpr int kOddRows = kFilterReds / 2 * kRowWords + 16;
+  static constexpr int kTapWords = kOddRows + kFilterReds / 2 * kRowWords;
+  static constexpr int kWords = kTaps * kTaps * kTapWords;
+
+  __device__ static int Row(int tap, int red) {
+    return tap * kTapWords + red % 2 * kOddRows + red / 2 * kRowWords;
+  }
+};
+
+// The CTA's part of the filter, whose columns are contiguous, to shared memory by 16 bytes.
+template <typename T>
+__device__ __forceinline__ void StageFilter(const FilterTransformParams& params, const T* w,
+                                            int first_red, int first_col, uint32_t* staging) {
+  constexpr int kChunks = kFilterCols / 8;  // of a row
+  static_assert(kFilterReds * kChunks == kFilterThreads);
+  const int red = threadIdx.x / kChunks, col = threadIdx.x % kChunks * 8;
+  const bool inside = first_red + red < params.red && first_col + col < params.cols;
+  const T* from = w + (first_red + red) * params.filter.red + first_col + col;
+  uint4 chunk[kTaps * kTaps];
+#pragma unroll
+  for (int tap = 0; tap < kTaps * kTaps; ++tap) {
+    const int64_t at = tap / kTaps * params.filter.r + tap % kTaps * params.filter.s;
+    chunk[tap] = inside ? __ldg(reinterpret_cast<const uint4*>(from + at)) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int tap = 0; tap < kTaps * kTaps; ++tap) {
+    uint32_t* to = staging + FilterStaging::Row(tap, red) + col / 2;
+    to[0] = chunk[tap].x, to[1] = chunk[tap].y, to[2] = chunk[tap].z, to[3] = chunk[tap].w;
+  }
+}
+
+template <int m, bool kOneDimensional, typename T, bool kTransposed>
+__global__ void __launch_bounds__(kFilterThreads, 2)
+    FilterTransformKernel(const __grid_constant__ FilterTransformParams params) {
+  constexpr int kAlpha = m + 2, kAll = kTaps * kTaps;
+  __shared__ uint32_t staging[kTransposed ? FilterStaging::kWords : 1];
+  const float scale = WarpScale(params.scale);
+  int32_t red_block, col_block, group, rest;
+  params.red_blocks.Divmod(blockIdx.x, &rest, &red_block);
+  params.col_blocks.Divmod(rest, &group, &col_block);
+  const int32_t first_red = red_block * kFilterReds, first_col = col_block * kFilterCols;
+  const T* w = static_cast<const T*>(params.w) + params.filter.first + group * params.filter.group;
+  if constexpr (kTransposed) {
+    StageFilter(params, w, first_red, first_col, staging);
+    __syncthreads();
+  }
+  const int lane = threadIdx.x % 32;
+  const int32_t red = first_red + 2 * lane;
+  constexpr int kColsOfWarp = kFilterCols / (kFilterThreads / 32);
+#pragma unroll 1
+  for (int i = 0; i < kColsOfWarp; ++i) {
+    const int32_t own = threadIdx.x / 32 * kColsOfWarp + i, col = first_col + own;
+    if (col >= params.cols) break;
+    float taps[2][kTaps][kTaps];  // of the two channels
+#pragma unroll
+    for (int tap = 0; tap < kAll; ++tap) {
+      float low, high;
+      if constexpr (kTransposed) {
+        const int place = FilterStaging::Row(tap, 2 * lane) + own / 2;
+        const uint32_t even = staging[place], odd = staging[place + FilterStaging::kOddRows];
+        low = own % 2 == 0 ? ElementOfPair<T, 0>(even) : ElementOfPair<T, 1>(even);
+        high = own % 2 == 0 ? ElementOfPair<T, 0>(odd) : ElementOfPair<T, 1>(odd);
+      } else {
+        const T* from = w + col * params.filter.col + red + tap / kTaps * params.filter.r +
+                        tap % kTaps * params.filter.s;
+        const uint32_t word = red < params.red ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
+        low = ElementOfPair<T, 0>(word);
+        high = ElementOfPair<T, 1>(word);
+      }
+      taps[0][tap / kTaps][tap % kTaps] = low * scale;
+      taps[1][tap / kTaps][tap % kTaps] = high * scale;
+    }
+    if constexpr (kOneDimensional) {
+      if (red >= params.row_filter.reduction_blocks * RowFilter::kReduction) continue;
+      __half* to = params.u + group * params.u_group;
+#pragma unroll
+      for (int r = 0; r < kTaps; ++r) {
+        float u[2][kAlpha];
+        TransformFilter<m>(taps[0][r], u[0]);
+        TransformFilter<m>(taps[1][r], u[1]);
+#pragma unroll
+        for (int j = 0; j < kAlpha; ++j) {
+          StorePairTo(to + params.row_filter.Offset(r, j, col, red), u[0][j], u[1][j]);
+        }
+      }
+    } else {
+      if (red >= params.red) continue;
+      float u[2][kAlpha][kAlpha];
+      TransformFilterTile<m>(taps[0], u[0]);
+      TransformFilterTile<m>(taps[1], u[1]);
+      __half* to = params.u + (int64_t{group} * params.cols + col) * params.red + red;
+#pragma unroll
+      for (int r = 0; r < kAlpha; ++r) {
+#pragma unroll
+        for (int j = 0; j < kAlpha; ++j) {
+          StorePairTo(to, u[0][r][j], u[1][r][j]);
+          to += params.u_point;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_

@@ -1,0 +1,61 @@
+// Winograd in four stages, each a kernel of its own:
+//
+//     filter_transform.cuh    w -> U     the whole filter (none where it is prepared)
+//     input_transform.cuh     x -> V     \
+//     batched_gemm.cuh        V, U -> M   > chunk by chunk of tiles
+//     output_transform.cuh    M -> y     /
+//
+// and for bfloat16 operands the passes of amax.cuh in front. Instances named four_stage have one
+// chunk of all tiles: V and M go through DRAM, 2 (m + 2)^2 C and 4 (m + 2)^2 K bytes a tile, written and
+// read. Instances named chunked (the seed's PKF-LLC, seeds/004) cut the tiles into chunks whose V and
+// M take at most 32 MB, so that they stay in L2 from one stage to the next and the workspace is one
+// chunk; a chunk costs three launches.
+//
+// A chunk's kernels follow each other in the stream; nothing else orders them. The GEMM is a parameter:
+// RunFourStage takes what enqueues it.
+//
+// Refuses: what plan.cc refuses (3x3, stride 1, channels of a group in multiples of 8), and chunked
+// instances a problem of which 128 tiles do not fit.
+#ifndef JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_CUH_
+#define JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_CUH_
+
+#include <algorithm>
+
+#include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/winograd/batched_gemm.cuh"
+#include "cuda/winograd/stages.h"
+
+namespace jaxconv::winograd {
+
+// multiply(products): enqueues M = V U^T of a chunk.
+template <typename Multiply>
+Status RunFourStage(const Plan& plan, const Operands& operands, void* stream, Multiply multiply) {
+  const auto& launch = plan.As<LaunchParams>();
+  const StagePointers at = Locate(launch, operands);
+  JAXCONV_RETURN_IF_ERROR(LaunchFilterStage(launch, at, stream));
+  for (int32_t first = 0; first < launch.geometry.tiles; first += launch.chunk_tiles) {
+    const int32_t tiles = std::min(launch.chunk_tiles, launch.geometry.tiles - first);
+    JAXCONV_RETURN_IF_ERROR(LaunchInputStage(launch, at, first, tiles, stream));
+    JAXCONV_RETURN_IF_ERROR(multiply(ProductsOf(launch, at, tiles)));
+    JAXCONV_RETURN_IF_ERROR(LaunchOutputStage(launch, at, first, tiles, stream));
+  }
+  return {};
+}
+
+template <Op kOp, DType kType, int m, int kTileM, int kTileN, int kCtasPerSm>
+struct FourStage {
+  // Warps of 64 x 64, at 64x64 of 32 x 32; k-blocks of 64 elements; three stages.
+  using Tile = MmaTile<kTileM, kTileN, 128, 2, 2, 3, kCtasPerSm>;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    return RunFourStage(plan, operands, stream, [&](const Products& products) {
+      return LaunchBatchedGemm<Tag>(plan.kernel->name, products, stream);
+    });
+  }
+};
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_CUH_

@@ -1,0 +1,102 @@
+// V = B^T d B: the input's tiles, overlapping by two, to float16 in the Winograd domain.
+//
+// A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 4 bytes, all under way at
+// once, both transforms in float32, one rounding, (m + 2)^2 stores of 4 bytes. Lanes run along
+// channels and threads further along tiles: of 64 channels and more, a warp's access is one line of
+// 128 bytes, and a CTA has neighbouring tiles of 64 channels, whose common columns the L1 cache
+// serves. 16 bytes a thread would move lines no faster, and the (m + 2)^2 x 8 elements of a tile do
+// not fit into registers.
+//
+//     m                        2      4      6
+//     float32 values           32     72     128     of a thread
+//     registers                48     95     168
+//     threads of an SM         1024   640    384
+//     loads in flight          64     90     96 KB   of an SM
+//     instructions             392    1064   1896    of a warp, for 64 channels of a tile
+//     issue slots              71     74     69 %    of an H200, in the time of the tile's bytes at 4.3 TB/s
+//
+// No shared memory, nobody waits. Outside the image the input is zero. T: __half, __nv_bfloat16, the
+// latter multiplied by its power of two (amax.cuh) as it is loaded.
+#ifndef JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
+#define JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
+
+#include "cuda/winograd/amax.cuh"
+#include "cuda/winograd/element_pair.cuh"
+#include "cuda/winograd/params.h"
+#include "cuda/winograd/transform.cuh"
+
+namespace jaxconv::winograd {
+
+struct InputTransformParams {
+  Geometry geometry;
+  ScaleSource scale;
+  const void* x = nullptr;
+  __half* v = nullptr;
+  int64_t v_point = 0;  // elements from a point to the next
+  int32_t first_tile = 0, tiles = 0;
+  FastDivmod pairs;  // of channels in a block: a block is the grid's y
+};
+
+inline constexpr int kInputThreads = 128;
+template <int m>
+inline constexpr int kInputCtas = m == 6   ? 3
+                                  : m == 4 ? 5
+                                           : 8;  // of an SM, at least
+
+template <int m, typename T>
+__global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
+    InputTransformKernel(const __grid_constant__ InputTransformParams params) {
+  constexpr int kAlpha = m + 2;
+  const Geometry& g = params.geometry;
+  const float scale = WarpScale(params.scale);
+  int32_t tile, pair;
+  params.pairs.Divmod(blockIdx.x * kInputThreads + threadIdx.x, &tile, &pair);
+  const int32_t channel = 2 * (blockIdx.y * static_cast<int32_t>(params.pairs.divisor) + pair);
+  const int32_t channels = g.in_channels();
+  if (tile >= params.tiles || channel >= channels) return;
+
+  const TilePlace place = g.Place(params.first_tile + tile);
+  const int32_t h = place.row * m - g.pad_h, w = place.column * m - g.pad_w;
+  const T* from = static_cast<const T*>(params.x) +
+                  ((int64_t{place.image} * g.in_h + h) * g.in_w + w) * channels + channel;
+  uint32_t word[kAlpha][kAlpha];
+#pragma unroll
+  for (int i = 0; i < kAlpha; ++i) {
+    const bool row_inside = static_cast<uint32_t>(h + i) < static_cast<uint32_t>(g.in_h);
+#pragma unroll
+    for (int j = 0; j < kAlpha; ++j) {
+      const bool inside =
+          row_inside && static_cast<uint32_t>(w + j) < static_cast<uint32_t>(g.in_w);
+      word[i][j] = inside ? __ldg(reinterpret_cast<const uint32_t*>(from + j * channels)) : 0;
+    }
+    from += int64_t{g.in_w} * channels;
+  }
+  float low[kAlpha][kAlpha], high[kAlpha][kAlpha];
+#pragma unroll
+  for (int i = 0; i < kAlpha; ++i) {
+#pragma unroll
+    for (int j = 0; j < kAlpha; ++j) {
+      low[i][j] = ElementOfPair<T, 0>(word[i][j]);
+      high[i][j] = ElementOfPair<T, 1>(word[i][j]);
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        low[i][j] *= scale;
+        high[i][j] *= scale;
+      }
+    }
+  }
+  TransformInputTile<m>(low);
+  TransformInputTile<m>(high);
+  __half* to = params.v + int64_t{tile} * channels + channel;
+#pragma unroll
+  for (int i = 0; i < kAlpha; ++i) {
+#pragma unroll
+    for (int j = 0; j < kAlpha; ++j) {
+      StorePairTo(to, low[i][j], high[i][j]);
+      to += params.v_point;
+    }
+  }
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_

@@ -1,0 +1,88 @@
+// Y = A^T M A: the sums of the Winograd domain to the output's tiles.
+//
+// A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 8 bytes, a column of points
+// at a time, and m^2 stores of 4 bytes (8 of a float32 output). Lanes run along channels, so a warp
+// reads 256 bytes and writes lines of 128. Bound by M's bytes: 4 (m + 2)^2 a channel of a tile, beside
+// 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time.
+//
+// Operands of bfloat16 were multiplied by powers of two: their inverses follow as two factors, one
+// after the other, since their product may leave float32's range. Pixels outside the output are not
+// stored. No shared memory, nobody waits.
+#ifndef JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
+#define JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
+
+#include "cuda/winograd/amax.cuh"
+#include "cuda/winograd/element_pair.cuh"
+#include "cuda/winograd/params.h"
+#include "cuda/winograd/transform.cuh"
+
+namespace jaxconv::winograd {
+
+struct OutputTransformParams {
+  Geometry geometry;
+  ScaleSource input_scale, filter_scale;
+  const float* m = nullptr;
+  void* y = nullptr;
+  int64_t m_point = 0;  // elements from a point to the next
+  int32_t first_tile = 0, tiles = 0;
+  FastDivmod pairs;  // of channels in a block: a block is the grid's y
+};
+
+inline constexpr int kOutputThreads = 128;
+
+template <int m, typename Out>
+__global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
+    OutputTransformKernel(const __grid_constant__ OutputTransformParams params) {
+  constexpr int kAlpha = m + 2;
+  const Geometry& g = params.geometry;
+  const float undo_input = InversePower(WarpScale(params.input_scale));
+  const float undo_filter = InversePower(WarpScale(params.filter_scale));
+  int32_t tile, pair;
+  params.pairs.Divmod(blockIdx.x * kOutputThreads + threadIdx.x, &tile, &pair);
+  const int32_t channel = 2 * (blockIdx.y * static_cast<int32_t>(params.pairs.divisor) + pair);
+  const int32_t channels = g.out_channels();
+  if (tile >= params.tiles || channel >= channels) return;
+
+  const float* from = params.m + int64_t{tile} * channels + channel;
+  float low[m][kAlpha], high[m][kAlpha];
+#pragma unroll
+  for (int j = 0; j < kAlpha; ++j) {
+    float column[2][kAlpha], transformed[2][m];
+#pragma unroll
+    for (int i = 0; i < kAlpha; ++i) {
+      const float2 both =
+          __ldg(reinterpret_cast<const float2*>(from + (i * kAlpha + j) * params.m_point));
+      column[0][i] = both.x;
+      column[1][i] = both.y;
+    }
+    TransformOutput<m>(column[0], transformed[0]);
+    TransformOutput<m>(column[1], transformed[1]);
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      low[i][j] = transformed[0][i];
+      high[i][j] = transformed[1][i];
+    }
+  }
+  const TilePlace place = g.Place(params.first_tile + tile);
+  const int32_t h = place.row * m, w = place.column * m;
+  Out* to = static_cast<Out*>(params.y) +
+            ((int64_t{place.image} * g.out_h + h) * g.out_w + w) * channels + channel;
+#pragma unroll
+  for (int i = 0; i < m; ++i) {
+    float first[m], second[m];
+    TransformOutput<m>(low[i], first);
+    TransformOutput<m>(high[i], second);
+#pragma unroll
+    for (int j = 0; j < m; ++j) {
+      if (h + i < g.out_h && w + j < g.out_w) {
+        StorePairTo(to + j * channels, first[j] * undo_input * undo_filter,
+                    second[j] * undo_input * undo_filter);
+      }
+    }
+    to += int64_t{g.out_w} * channels;
+  }
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_

@@ -1,0 +1,55 @@
+// The transformed filter as fused_row_sm90.cuh reads it.
+#ifndef JAXCONV_CUDA_WINOGRAD_ROW_FILTER_H_
+#define JAXCONV_CUDA_WINOGRAD_ROW_FILTER_H_
+
+#include <cstdint>
+
+#include "core/fast_divmod.h"
+
+namespace jaxconv::winograd {
+
+// U of the one-dimensional F(m, 3), float16:
+//
+//     [group][columns / 128][reduction / 32][filter row 3][point m + 2][128 columns / 8]
+//         [32 of the reduction / 8][8 columns][8 of the reduction]
+//
+// The last four axes are wgmma's operand B without a swizzle: matrices of 8 columns by 16 bytes. So
+// the points of a filter row and 32 of the reduction are one piece of contiguous memory, which a
+// bulk copy brings at a full rate; TMA's boxes take 1.8 cycles for each row of 64 bytes, which is
+// more than the products take (docs/notes/winograd.md).
+//
+// Columns 8 j + 2 t + e of 32 hold the output channels 8 t + 2 j + e. A thread of wgmma has columns
+// 8 j + 2 t and the next of every j, so it holds eight neighbouring channels, and stores 16 bytes
+// from registers.
+//
+// Columns and the reduction are filled up to multiples of 128 and 32: with zeros where the reduction
+// ends (the kernel multiplies them), with anything where the columns end.
+struct RowFilter {
+  static constexpr int64_t kColumns = 128, kReduction = 32, kTaps = 3;
+  static constexpr int64_t kPointElements = kColumns * kReduction;
+
+  int64_t points = 6;
+  int64_t column_blocks = 1, reduction_blocks = 1;  // of a group
+
+  RowFilter() = default;
+  RowFilter(int64_t points, int64_t columns, int64_t reduction)
+      : points(points),
+        column_blocks((columns + kColumns - 1) / kColumns),
+        reduction_blocks((reduction + kReduction - 1) / kReduction) {}
+
+  // Of a group.
+  int64_t elements() const {
+    return column_blocks * reduction_blocks * kTaps * points * kPointElements;
+  }
+
+  // Of an element of group 0: filter row r, point, output channel k, channel c of the reduction.
+  JAXCONV_HOST_DEVICE int64_t Offset(int32_t r, int32_t point, int32_t k, int32_t c) const {
+    const int32_t column = k % 128 / 32 * 32 + k / 2 % 4 * 8 + k / 8 % 4 * 2 + k % 2;
+    const int64_t block = ((k / 128 * reduction_blocks + c / 32) * kTaps + r) * points + point;
+    return block * kPointElements + (column / 8 * 4 + c % 32 / 8) * 64 + column % 8 * 8 + c % 8;
+  }
+};
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_ROW_FILTER_H_

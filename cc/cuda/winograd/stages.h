@@ -1,0 +1,50 @@
+// The kernels in front of the products and behind them, which all forms share: they are compiled
+// once, for every tile and type (stages.cu). Plain functions; pointers are the device's.
+#ifndef JAXCONV_CUDA_WINOGRAD_STAGES_H_
+#define JAXCONV_CUDA_WINOGRAD_STAGES_H_
+
+#include <cstdint>
+
+#include "core/status.h"
+#include "cuda/common/kernel.h"
+#include "cuda/winograd/params.h"
+
+namespace jaxconv::winograd {
+
+// Where the parts of a call lie. Those that the form does not store are not to be used.
+struct StagePointers {
+  const void* input = nullptr;   // x, or dy
+  const void* filter = nullptr;  // as the caller stores it
+  void* output = nullptr;
+  const void* u = nullptr;  // float16, of the workspace or of a prepared filter
+  void* v = nullptr;        // float16
+  float* m = nullptr;
+  ScaleSource input_scale, filter_scale;
+};
+StagePointers Locate(const LaunchParams& launch, const Operands& operands);
+
+// One chunk's products to be made: M = V U^T at every point.
+struct Products {
+  const Geometry& geometry;
+  const void* v = nullptr;
+  const void* u = nullptr;
+  float* m = nullptr;
+  int32_t points = 0;
+  int32_t tiles = 0;                              // of the chunk
+  int64_t v_point = 0, u_point = 0, m_point = 0;  // elements from a point to the next
+};
+// Of a chunk of `tiles` tiles: the points lie launch.chunk_tiles tiles apart.
+Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t tiles);
+
+// The largest magnitudes of both operands (bfloat16), and U; of a prepared filter only the input's.
+Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, void* stream);
+// V of the tiles from `first_tile` on.
+Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int32_t first_tile,
+                        int32_t tiles, void* stream);
+// The output from M.
+Status LaunchOutputStage(const LaunchParams& launch, const StagePointers& at, int32_t first_tile,
+                         int32_t tiles, void* stream);
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_STAGES_H_

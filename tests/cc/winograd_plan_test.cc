@@ -1,0 +1,197 @@
+// Plans of family winograd on modelled GPUs: refusals, geometry, workspace, chunks, selection.
+#include <cstdio>
+#include <string>
+
+#include "cuda/common/registry.h"
+#include "cuda/common/select.h"
+#include "cuda/winograd/form_plan.h"
+#include "cuda/winograd/params.h"
+#include "cuda/winograd/plan.h"
+
+namespace jaxconv {
+namespace {
+
+using winograd::LaunchParams;
+
+int failures = 0;
+
+void Expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::printf("FAIL %s\n", what.c_str());
+}
+
+Gpu Model(const char* target) {
+  Gpu gpu;
+  Expect(ModelOf(target, &gpu), target);
+  return gpu;
+}
+
+ConvProblem Parse(const std::string& key) {
+  ConvProblem problem;
+  const Status status = ConvProblem::Parse(key, &problem);
+  Expect(status.ok(), key + ": " + status.message());
+  return problem;
+}
+
+constexpr const char* kLayer =
+    "fprop bf16:bf16:bf16 default b1 n2 g1 c64 k128 i13x15 f3x3 o13x15 s1x1 l1x1 d1x1 p1_1x1_1";
+
+// The key with one part replaced.
+std::string With(const std::string& part, const std::string& other, std::string key = kLayer) {
+  const size_t at = key.find(part);
+  Expect(at != std::string::npos, "no '" + part + "' in " + key);
+  return key.replace(at, part.size(), other);
+}
+
+Status PlanOf(const std::string& kernel_name, const std::string& key, Plan* plan) {
+  const KernelDesc* kernel = FindKernel(kernel_name);
+  if (kernel == nullptr) return Status::Internal("no kernel " + kernel_name);
+  return kernel->plan(*kernel, Parse(key), Model("h200"), 0, plan);
+}
+
+void TestRefusals() {
+  const std::string name = "fprop_winograd_bf16_4x4_four_stage_128x128x64";
+  auto refused = [&](const std::string& key, const std::string& reason) {
+    Plan plan;
+    const Status status = PlanOf(name, key, &plan);
+    Expect(!status.ok() && status.message() == reason, key + ": " + status.message());
+  };
+  Plan plan;
+  Expect(PlanOf(name, kLayer, &plan).ok(), kLayer);
+  refused(With("bf16:bf16:bf16", "f16:f16:f16"), "expected operands of type bf16, got f16 and f16");
+  refused(With("fprop", "dgrad"), "expected fprop, got dgrad");
+  refused(With("f3x3 o13x15", "f1x3 o15x15"), "expected a 3x3 filter, extent 3, got 1");
+  refused(With("o13x15 s1x1", "o7x15 s2x1"), "expected stride 1, got 2");
+  refused(With("i13x15 f3x3 o13x15 s1x1 l1x1", "i13x8 f3x3 o13x15 s1x1 l1x2"),
+          "expected no lhs_dilation, got 2");
+  refused(With("o13x15 s1x1 l1x1 d1x1", "o13x13 s1x1 l1x1 d1x2"), "expected no dilation, got 2");
+  refused(With("b1", "b3"), "expected one batch, got 3");
+  refused(With("c64", "c36"), "expected C/groups in multiples of 8, got 36");
+  refused(With("k128", "k100"), "expected K/groups in multiples of 8, got 100");
+  refused("fprop bf16:bf16:bf16 default b1 n2 g1 c64 k128 i15 f3 o15 s1 l1 d1 p1_1",
+          "expected 2 spatial axes, got 1");
+  refused(With("bf16:bf16", "bf16:f16") + " winograd2",
+          "expected a filter prepared for the instance's tile, got winograd2");
+  refused(With("n2", "n10000000"), "expected less than 2^26 tiles, got 160000000");
+  // Other families leave prepared filters alone.
+  for (const char* layout : {"winograd2", "winograd4", "winograd6", "winograd4x3"}) {
+    const ConvProblem problem = Parse(With("bf16:bf16:bf16", "f16:f16:f16") + " " + layout);
+    for (const KernelDesc& kernel : Kernels()) {
+      const bool takes = kernel.plan(kernel, problem, Model("h200"), 0, &plan).ok();
+      Expect(!takes || kernel.family == std::string("winograd"),
+             std::string(kernel.name) + " takes " + problem.ToString());
+    }
+  }
+}
+
+void TestGeometry() {
+  Plan plan;
+  const char* padded =
+      "dgrad f32:f16:f16 default b1 n2 g2 c16 k48 i13x15 f3x3 o13x10 s1x1 l1x1 d1x1 p0_2x-1_-2";
+  Expect(PlanOf("dgrad_winograd_f16_4x4_four_stage_64x64x64", padded, &plan).ok(), padded);
+  if (plan.params == nullptr) return;
+  const auto& launch = plan.As<LaunchParams>();
+  const winograd::Geometry& g = launch.geometry;
+  Expect(g.in_h == 13 && g.in_w == 10 && g.out_h == 13 && g.out_w == 15, "dgrad reads dy");
+  Expect(g.pad_h == 2 && g.pad_w == 3, "dgrad's padding is 2 - pad");
+  Expect(g.red == 24 && g.cols == 8 && g.groups == 2, "channels of a group");
+  Expect(g.tiles == 2 * 4 * 4, "tiles of 4x4 outputs");
+  Expect(launch.out_is_f32 && !launch.scaled(), "types");
+  const winograd::TilePlace place = g.Place(16 + 4 * 2 + 3);
+  Expect(place.image == 1 && place.row == 2 && place.column == 3, "the place of a tile");
+  Expect(launch.filter.first == 8 * 8 * 48 && launch.filter.red == 1 && launch.filter.col == 48 &&
+             launch.filter.s == -8 * 48 && launch.filter.r == -3 * 8 * 48 &&
+             launch.filter.group == 24,
+         "dgrad reads rsck along K");
+  Plan krsc;
+  const std::string key = std::string(kLayer) + " krsc";
+  Expect(PlanOf("fprop_winograd_bf16_2x2_chunked_128x128x64", key, &krsc).ok(), key);
+  const winograd::FilterStrides& filter = krsc.As<LaunchParams>().filter;
+  Expect(filter.first == 0 && filter.red == 1 && filter.col == 9 * 64 && filter.s == 64 &&
+             filter.r == 3 * 64,
+         "fprop reads krsc along C");
+}
+
+void TestWorkspace() {
+  // 28x28 images and 512 channels in 4x4 tiles: 49 tiles an image, 36 points.
+  const std::string layer =
+      "fprop f16:f16:f16 default b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1";
+  const int64_t tiles = 32 * 49, u = 36 * 512 * 512 * 2, v = 36 * 512 * 2, m = 36 * 512 * 4;
+  Plan plan;
+  Expect(PlanOf("fprop_winograd_f16_4x4_four_stage_128x128x64", layer, &plan).ok() &&
+             plan.workspace_bytes == u + tiles * (v + m),
+         "U, V and M");
+  Plan prepared;
+  Expect(PlanOf("fprop_winograd_f16_4x4_four_stage_128x128x64", layer + " winograd4", &prepared)
+                 .ok() &&
+             prepared.workspace_bytes == tiles * (v + m),
+         "a prepared filter needs no U");
+  Expect(prepared.microseconds < plan.microseconds, "and no transform");
+  Plan scaled;
+  Expect(PlanOf("fprop_winograd_bf16_4x4_four_stage_128x128x64",
+                With("f16:f16:f16", "bf16:bf16:bf16", layer), &scaled)
+                 .ok() &&
+             scaled.workspace_bytes == 2 * 4 * winograd::kMaxPartials + u + tiles * (v + m),
+         "bfloat16 needs partial maxima of both operands");
+  Plan chunked;
+  Expect(PlanOf("fprop_winograd_f16_4x4_chunked_128x128x64", layer, &chunked).ok(), layer);
+  const auto& launch = chunked.As<LaunchParams>();
+  Expect(launch.chunk_tiles == 256 && launch.chunk_tiles * (v + m) <= winograd::kChunkBytes &&
+             chunked.workspace_bytes == u + launch.chunk_tiles * (v + m),
+         "chunks of 256 tiles, got " + std::to_string(launch.chunk_tiles));
+  Plan wide;
+  const Status status = PlanOf(
+      "fprop_winograd_f16_6x6_chunked_128x128x64",
+      "fprop f16:f16:f16 default b1 n1 g1 c1280 k1280 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1",
+      &wide);
+  Expect(!status.ok() && status.message() ==
+                             "V and M of 128 tiles take 62914560 bytes, expected at most 33554432",
+         status.message());
+}
+
+void TestSelection() {
+  const ConvProblem layer = Parse(
+      "fprop f16:f16:f16 default b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1");
+  const Gpu a100 = Model("a100");
+  auto selected = [&](const std::string& algorithm) {
+    Selection selection;
+    Expect(Select(layer, a100, algorithm, &selection).ok(), algorithm);
+    return selection;
+  };
+  for (const char* algorithm : {"auto", "native"}) {
+    const Selection selection = selected(algorithm);
+    Expect(selection.instance.find("winograd") == std::string::npos,
+           std::string(algorithm) + " chooses " + selection.instance);
+    for (const Refusal& refusal : selection.refusals) {
+      Expect(refusal.kernel.find("winograd") == std::string::npos,
+             "instances on request are not among the refusals: " + refusal.kernel);
+    }
+  }
+  Expect(selected("winograd").instance.find("fprop_winograd_f16_") == 0, "the family");
+  Expect(selected("winograd_f2x2").instance.find("fprop_winograd_f16_2x2_") == 0, "F(2x2)");
+  Expect(selected("winograd_f4x4").instance.find("fprop_winograd_f16_4x4_") == 0, "F(4x4)");
+  Expect(selected("winograd_f6x6").instance.find("fprop_winograd_f16_6x6_") == 0, "F(6x6)");
+  const char* name = "fprop_winograd_f16_2x2_four_stage_64x64x64";
+  Expect(selected(name).instance == name, name);
+  Selection none;
+  Expect(Select(Parse(With("f3x3 o13x15", "f1x3 o15x15")), a100, "winograd_f4x4", &none).ok() &&
+             none.instance.empty() && !none.refusals.empty(),
+         "an alias refuses with reasons");
+  Selection unknown;
+  const Status status = Select(layer, a100, "winograd_f3x3", &unknown);
+  Expect(status.message().find("winograd_f4x4") != std::string::npos, status.message());
+  Expect(!Select(layer, a100, "", &unknown).ok(), "no name is no alias");
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main() {
+  jaxconv::TestRefusals();
+  jaxconv::TestGeometry();
+  jaxconv::TestWorkspace();
+  jaxconv::TestSelection();
+  std::printf("winograd_plan_test: %d failures\n", jaxconv::failures);
+  return jaxconv::failures != 0;
+}
