@@ -1,0 +1,135 @@
+// What the kernels of depthwise share: where a tile lies, and its box of the gathered tensor in shared
+// memory.
+#ifndef JAXCONV_CUDA_DEPTHWISE_BOX_CUH_
+#define JAXCONV_CUDA_DEPTHWISE_BOX_CUH_
+
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/common/element.cuh"
+#include "cuda/depthwise/params.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+
+namespace jaxconv::depthwise {
+
+// A pixel of a box: 32 lanes of kVec channels. A warp reads neighbouring words, so that no layout of
+// the pixels has bank conflicts.
+template <typename T, int kVec>
+struct Pixel {
+  static constexpr int kChannels = 32 * kVec;
+  static constexpr int kBytes = kChannels * int{sizeof(T)};
+  static constexpr int kChunks = kBytes / 16, kChunkChannels = 16 / int{sizeof(T)};
+  // Of a chunk of pixel i.
+  __device__ static int32_t Offset(int32_t i, int chunk) { return i * kBytes + chunk * 16; }
+};
+
+// A lane's channels of a pixel, as float32.
+template <typename T, int kVec>
+__device__ __forceinline__ void LoadLane(const unsigned char* pixel, float (&value)[kVec]) {
+  if constexpr (kVec * sizeof(T) == 8) {
+    const float2 pair = *reinterpret_cast<const float2*>(pixel);
+    value[0] = pair.x, value[1] = pair.y;
+  } else if constexpr (kVec == 2) {
+    T pair[2];
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(pixel);
+    memcpy(pair, &word, sizeof(word));
+    value[0] = ToFloat(pair[0]), value[1] = ToFloat(pair[1]);
+  } else {
+    value[0] = ToFloat(*reinterpret_cast<const T*>(pixel));
+  }
+}
+
+// A tile of window positions: the first of each axis, its image and its channels.
+struct TilePlace {
+  int32_t depth, row, column, image, first_channel;
+
+  __device__ __forceinline__ TilePlace(const Params& params, int32_t index, int tile_channels) {
+    params.axis[2].tiles.Divmod(index, &index, &column);
+    params.axis[1].tiles.Divmod(index, &index, &row);
+    params.axis[0].tiles.Divmod(index, &index, &depth);
+    column *= params.axis[2].tile;
+    row *= params.axis[1].tile;
+    // Images vary before channel tiles: the next tile of a CTA mostly has the same filter.
+    first_channel = index / params.images * tile_channels;
+    image = index % params.images;
+  }
+};
+
+// A part of a tile's sum: a tap along the depth, one of the reduced channels, and, where a box holds
+// the pixels of one filter row, that row.
+struct Step {
+  int32_t depth_tap = 0, channel = 0, row_tap = 0;
+
+  // False where all steps are done.
+  __device__ __forceinline__ bool Next(const Params& params, int32_t row_taps) {
+    if (++row_tap < row_taps) return true;
+    row_tap = 0;
+    if (++channel < params.reduce) return true;
+    channel = 0;
+    return ++depth_tap < params.axis[0].taps;
+  }
+};
+
+// A CTA's place in its items and their steps.
+struct Cursor {
+  int32_t item;
+  Step step;
+  __device__ __forceinline__ void Next(const Params& params, int32_t row_taps) {
+    if (step.Next(params, row_taps)) return;
+    step = Step();
+    item += gridDim.x;
+  }
+};
+
+// The element of the gathered tensor at u, or -1.
+__device__ __forceinline__ int32_t ElementAt(const Axis& axis, int32_t u) {
+  int32_t element, rest;
+  axis.in_dilation.Divmod(max(u, 0), &element, &rest);
+  return u >= 0 && rest == 0 && element < axis.in ? element : -1;
+}
+
+// Begins to copy the box of a tile and a step to `stage`: axis[1].box x axis[2].box pixels from the
+// tile's first u, zeros where the gathered tensor has no element. P: the pixels' layout.
+template <typename T, class P>
+__device__ __forceinline__ void FillBox(const Params& params, const TilePlace& tile,
+                                        const Step& step, unsigned char* stage) {
+  const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
+  const int32_t depth =
+      ElementAt(depths, tile.depth * depths.stride + step.depth_tap * depths.dilation - depths.pad);
+  const int32_t first_row = tile.row * rows.stride + step.row_tap * rows.dilation - rows.pad;
+  const int32_t first_column = tile.column * columns.stride - columns.pad;
+  const int chunk = threadIdx.x % P::kChunks;
+  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
+  const T* plane =
+      static_cast<const T*>(params.gathered) + (int64_t{tile.image} * depths.in + max(depth, 0)) *
+                                                   rows.in * columns.in * params.gathered_channels;
+  const int32_t pixels = rows.box * columns.box;
+  for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kThreads / P::kChunks) {
+    int32_t row, column;
+    params.box_columns.Divmod(i, &row, &column);
+    row = ElementAt(rows, first_row + row);
+    column = ElementAt(columns, first_column + column);
+    const bool inside = depth >= 0 && row >= 0 && column >= 0;
+    const T* pixel =
+        plane + (inside ? (int64_t{row} * columns.in + column) * params.gathered_channels : 0);
+    unsigned char* to = stage + P::Offset(i, chunk);
+    if (params.vector) {
+      const bool valid = inside && channel < params.channels;
+      CopyAsync<16>(SharedAddress(to), pixel + (valid ? channel : 0), valid);
+      continue;
+    }
+    T elements[P::kChunkChannels];
+#pragma unroll
+    for (int e = 0; e < P::kChunkChannels; ++e) {
+      const bool valid = inside && channel + e < params.channels;
+      elements[e] = valid ? pixel[params.repeat.Div(channel + e) * params.reduce + step.channel]
+                          : FromFloat<T>(0);
+    }
+    memcpy(to, elements, 16);
+  }
+}
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_BOX_CUH_

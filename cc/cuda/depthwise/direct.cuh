@@ -1,0 +1,272 @@
+// depthwise, fprop and dgrad: one filter for each channel, on the FMA pipe (sm_80).
+//
+//     out[n, o, k] = sum over taps of gathered[n, o stride + tap - pad, k / m] filter[tap, k]
+//
+// There is no reduction over channels, so no matrix product: a lane owns kVec neighbouring channels
+// and sums in float32. dgrad is fprop of dy with the taps reversed; dy's dilation by the stride is made
+// where its box is filled, by zeros between the pixels.
+//
+// Tile: kWarps blocks of kRows x kStrip outputs (blocks_across side by side) of 32 kVec channels; a
+// warp has one block. The warp reads each row of its block's window once from shared memory, converts
+// it once, and adds it to every output row that it meets: of a 3x3 filter and a block of 4 x 8, 60
+// loads and 120 conversions for 576 multiply-adds.
+//
+//     stage 0 | stage 1 | taps 0 | taps 1        a stage: box rows x box columns x 32 kVec channels
+//
+// CTA b processes items b, b + gridDim.x, ... The next item's box is copied (cp.async, 16 bytes a
+// thread) while this one is computed; two barriers an item. Taps are float32 in shared memory and in
+// registers during an item, and are loaded only when the channels change.
+// Bytes, of 3x3 and 64 channels in 16 bits, 16 x 16 outputs: 2 x 18 x 18 x 128 = 83 KB, taps 4.6 KB.
+//
+// kFilterRows = 0 is the general form: any filter, stride and dilation. A step then holds the pixels
+// and the taps of one filter row, and a tile is summed over as many steps; so are the taps along the
+// depth of rank 3, and the channels that dgrad of K = m C reduces.
+//
+// Refused, with a reason (plan.cc): groups of more than one input channel, boxes beyond the shared
+// memory.
+#ifndef JAXCONV_CUDA_DEPTHWISE_DIRECT_CUH_
+#define JAXCONV_CUDA_DEPTHWISE_DIRECT_CUH_
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/depthwise/box.cuh"
+#include "cuda/depthwise/params.h"
+#include "cuda/ptx/cp_async.cuh"
+
+namespace jaxconv::depthwise {
+
+// The taps of a step as float32: taps[tap][channel of the tile].
+template <typename T, int kChannels>
+__device__ __forceinline__ void FillTaps(const Params& params, const TilePlace& tile,
+                                         const Step& step, int32_t rows, float* taps) {
+  const int32_t columns = params.axis[2].taps, count = rows * columns;
+  const int32_t first = (step.depth_tap * params.axis[1].taps + step.row_tap) * columns;
+  const int32_t all = params.axis[0].taps * params.axis[1].taps * columns;
+  const T* filter = static_cast<const T*>(params.filter) +
+                    params.images_divmod.Div(tile.image) * params.filter_stride;
+  for (int32_t i = threadIdx.x; i < count * kChannels; i += kThreads) {
+    const int32_t channel = tile.first_channel + i % kChannels;
+    const int32_t tap = first + i / kChannels;
+    const int64_t at = int64_t{params.flip ? all - 1 - tap : tap} * params.tap_stride +
+                       (int64_t{channel} * params.reduce + step.channel) * params.channel_stride;
+    taps[i] = channel < params.channels ? ToFloat(filter[at]) : 0.0f;
+  }
+}
+
+// The sums of a warp's block: filters of kR x kS taps, known when compiled.
+template <typename T, class Tag>
+__device__ __forceinline__ void AddWindow(const Params& params, const unsigned char* box,
+                                          const float* taps,
+                                          float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
+  constexpr int kVec = Tag::kVec, kR = Tag::kFilterRows, kS = Tag::kFilterColumns;
+  constexpr int kStride = Tag::kStride;
+  constexpr int kColumns = (Tag::kStrip - 1) * kStride + kS;
+  constexpr int kWindowRows = (Tag::kRows - 1) * kStride + kR;
+  float tap[kR * kS][kVec];
+#pragma unroll
+  for (int i = 0; i < kR * kS; ++i) {
+    LoadLane<float>(reinterpret_cast<const unsigned char*>(taps + i * 32 * kVec), tap[i]);
+  }
+  const int32_t row_bytes = params.axis[2].box * Pixel<T, kVec>::kBytes;
+#pragma unroll
+  for (int i = 0; i < kWindowRows; ++i) {
+    float pixel[kColumns][kVec];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      LoadLane<T>(box + i * row_bytes + c * Pixel<T, kVec>::kBytes, pixel[c]);
+    }
+#pragma unroll
+    for (int p = 0; p < Tag::kRows; ++p) {
+      const int r = i - p * kStride;
+      if (r < 0 || r >= kR) continue;
+#pragma unroll
+      for (int s = 0; s < kS; ++s) {
+#pragma unroll
+        for (int q = 0; q < Tag::kStrip; ++q) {
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) {
+            sums[p][q][v] = fmaf(pixel[q * kStride + s][v], tap[r * kS + s][v], sums[p][q][v]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same of one filter row of any length, stride and dilation.
+template <typename T, class Tag>
+__device__ __forceinline__ void AddFilterRow(const Params& params, const unsigned char* box,
+                                             const float* taps,
+                                             float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
+  constexpr int kVec = Tag::kVec, kBytes = Pixel<T, kVec>::kBytes;
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  for (int32_t s = 0; s < columns.taps; ++s) {
+    float tap[kVec];
+    LoadLane<float>(reinterpret_cast<const unsigned char*>(taps + s * 32 * kVec), tap);
+    const unsigned char* at = box + s * columns.dilation * kBytes;
+#pragma unroll
+    for (int p = 0; p < Tag::kRows; ++p) {
+#pragma unroll
+      for (int q = 0; q < Tag::kStrip; ++q) {
+        float pixel[kVec];
+        LoadLane<T>(at + (p * rows.stride * columns.box + q * columns.stride) * kBytes, pixel);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) sums[p][q][v] = fmaf(pixel[v], tap[v], sums[p][q][v]);
+      }
+    }
+  }
+}
+
+// A lane's channels of one output.
+template <typename Out, int kVec, class Epilogue>
+__device__ __forceinline__ void StoreOutput(const Params& params, const Epilogue& epilogue,
+                                            int64_t row, int32_t channel,
+                                            const float (&sum)[kVec]) {
+  const int64_t at = row * params.channels + channel;
+  Out elements[kVec];
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    const OutputPlace place{at + v, static_cast<int32_t>(row), channel + v,
+                            channel + v < params.channels};
+    elements[v] = FromFloat<Out>(epilogue.template operator()<Out>(sum[v], place));
+  }
+  Out* out = static_cast<Out*>(params.out) + at;
+  if constexpr (kVec == 2) {
+    if (params.channels % 2 == 0) {
+      using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
+      Pair packed;
+      memcpy(&packed, elements, sizeof(packed));
+      *reinterpret_cast<Pair*>(out) = packed;
+      return;
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    if (channel + v < params.channels) out[v] = elements[v];
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    DirectKernel(const __grid_constant__ Params params) {
+  using T = typename Tag::T;
+  using Epilogue = typename Tag::Epilogue;
+  constexpr int kVec = Tag::kVec, kChannels = 32 * kVec;
+  constexpr bool kGeneral = Tag::kFilterRows == 0;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const int32_t rows_of_step = kGeneral ? 1 : Tag::kFilterRows;
+  const int32_t row_steps = kGeneral ? params.axis[1].taps : 1;
+  const int32_t tap_bytes = rows_of_step * params.axis[2].taps * kChannels * int32_t{sizeof(float)};
+  unsigned char* const all_taps = dynamic + 2 * params.stage_bytes;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t block_row = warp / params.blocks_across * Tag::kRows;
+  const int32_t block_column = warp % params.blocks_across * Tag::kStrip;
+  const int32_t box_at = (block_row * params.axis[1].stride * params.axis[2].box +
+                          block_column * params.axis[2].stride) *
+                             Pixel<T, kVec>::kBytes +
+                         lane * kVec * int32_t{sizeof(T)};
+  const Epilogue epilogue(params.epilogue);
+
+  // Whose taps a buffer holds: the same filter's, channels' and step's are not loaded again.
+  int64_t held_even = -1, held_odd = -1;
+  auto fill = [&](const Cursor& at, int stage) {
+    if (at.item >= params.items) return;
+    const TilePlace tile(params, at.item, kChannels);
+    FillBox<T, Pixel<T, kVec>>(params, tile, at.step, dynamic + stage * params.stage_bytes);
+    const int64_t wanted =
+        ((int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
+             params.axis[0].taps +
+         at.step.depth_tap) *
+            (int64_t{row_steps} * params.reduce) +
+        at.step.channel * row_steps + at.step.row_tap;
+    if (wanted == (stage == 0 ? held_even : held_odd)) return;
+    (stage == 0 ? held_even : held_odd) = wanted;
+    FillTaps<T, kChannels>(params, tile, at.step, rows_of_step,
+                           reinterpret_cast<float*>(all_taps + stage * tap_bytes));
+  };
+
+  Cursor at{static_cast<int32_t>(blockIdx.x), Step()};
+  fill(at, 0);
+  CopyAsyncCommit();
+  float sums[Tag::kRows][Tag::kStrip][kVec] = {};
+  for (int stage = 0; at.item < params.items; stage ^= 1) {
+    Cursor next = at;
+    next.Next(params, row_steps);
+    fill(next, stage ^ 1);
+    CopyAsyncCommit();
+    CopyAsyncWait<1>();
+    __syncthreads();
+    const unsigned char* box = dynamic + stage * params.stage_bytes + box_at;
+    const float* taps = reinterpret_cast<const float*>(all_taps + stage * tap_bytes) + lane * kVec;
+    if constexpr (kGeneral) {
+      AddFilterRow<T, Tag>(params, box, taps, sums);
+    } else {
+      AddWindow<T, Tag>(params, box, taps, sums);
+    }
+    if (next.item != at.item) {
+      const TilePlace tile(params, at.item, kChannels);
+      const int32_t channel = tile.first_channel + lane * kVec;
+#pragma unroll
+      for (int p = 0; p < Tag::kRows; ++p) {
+#pragma unroll
+        for (int q = 0; q < Tag::kStrip; ++q) {
+          const int32_t row = tile.row + block_row + p, column = tile.column + block_column + q;
+          if (row < params.axis[1].out && column < params.axis[2].out &&
+              channel < params.channels) {
+            const int64_t pixel =
+                ((int64_t{tile.image} * params.axis[0].out + tile.depth) * params.axis[1].out +
+                 row) *
+                    params.axis[2].out +
+                column;
+            if (params.out_is_f32) {
+              StoreOutput<float>(params, epilogue, pixel, channel, sums[p][q]);
+            } else {
+              StoreOutput<T>(params, epilogue, pixel, channel, sums[p][q]);
+            }
+          }
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) sums[p][q][v] = 0;
+        }
+      }
+    }
+    // The next pass fills this stage.
+    __syncthreads();
+    at = next;
+  }
+}
+
+// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any.
+template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kStride_, int kVec_,
+          int kRows_, int kStrip_, int kCtasPerSm_>
+struct Direct {
+  using T = typename ElementOf<kType>::Type;
+  using Epilogue = PlainEpilogue;
+  static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
+  static constexpr int kStride = kStride_, kVec = kVec_, kRows = kRows_, kStrip = kStrip_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& launch = plan.As<LaunchParams>();
+    Params params = launch.kernel;
+    params.gathered = operands.lhs;
+    params.filter = operands.rhs;
+    params.out = operands.out;
+    BindEpilogue(operands, &params.epilogue);
+    LaunchConfig config;
+    config.grid = static_cast<unsigned>(launch.ctas);
+    config.threads = kThreads;
+    config.shared_bytes = launch.shared_bytes;
+    return jaxconv::Launch<DirectKernel<Tag>>(plan.kernel->name, config, stream, params);
+  }
+};
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_DIRECT_CUH_

@@ -1,0 +1,296 @@
+#include "cuda/depthwise/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "cuda/common/instances.h"
+#include "cuda/depthwise/params.h"
+
+namespace jaxconv::depthwise {
+namespace {
+
+// A line of kernels.def.
+struct Instance {
+  int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm;
+  bool any() const { return filter_rows == 0; }
+  int64_t channels() const { return 32 * vec; }
+};
+
+// Shared memory that the runtime keeps for each CTA.
+constexpr int64_t kReservedBytesOfCta = 1024;
+constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
+constexpr int64_t kMaxSlices = 1024;
+// A slice shorter than this spends more time on filling its stages than on its sums.
+constexpr int64_t kMinItemsOfSlice = 4;
+constexpr int64_t kMaxItems = int64_t{1} << 30;
+
+// The prediction's shares of the DRAM's and of the issue slots' rates are assumptions: no GPU has run
+// these kernels yet, which are therefore chosen on request only.
+constexpr double kDramShare = 0.75, kIssueShare = 0.7;
+constexpr double kCopyInstructions = 14;  // of 16 bytes of a box
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The convolution as the kernels walk it (params.h).
+struct Walk {
+  Axis axis[3];
+  int64_t channels = 1, gathered_channels = 1, repeat = 1, reduce = 1;
+};
+
+Walk MakeWalk(const ConvProblem& problem) {
+  const bool dgrad = problem.op == Op::kDgrad;
+  Walk walk;
+  for (int a = 0; a < 3; ++a) {
+    Axis& axis = walk.axis[a];
+    axis.taps = static_cast<int32_t>(problem.filter[a]);
+    // One tap has no distance to the next.
+    axis.dilation = static_cast<int32_t>(problem.filter[a] > 1 ? problem.dilation[a] : 1);
+    axis.in = static_cast<int32_t>(dgrad ? problem.out[a] : problem.in[a]);
+    axis.out = static_cast<int32_t>(dgrad ? problem.in[a] : problem.out[a]);
+    axis.stride = static_cast<int32_t>(dgrad ? problem.lhs_dilation[a] : problem.stride[a]);
+    axis.in_dilation = FastDivmod(dgrad ? problem.stride[a] : problem.lhs_dilation[a]);
+    const int64_t reach = (problem.filter[a] - 1) * axis.dilation;
+    axis.pad = static_cast<int32_t>(dgrad ? reach - problem.pad_lo[a] : problem.pad_lo[a]);
+  }
+  const int64_t multiplier = problem.k / problem.c;
+  walk.channels = dgrad ? problem.c : problem.k;
+  walk.gathered_channels = dgrad ? problem.k : problem.c;
+  walk.repeat = dgrad ? 1 : multiplier;
+  walk.reduce = dgrad ? multiplier : 1;
+  return walk;
+}
+
+Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  if (problem.filter_layout != FilterLayout::kRsck &&
+      problem.filter_layout != FilterLayout::kKrsc) {
+    return Status::Unimplemented(std::string("reads filters stored as rsck or krsc, got ") +
+                                 Name(problem.filter_layout));
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
+  if (problem.groups != problem.c) {
+    return Status::Unimplemented("expected one input channel in a group, got " +
+                                 std::to_string(problem.c_per_group()));
+  }
+  if (instance.any()) return {};
+  const Walk walk = MakeWalk(problem);
+  const Axis &rows = walk.axis[1], &columns = walk.axis[2];
+  if (rows.taps != instance.filter_rows || columns.taps != instance.filter_columns) {
+    return Status::Unimplemented("expected a filter of " + std::to_string(instance.filter_rows) +
+                                 "x" + std::to_string(instance.filter_columns) + ", got " +
+                                 std::to_string(rows.taps) + "x" + std::to_string(columns.taps));
+  }
+  // An axis without extent, as of rank 1, may have any stride.
+  const bool strides =
+      (rows.out == 1 || rows.stride == instance.stride) && columns.stride == instance.stride;
+  if (!strides || rows.dilation != 1 || columns.dilation != 1) {
+    return Status::Unimplemented("expected stride " + std::to_string(instance.stride) +
+                                 " and no dilation");
+  }
+  return {};
+}
+
+// Pixels of a stage: of the box, and of wgrad's tile of dy.
+int64_t StagePixels(const Params& params, bool wgrad) {
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  return int64_t{rows.box} * columns.box + (wgrad ? int64_t{rows.tile} * columns.tile : 0);
+}
+
+// Shared memory beside the stages: two buffers of taps, or wgrad's sums, which lie over the stages.
+int64_t TapBytes(const Instance& instance, const Params& params, bool wgrad) {
+  if (wgrad) return 0;
+  const int64_t row_taps = instance.any() ? 1 : params.axis[1].taps;
+  return 2 * row_taps * params.axis[2].taps * instance.channels() * int64_t{sizeof(float)};
+}
+
+int64_t SharedBytes(const Instance& instance, const Params& params, int64_t width, bool wgrad) {
+  const int64_t stages = 2 * StagePixels(params, wgrad) * instance.channels() * width;
+  if (!wgrad) return stages + TapBytes(instance, params, wgrad);
+  const int64_t taps =
+      instance.any() ? instance.filter_columns : instance.filter_rows * instance.filter_columns;
+  return std::max(stages, kWarps * taps * instance.channels() * int64_t{sizeof(float)});
+}
+
+int64_t CtasOfSm(const Instance& instance, int64_t shared_bytes, const Gpu& gpu) {
+  return std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
+                                            (shared_bytes + kReservedBytesOfCta));
+}
+
+// Tiles of 8 blocks side by side, or 2 x 4, ...: the shape that copies least of those that fit, an SM
+// with a single CTA counted as half as fast again.
+Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu& gpu,
+                 Params* params) {
+  double least = HUGE_VAL;
+  int64_t fewest_bytes = INT64_MAX;
+  Params best;
+  for (int64_t across = 1; across <= kWarps; across *= 2) {
+    Params shape = *params;
+    Axis &rows = shape.axis[1], &columns = shape.axis[2];
+    const int64_t row_taps = instance.any() ? 1 : rows.taps;
+    const int64_t tile_rows = kWarps / across * instance.rows;
+    const int64_t tile_columns = across * instance.strip;
+    const int64_t box_rows = (tile_rows - 1) * rows.stride + (row_taps - 1) * rows.dilation + 1;
+    const int64_t box_columns =
+        (tile_columns - 1) * columns.stride + (columns.taps - 1) * int64_t{columns.dilation} + 1;
+    // Far beyond any shared memory: the products below stay within their types.
+    if (std::max(box_rows, box_columns) > INT16_MAX) continue;
+    shape.blocks_across = static_cast<int32_t>(across);
+    rows.tile = static_cast<int32_t>(tile_rows);
+    columns.tile = static_cast<int32_t>(tile_columns);
+    rows.box = static_cast<int32_t>(box_rows);
+    columns.box = static_cast<int32_t>(box_columns);
+    rows.tiles = FastDivmod(CeilDiv(rows.out, tile_rows));
+    columns.tiles = FastDivmod(CeilDiv(columns.out, tile_columns));
+    shape.box_columns = FastDivmod(box_columns);
+    const int64_t bytes = SharedBytes(instance, shape, width, wgrad);
+    fewest_bytes = std::min(fewest_bytes, bytes);
+    const int64_t ctas = CtasOfSm(instance, bytes, gpu);
+    if (ctas == 0) continue;
+    // An output costs about as much as a pixel of the box.
+    const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
+                        columns.tiles.divisor *
+                        static_cast<double>(box_rows * box_columns + tile_rows * tile_columns);
+    if (work >= least) continue;
+    least = work;
+    best = shape;
+  }
+  if (least == HUGE_VAL) {
+    return Status::Unimplemented(fewest_bytes == INT64_MAX
+                                     ? "the window is wider than 32,767 pixels"
+                                     : "two boxes of pixels need " + std::to_string(fewest_bytes) +
+                                           " bytes of shared memory, the GPU has " +
+                                           std::to_string(gpu.smem_per_block_optin));
+  }
+  *params = best;
+  params->axis[0].tiles = FastDivmod(params->axis[0].out);
+  return {};
+}
+
+// Instructions of a warp for its block, and for its share of a box.
+double InstructionsOfStep(const Instance& instance, const Params& params, int64_t stage_bytes,
+                          bool wgrad) {
+  const Axis& columns = params.axis[2];
+  const auto vec = static_cast<double>(instance.vec);
+  const auto outputs = static_cast<double>(instance.rows * instance.strip);
+  const double copies = static_cast<double>(stage_bytes) / (16 * 32 * kWarps) * kCopyInstructions;
+  if (instance.any()) {
+    const double taps = wgrad ? static_cast<double>(instance.filter_columns) : columns.taps;
+    return copies + taps * outputs * (1 + 2 * vec);
+  }
+  const double window =
+      static_cast<double>((instance.rows - 1) * instance.stride + instance.filter_rows) *
+      static_cast<double>((instance.strip - 1) * instance.stride + instance.filter_columns);
+  const auto taps = static_cast<double>(instance.filter_rows * instance.filter_columns);
+  return copies + window * (1 + vec) + (wgrad ? outputs * (1 + vec) : taps) + outputs * taps * vec +
+         outputs * 4;
+}
+
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
+  const Walk walk = MakeWalk(problem);
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
+  for (int a = 0; a < 3; ++a) params.axis[a] = walk.axis[a];
+  const int64_t width = ByteWidth(kernel.dtype), out_channels = walk.channels;
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, width, wgrad, gpu, &params));
+  params.channels = static_cast<int32_t>(out_channels);
+  params.gathered_channels = static_cast<int32_t>(walk.gathered_channels);
+  params.repeat = FastDivmod(walk.repeat);
+  params.reduce = static_cast<int32_t>(walk.reduce);
+  params.vector = walk.repeat == 1 && walk.reduce == 1 && out_channels * width % 16 == 0;
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
+  params.tap_stride = static_cast<int32_t>(krsc ? 1 : problem.k);
+  params.channel_stride = static_cast<int32_t>(krsc ? problem.taps() : 1);
+  params.filter_stride = problem.taps() * problem.k;
+  params.flip = dgrad;
+  params.out_is_f32 = problem.output_dtype() == DType::kF32;
+
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int64_t stage_bytes = StagePixels(params, wgrad) * instance.channels() * width;
+  params.stage_bytes = static_cast<int32_t>(stage_bytes);
+  launch->shared_bytes = SharedBytes(instance, params, width, wgrad);
+
+  const int64_t images = problem.n, channel_tiles = CeilDiv(out_channels, instance.channels());
+  const int64_t tiles = int64_t{params.axis[0].out} * rows.tiles.divisor * columns.tiles.divisor;
+  const int64_t items_of_tile_channels = (wgrad ? 1 : problem.batch) * images * tiles;
+  params.channel_tiles = FastDivmod(channel_tiles);
+  params.images = static_cast<int32_t>((wgrad ? 1 : problem.batch) * images);
+  params.images_divmod = FastDivmod(images);
+  params.filters = static_cast<int32_t>(problem.batch);
+  if (items_of_tile_channels * channel_tiles * problem.batch > kMaxItems) {
+    return Status::Unimplemented("more than 2^30 tiles");
+  }
+  const int64_t resident = gpu.sm_count * CtasOfSm(instance, launch->shared_bytes, gpu);
+  const double step = InstructionsOfStep(instance, params, stage_bytes, wgrad);
+  const int64_t most_slices = wgrad ? items_of_tile_channels : 1;
+  if (slices < 0 || slices > most_slices) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most_slices) +
+                                   ", got " + std::to_string(slices));
+  }
+  double warp_instructions = 0;
+  if (wgrad) {
+    params.items = static_cast<int32_t>(items_of_tile_channels);
+    const int64_t row_parts =
+        instance.any() ? rows.taps * CeilDiv(columns.taps, instance.filter_columns) : 1;
+    const int64_t parts = params.axis[0].taps * row_parts;
+    params.tap_parts = static_cast<int32_t>(parts);
+    const int64_t ctas = channel_tiles * parts * problem.batch;
+    const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};
+    const int64_t most = std::max<int64_t>(1, std::min({kMaxSlices, params.items / kMinItemsOfSlice,
+                                                        kMaxWorkspaceBytes / bytes_of_slice}));
+    plan->slices = slices > 0 ? slices : std::min(most, CeilDiv(resident, ctas));
+    params.slices = static_cast<int32_t>(plan->slices);
+    launch->ctas = ctas * plan->slices;
+    plan->workspace_bytes = plan->slices * bytes_of_slice;
+    launch->out_elements = problem.w_elements();
+    warp_instructions = static_cast<double>(ctas) * params.items * kWarps * step;
+  } else {
+    params.items = static_cast<int32_t>(items_of_tile_channels * channel_tiles);
+    launch->ctas = std::min<int64_t>(resident, params.items);
+    const int64_t row_steps = instance.any() ? rows.taps : 1;
+    const double steps =
+        static_cast<double>(params.axis[0].taps * row_steps) * static_cast<double>(walk.reduce);
+    warp_instructions = params.items * steps * kWarps * step;
+  }
+  launch->out_dtype = problem.output_dtype();
+  const double bytes =
+      static_cast<double>(width) * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double issue = warp_instructions / (4.0 * gpu.sm_count * gpu.cycles_per_us() * kIssueShare);
+  plan->microseconds = gpu.launch_us +
+                       std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), issue) +
+                       (wgrad ? gpu.launch_us : 0);
+  plan->kernel = &kernel;
+  plan->params = std::move(launch);
+  return {};
+}
+
+std::vector<KernelDesc> MakeKernels() {
+  std::vector<KernelDesc> kernels;
+#define JAXCONV_ROW(op, dtype, variant)                                                         \
+  kernels.push_back({JAXCONV_NAME(op, depthwise, dtype, variant), "depthwise", JAXCONV_OP_##op, \
+                     JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});                    \
+  kernels.back().on_request = true;
+#define KERNEL(ops, types, variant, header, form, args, ...)           \
+  {                                                                    \
+    static constexpr Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                 \
+  }
+#include "cuda/depthwise/kernels.def"
+#undef KERNEL
+#undef JAXCONV_ROW
+  return kernels;
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = MakeKernels();
+  return kernels;
+}
+
+}  // namespace jaxconv::depthwise

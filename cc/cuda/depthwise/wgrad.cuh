@@ -1,0 +1,256 @@
+// depthwise, wgrad: one filter for each channel, on the FMA pipe (sm_80).
+//
+//     dw[tap, k] = sum over n, o of x[n, o stride + tap dilation - pad, k / m] dy[n, o, k]
+//
+// A lane owns kVec neighbouring channels and keeps the sums of all taps in registers, in float32. Tile:
+// kWarps blocks of kRows x kStrip outputs of 32 kVec channels, a warp each. The warp holds its block of
+// dy in registers, reads each row of the block's window of x once, and adds it to every tap that it
+// meets: of a 3x3 filter and a block of 4 x 7, 54 loads of x and 28 of dy for 252 multiply-adds a
+// channel.
+//
+//     stage 0: x box | dy tile | stage 1: x box | dy tile
+//
+// A CTA has one channel tile and walks tiles slice, slice + slices, ...; the next tile is copied
+// (cp.async) while this one is computed, with two barriers a tile. At the end the warps' sums are added
+// in order through the stages' memory, and the slices' by common/splitk_reduce.cuh: the same bits in
+// every run.
+//
+// kFilterRows = 0 is the general form: any filter, stride and dilation, kPartTaps taps of a filter row
+// at a time, each part by CTAs of its own. So are the taps along the depth of rank 3.
+//
+// Refused, with a reason (plan.cc): groups of more than one input channel, boxes beyond the shared
+// memory.
+#ifndef JAXCONV_CUDA_DEPTHWISE_WGRAD_CUH_
+#define JAXCONV_CUDA_DEPTHWISE_WGRAD_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/splitk_reduce.cuh"
+#include "cuda/depthwise/box.cuh"
+#include "cuda/depthwise/params.h"
+#include "cuda/ptx/cp_async.cuh"
+
+namespace jaxconv::depthwise {
+
+// Begins to copy a tile of dy, zeros where it has no pixel.
+template <typename T, int kVec>
+__device__ __forceinline__ void FillWalked(const Params& params, const TilePlace& tile,
+                                           unsigned char* stage) {
+  using P = Pixel<T, kVec>;
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int chunk = threadIdx.x % P::kChunks;
+  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
+  const T* plane = static_cast<const T*>(params.walked) +
+                   (int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out *
+                       columns.out * params.channels;
+  const int32_t pixels = rows.tile * columns.tile;
+  for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kThreads / P::kChunks) {
+    const int32_t down = i / columns.tile;
+    const int32_t row = tile.row + down, column = tile.column + i - down * columns.tile;
+    const bool inside = row < rows.out && column < columns.out;
+    const T* pixel = plane + (inside ? (int64_t{row} * columns.out + column) * params.channels : 0);
+    unsigned char* to = stage + P::Offset(i, chunk);
+    if (params.channels % P::kChunkChannels == 0) {
+      const bool valid = inside && channel < params.channels;
+      CopyAsync<16>(SharedAddress(to), pixel + (valid ? channel : 0), valid);
+      continue;
+    }
+    T elements[P::kChunkChannels];
+#pragma unroll
+    for (int e = 0; e < P::kChunkChannels; ++e) {
+      elements[e] = inside && channel + e < params.channels ? pixel[channel + e] : FromFloat<T>(0);
+    }
+    memcpy(to, elements, 16);
+  }
+}
+
+// A CTA's share of the work: its slice, the taps that it sums, its filter of a batch, its channels.
+struct Share {
+  int32_t slice, part, filter, first_channel;
+  __device__ __forceinline__ Share(const Params& params, int tile_channels) {
+    int32_t rest = blockIdx.x, channel_tile;
+    slice = rest % params.slices;
+    rest /= params.slices;
+    part = rest % params.tap_parts;
+    rest /= params.tap_parts;
+    params.channel_tiles.Divmod(rest, &filter, &channel_tile);
+    first_channel = channel_tile * tile_channels;
+  }
+};
+
+template <class Tag>
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    WgradKernel(const __grid_constant__ Params params) {
+  using T = typename Tag::T;
+  constexpr int kVec = Tag::kVec, kChannels = 32 * kVec, kBytes = Pixel<T, kVec>::kBytes;
+  constexpr bool kGeneral = Tag::kFilterRows == 0;
+  constexpr int kR = kGeneral ? 1 : Tag::kFilterRows;
+  constexpr int kS = kGeneral ? Tag::kPartTaps : Tag::kFilterColumns;
+  constexpr int kStride = kGeneral ? 1 : Tag::kStride;
+  constexpr int kColumns = (Tag::kStrip - 1) * kStride + kS;
+  constexpr int kWindowRows = (Tag::kRows - 1) * kStride + kR;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const Share share(params, kChannels);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t block_row = warp / params.blocks_across * Tag::kRows;
+  const int32_t block_column = warp % params.blocks_across * Tag::kStrip;
+  // The part's first tap: along the depth, of the filter rows, of a row.
+  Step step;
+  int32_t first_tap = 0;
+  step.depth_tap = share.part;
+  if constexpr (kGeneral) {
+    const int32_t parts_of_row = (columns.taps + kS - 1) / kS;
+    first_tap = share.part % parts_of_row * kS;
+    step.row_tap = share.part / parts_of_row % rows.taps;
+    step.depth_tap = share.part / parts_of_row / rows.taps;
+  }
+  const int32_t lane_at = lane * kVec * int32_t{sizeof(T)};
+  const int32_t box_at = (block_row * rows.stride * columns.box + block_column * columns.stride +
+                          first_tap * columns.dilation) *
+                             kBytes +
+                         lane_at;
+  const int32_t walked_at = rows.box * columns.box * kBytes +
+                            (block_row * columns.tile + block_column) * kBytes + lane_at;
+
+  auto fill = [&](int32_t item, int stage) {
+    if (item >= params.items) return;
+    TilePlace tile(params, item, kChannels);
+    tile.first_channel = share.first_channel;
+    tile.image += share.filter * params.images;
+    unsigned char* to = dynamic + stage * params.stage_bytes;
+    FillBox<T, Pixel<T, kVec>>(params, tile, step, to);
+    FillWalked<T, kVec>(params, tile, to + rows.box * columns.box * kBytes);
+  };
+
+  float sums[kR][kS][kVec] = {};
+  int32_t item = share.slice;
+  fill(item, 0);
+  CopyAsyncCommit();
+  for (int stage = 0; item < params.items; stage ^= 1, item += params.slices) {
+    fill(item + params.slices, stage ^ 1);
+    CopyAsyncCommit();
+    CopyAsyncWait<1>();
+    __syncthreads();
+    const unsigned char* box = dynamic + stage * params.stage_bytes;
+    float gradient[Tag::kRows][Tag::kStrip][kVec];
+#pragma unroll
+    for (int p = 0; p < Tag::kRows; ++p) {
+#pragma unroll
+      for (int q = 0; q < Tag::kStrip; ++q) {
+        LoadLane<T>(box + walked_at + (p * columns.tile + q) * kBytes, gradient[p][q]);
+      }
+    }
+    if constexpr (kGeneral) {
+      // Taps past the filter's last read pixels of the box or behind it; their sums are not stored.
+#pragma unroll
+      for (int p = 0; p < Tag::kRows; ++p) {
+#pragma unroll
+        for (int q = 0; q < Tag::kStrip; ++q) {
+#pragma unroll
+          for (int s = 0; s < kS; ++s) {
+            if (first_tap + s >= columns.taps) break;
+            float pixel[kVec];
+            const int32_t at =
+                p * rows.stride * columns.box + q * columns.stride + s * columns.dilation;
+            LoadLane<T>(box + box_at + at * kBytes, pixel);
+#pragma unroll
+            for (int v = 0; v < kVec; ++v) {
+              sums[0][s][v] = fmaf(pixel[v], gradient[p][q][v], sums[0][s][v]);
+            }
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWindowRows; ++i) {
+        float pixel[kColumns][kVec];
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          LoadLane<T>(box + box_at + (i * columns.box + c) * kBytes, pixel[c]);
+        }
+#pragma unroll
+        for (int p = 0; p < Tag::kRows; ++p) {
+          const int r = i - p * kStride;
+          if (r < 0 || r >= kR) continue;
+#pragma unroll
+          for (int q = 0; q < Tag::kStrip; ++q) {
+#pragma unroll
+            for (int s = 0; s < kS; ++s) {
+#pragma unroll
+              for (int v = 0; v < kVec; ++v) {
+                sums[r][s][v] = fmaf(pixel[q * kStride + s][v], gradient[p][q][v], sums[r][s][v]);
+              }
+            }
+          }
+        }
+      }
+    }
+    // The next pass fills this stage.
+    __syncthreads();
+  }
+
+  // The sums of the warps, in their order: [warp][tap][channel].
+  CopyAsyncWait<0>();
+  auto* shared_sums = reinterpret_cast<float*>(dynamic);
+  constexpr int kTaps = kR * kS;
+#pragma unroll
+  for (int i = 0; i < kTaps; ++i) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      shared_sums[(warp * kTaps + i) * kChannels + lane * kVec + v] = sums[i / kS][i % kS][v];
+    }
+  }
+  __syncthreads();
+  const int32_t before = (step.depth_tap * rows.taps + step.row_tap) * columns.taps + first_tap;
+  const int32_t all_taps = params.axis[0].taps * rows.taps * columns.taps;
+  float* out = static_cast<float*>(params.out) +
+               (int64_t{share.slice} * params.filters + share.filter) * all_taps * params.channels;
+  for (int i = threadIdx.x; i < kTaps * kChannels; i += kThreads) {
+    const int32_t tap = i / kChannels, channel = share.first_channel + i % kChannels;
+    if (channel >= params.channels || (kGeneral && first_tap + tap >= columns.taps)) continue;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += shared_sums[w * kTaps * kChannels + i];
+    out[int64_t{before + tap} * params.channels + channel] = sum;
+  }
+}
+
+// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any, kFilterColumns at a time.
+template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kStride_, int kVec_,
+          int kRows_, int kStrip_, int kCtasPerSm_>
+struct Wgrad {
+  using T = typename ElementOf<kType>::Type;
+  using Epilogue = PlainEpilogue;
+  static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
+  static constexpr int kPartTaps = kFilterColumns_;
+  static constexpr int kStride = kStride_, kVec = kVec_, kRows = kRows_, kStrip = kStrip_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& launch = plan.As<LaunchParams>();
+    Params params = launch.kernel;
+    params.gathered = operands.lhs;
+    params.walked = operands.rhs;
+    params.out = operands.workspace;
+    BindEpilogue(operands, &params.epilogue);
+    LaunchConfig config;
+    config.grid = static_cast<unsigned>(launch.ctas);
+    config.threads = kThreads;
+    config.shared_bytes = launch.shared_bytes;
+    JAXCONV_RETURN_IF_ERROR(
+        jaxconv::Launch<WgradKernel<Tag>>(plan.kernel->name, config, stream, params));
+    return ReduceSlices<typename Tag::Epilogue>(
+        static_cast<const float*>(operands.workspace), launch.out_elements, plan.slices,
+        params.channels, params.epilogue, operands.out, launch.out_dtype, stream);
+  }
+};
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_WGRAD_CUH_
