@@ -8,6 +8,7 @@ interface, and to XLA's own convolution where no kernel takes the problem.
 
 from jaxconv import checkpoint_policies as checkpoint_policies
 from jaxconv import export as export
+from jaxconv import int8 as int8
 from jaxconv.conv import conv as conv
 from jaxconv.conv import conv_general_dilated as conv_general_dilated
 from jaxconv.conv import conv_transpose as conv_transpose

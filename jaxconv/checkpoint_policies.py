@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from jax import lax
 
+from jaxconv._src.int8_primitive import conv_int8_p
 from jaxconv._src.primitives import PRIMITIVES
 
-_CONVOLUTIONS = frozenset((*PRIMITIVES.values(), lax.conv_general_dilated_p))
+_CONVOLUTIONS = frozenset((*PRIMITIVES.values(), conv_int8_p, lax.conv_general_dilated_p))
 
 
 def convs_saveable(prim, *_, **__) -> bool:

@@ -26,7 +26,7 @@ from jaxconv._src.spec import Op
 from jaxconv.bench import environment
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem
-from jaxconv.bench.program import kernel_of, libraries, operation
+from jaxconv.bench.program import kernel_of, libraries
 
 _OLDEST_JAX = (0, 9, 2)
 _OLDEST_PYTHON = (3, 11)
@@ -267,8 +267,7 @@ def _try(report: _Report, device: jax.Device, problem: Problem) -> None:
             )
             for role in problem.op.roles[:2]
         ]
-        function = operation(problem, libraries(problem)["jaxconv"])
-        lowered = jax.jit(function).lower(*operands)
+        lowered = jax.jit(libraries(problem)["jaxconv"].compute).lower(*operands)
         compiled = lowered.compile()
         result = np.asarray(compiled(*operands), np.float64)
         kernel, reason = kernel_of(problem, lowered, compiled, name)
@@ -293,8 +292,8 @@ def _try(report: _Report, device: jax.Device, problem: Problem) -> None:
 def _convolutions(report: _Report, devices: Sequence[jax.Device]) -> None:
     for device in devices:
         report.section(f"A convolution and its gradients on {device.platform}")
-        for dtype, precision in (("f32", "highest"), ("bf16", "default")):
-            for op in Op:
+        for dtype, precision in (("f32", "highest"), ("bf16", "default"), ("int8", "default")):
+            for op in (Op.FPROP,) if dtype == "int8" else Op:
                 # A kernel, where there is one: not XLA's convolution, even if it is faster.
                 _try(report, device, Problem("doctor", _LAYER, op, dtype, precision, "native"))
 

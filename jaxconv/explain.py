@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,9 @@ class Explanation:
 
     def __str__(self) -> str:
         """The table, one line for each convolution, and the reasons of those left to XLA.
+
+        A kernel whose error is above the direct convolution's shows it (docs/winograd.md). Last are
+        the convolutions that the algorithm of ``install`` or ``override`` does not compute.
 
         "us" and "XLA us" are the predicted times of the fastest kernel and of XLA's convolution in
         microseconds, "-" where there is no prediction.
@@ -71,21 +74,32 @@ class Explanation:
         if isinstance(self.flops, int) and self.flops:
             ours = sum(c.count * c.flops for c in self.convolutions if c.instance)
             lines[-1] += f", {ours / self.flops:.0%} of {_scaled(self.flops, 1e9)} GFLOP"
-        reasons: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-        for number, c in enumerate(self.convolutions, 1):
-            for refusal in c.refusals:
-                reasons[refusal].append(number)
-        if reasons:
-            lines.append("left to XLA:")
-        for (kernel, reason), numbers in reasons.items():
-            lines.append(f"  row {', '.join(map(str, numbers))}: {kernel}: {reason}")
+        lines += _reasons("left to XLA:", [c.refusals for c in self.convolutions])
+        lines += _reasons(
+            "not by the algorithm asked for:", [c.declined for c in self.convolutions]
+        )
         return "\n".join(lines)
+
+
+def _reasons(title: str, refusals: Sequence[Sequence[record.Refusal]]) -> list[str]:
+    """Each reason once, with the rows that have it."""
+    found: dict[record.Refusal, list[int]] = collections.defaultdict(list)
+    for number, of_row in enumerate(refusals, 1):
+        for refusal in of_row:
+            found[refusal].append(number)
+    lines = [
+        f"  row {', '.join(map(str, rows))}: {kernel}: {reason}"
+        for (kernel, reason), rows in found.items()
+    ]
+    return [title, *lines] if lines else []
 
 
 def _kernel(c: Convolution) -> str:
     if c.instance is None:
         return "XLA"
-    return c.instance + (" (krsc)" if c.problem.endswith(" krsc") else "")
+    krsc = " (krsc)" if c.problem.endswith(" krsc") else ""
+    error = f" (rms error about {c.rms_error:.1e} of std(y))" if c.rms_error else ""
+    return c.instance + krsc + error
 
 
 def _predicted(microseconds: float) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from jaxconv._src import compat, lax_lowering, lowering
+from jaxconv._src import arguments, compat, lax_lowering, lowering
+from jaxconv._src.arguments import Algorithm
 
 
-def install(*, algorithm: str = "auto") -> None:
+def install(*, algorithm: Algorithm = "auto") -> None:
     """Computes every ``jax.lax`` convolution of this process with this library's kernels.
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
@@ -20,17 +21,18 @@ def install(*, algorithm: str = "auto") -> None:
     called. May be called any number of times, from any thread; the last call counts.
 
     Args:
-        algorithm: "auto" leaves a convolution to XLA also where XLA's own is predicted to be
-            faster than every kernel; "native" only where no kernel accepts it (the environment
-            variable JAXCONV_ALGORITHM=native makes it the meaning of "auto"). ``jaxconv.conv`` and
-            its like have an argument of their own for this.
+        algorithm: as in ``jaxconv.conv``. "auto" leaves a convolution to XLA also where XLA's own
+            is predicted to be faster than every kernel; "native" only where no kernel accepts it
+            (the environment variable JAXCONV_ALGORITHM=native makes it the meaning of "auto"). A
+            convolution that another algorithm, such as "winograd", does not take is computed as
+            with "auto"; ``jaxconv.explain`` shows why.
 
     Raises:
-        ValueError: ``algorithm`` is another one.
+        TypeError, ValueError: there is no such algorithm.
     """
-    _check(algorithm)
+    algorithms = arguments.algorithms(algorithm)
     lax_lowering.register()
-    compat.set_global(lowering.override_in_force, algorithm)
+    compat.set_global(lowering.override_in_force, algorithms)
 
 
 def uninstall() -> None:
@@ -39,7 +41,7 @@ def uninstall() -> None:
 
 
 @contextlib.contextmanager
-def override(enabled: bool = True, *, algorithm: str = "auto") -> Iterator[None]:
+def override(enabled: bool = True, *, algorithm: Algorithm = "auto") -> Iterator[None]:
     """Like ``install``, for the calling thread and the body of a ``with`` statement.
 
         with jaxconv.override():
@@ -51,17 +53,12 @@ def override(enabled: bool = True, *, algorithm: str = "auto") -> Iterator[None]
 
     Args:
         enabled: whether lax convolutions go to our kernels meanwhile.
-        algorithm: "auto" or "native", as in ``install``.
+        algorithm: as in ``install``.
 
     Raises:
-        ValueError: ``algorithm`` is another one.
+        TypeError, ValueError: there is no such algorithm.
     """
-    _check(algorithm)
+    algorithms = arguments.algorithms(algorithm)
     lax_lowering.register()
-    with lowering.override_in_force(algorithm if enabled else None):
+    with lowering.override_in_force(algorithms if enabled else None):
         yield
-
-
-def _check(algorithm: str) -> None:
-    if algorithm not in (lowering.AUTO, lowering.NATIVE):
-        raise ValueError(f"algorithm: expected 'auto' or 'native', got {algorithm!r}")

@@ -88,7 +88,7 @@ def gpu_missing() -> str:
     return ""
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around -k and -m, which deselect
 def pytest_collection_modifyitems(config, items):
     config.gpu_tests = {item.nodeid for item in items if item.get_closest_marker("gpu")}
     missing = gpu_missing()
@@ -97,6 +97,29 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=missing))
         if item.get_closest_marker("slow") and not config.getoption("slow"):
             item.add_marker(pytest.mark.skip(reason="slow, needs --slow"))
+    yield
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        items[:] = long_first(items, [bool(i.get_closest_marker("long")) for i in items], workers)
+
+
+def long_first(items: list, long: list[bool], workers: int) -> list:
+    """The tests in an order in which the long ones begin at once, each on a worker of its own.
+
+    ``--dist worksteal`` gives each worker an equal part of the tests, in their order. One that is
+    done takes over the later half of another's.
+    """
+    first = [item for item, each in zip(items, long, strict=True) if each]
+    rest = [item for item, each in zip(items, long, strict=True) if not each]
+    order: list = []
+    for worker in range(workers):
+        size = (len(items) - len(order)) // (workers - worker)
+        part = first[worker::workers][:size]
+        count = size - len(part)
+        order += part + rest[:count]
+        del rest[:count]
+    taken = set(map(id, order))
+    return order + [item for item in items if id(item) not in taken]
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +163,8 @@ class GpuRecord:
 
 
 def pytest_configure(config):
+    if config.getoption("numprocesses", None):  # one core each; the processes inherit it
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     path = config.getoption("record_gpu_report")
     if path and not hasattr(config, "workerinput"):
         if gpu_missing():

@@ -2,13 +2,14 @@
 
     python tests/gpu_fuzz.py --processes 14 --seconds 600 --seed 1 --record tests/gpu_report.json
 
-A problem is a function of (seed, index), in one of two forms: an operation as a primitive, computed
-by ``algorithm="native"`` and by a random few of all the instances that accept it; or a convolution
-and its gradients by ``jax.vjp``, of ``lax`` under ``override`` or of this library. Operands are
-small integers whose sums stay below 2^24, so every order of summation in float32 gives the bits of
-a reference in NumPy, rounded once. Each program runs twice, with its results in memory that holds
-NaN beforehand. A worker process that dies or hangs counts as a failure of the problem it was at,
-and is replaced.
+A problem is a function of (seed, index), in one of three forms: an operation as a primitive,
+computed by ``algorithm="native"`` and by a random few of all the instances that accept it; a
+quantised convolution, in the same way; or a convolution and its gradients by ``jax.vjp``, of
+``lax`` under ``override`` or of this library. Operands are small integers whose sums stay below
+2^24, so every order of summation in float32 gives the bits of a reference in NumPy, rounded once;
+8-bit operands are of the whole range, and their epilogue's roundings are defined. Each program runs
+twice, with its results in memory that holds NaN beforehand, or -1. A worker process that dies or
+hangs counts as a failure of the problem it was at, and is replaced.
 
 A failure is one line that begins with its repro: ``python tests/gpu_fuzz.py --seed S --problem I``
 runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's kernels.
@@ -36,17 +37,19 @@ from collections.abc import Callable
 # Read when JAX starts a backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import gpu_fuzz_int8
 import gpu_report
 import jax
 import jax.numpy as jnp
 import kernel_tables
 import numpy as np
 from jax import lax
-from numerics import integer_operands, mismatch, reference
+from numerics import integer_operands, mismatch, poison, reference
 from problems import DTYPES, Problem, problem, xla_aborts
 
 import jaxconv
 from jaxconv._src import native, primitives, record
+from jaxconv._src.int8_primitive import Int8Spec
 from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op, explicit_input
 
@@ -76,6 +79,7 @@ DTYPE_CHOICES = (
     *(("f16", "default"),) * 4,
 )
 LAYOUT_CHOICES = ("last", "last", "krsc", "first")
+INT8_SHARE = 0.2  # of the problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Case:
     result: str  # the primitive's result type
     precision: str
     layout: str
+    int8: Int8Spec | None = None  # a quantised convolution, of x of ``dtype``
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -101,6 +106,9 @@ class Case:
         return DTYPES[self.result][1]
 
     def __str__(self) -> str:
+        if self.int8:
+            line = gpu_fuzz_int8.line(self.problem, self.int8, self.dtype)
+            return f"--seed {self.seed} --problem {self.index} (int8, {self.layout}): {line}"
         form = self.op.value if self.op else f"vjp of {'lax' if self.under_lax else 'jaxconv'}"
         line = self.problem.line(self.op or Op.FPROP, self.dtype, self.precision)
         result = f" -> {self.result}" * (self.result != self.dtype)
@@ -197,6 +205,8 @@ def draw(seed: int, index: int, platform: str) -> Case:
     if index < 2 * len(FIXED):  # as a gradient through lax, and as the primitive
         fixed, op = FIXED[index // 2], None if index % 2 == 0 else Op.DGRAD
         return Case(seed, index, fixed, op, True, "bf16", "bf16", "default", "krsc")
+    if np.random.default_rng([seed, index, 8]).random() < INT8_SHARE:
+        return _draw_int8(seed, index, platform)
     rng = np.random.default_rng([seed, index])
     dtype, precision = DTYPE_CHOICES[rng.integers(len(DTYPE_CHOICES))]
     op = None if rng.random() < 0.4 else Op(rng.choice([op.value for op in Op]))
@@ -204,9 +214,28 @@ def draw(seed: int, index: int, platform: str) -> Case:
     result = "f32" if op and rng.random() < 0.2 else dtype
     layout = str(rng.choice(LAYOUT_CHOICES))
     large = platform == "cuda" and rng.random() < 0.15
+    p = _draw_fitting(large, lambda: _draw_problem(rng, large))
+    return Case(seed, index, p, op, under_lax, dtype, result, precision, layout)
+
+
+def _draw_int8(seed: int, index: int, platform: str) -> Case:
+    rng = np.random.default_rng([seed, index])
+    large = platform == "cuda" and rng.random() < 0.15
+
+    def one() -> Problem:
+        return gpu_fuzz_int8.draw_channels(rng, _draw_problem(rng, large), 128 if large else 512)
+
+    p = _draw_fitting(large, one)
+    spec, dtype = gpu_fuzz_int8.draw_call(rng, p)
+    result = spec.out_dtype.name
+    return Case(seed, index, p, Op.FPROP, False, dtype, result, "default", spec.layout, spec)
+
+
+def _draw_fitting(large: bool, one: Callable[[], Problem]) -> Problem:
+    """The first problem of the wanted size that JAX and the library can express."""
     least, most = (LARGE_PIXELS, LARGE_FLOPS) if large else (1, SMALL_FLOPS)
     while True:
-        p = _draw_problem(rng, large)
+        p = one()
         if (
             all(p.out_spatial)
             and p.n * math.prod(p.out_spatial) >= least
@@ -214,7 +243,7 @@ def draw(seed: int, index: int, platform: str) -> Case:
             and min(explicit_input(p.spec()).in_spatial) >= 1
             and not xla_aborts(p)
         ):
-            return Case(seed, index, p, op, under_lax, dtype, result, precision, layout)
+            return p
 
 
 # --- computing it ---------------------------------------------------------------------------------
@@ -222,6 +251,8 @@ def draw(seed: int, index: int, platform: str) -> Case:
 
 def accepting(case: Case, platform: str) -> list[str]:
     """Every instance that takes the primitive, by name."""
+    if case.int8:
+        return gpu_fuzz_int8.accepting(case.problem, case.int8, case.dtype, platform)
     p, dtypes = case.problem, (DTYPES[case.dtype][0], case.result_dtype)
     spec = p.spec(precision=case.precision, layout=case.layout)
     shapes = [_array(case, role, np.empty(p.canonical_shape(role))).shape for role in case.op.roles]
@@ -237,6 +268,32 @@ def accepting(case: Case, platform: str) -> list[str]:
 
 def _array(case: Case, role: str, canonical: np.ndarray) -> np.ndarray:
     return case.problem.to_layout(role, canonical, case.layout)
+
+
+def _operands(case: Case) -> tuple[list[np.ndarray], dict[Op, np.ndarray]]:
+    """(operands in their layout, the right results in the canonical one)."""
+    if case.int8:
+        seed = [case.seed, case.index, 1]
+        arrays, expected = gpu_fuzz_int8.arrays(case.problem, case.int8, case.dtype, seed)
+        return arrays, {case.op: expected}
+    dtypes = dict.fromkeys("xwy", DTYPES[case.dtype][0])
+    if case.op:
+        dtypes[case.op.roles[2]] = case.result_dtype
+    canonical = integer_operands(case.problem, case.ops, [case.seed, case.index, 1])
+    roles = "xwy" if case.op is None else case.op.roles[:2]
+    expected = {
+        op: reference(
+            op, case.problem, *(canonical[r] for r in op.roles[:2]), dtype=np.float32
+        ).astype(dtypes[op.roles[2]])
+        for op in case.ops
+    }
+    return [_array(case, r, canonical[r]).astype(dtypes[r]) for r in roles], expected
+
+
+def _canonical(case: Case, op: Op, result: np.ndarray) -> np.ndarray:
+    if case.int8:
+        return gpu_fuzz_int8.canonical(case.problem, case.int8, result)
+    return case.problem.to_canonical(op.roles[2], result, case.layout)
 
 
 def _convolution(case: Case) -> Callable:
@@ -266,6 +323,8 @@ def _convolution(case: Case) -> Callable:
 
 def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
     """What computes every result, and the function of (operands, poison) that does."""
+    if case.int8:
+        return [NATIVE, *forced], gpu_fuzz_int8.calls(case.int8, [NATIVE, *forced])
     if case.op is None:
         convolution = _convolution(case)
 
@@ -292,10 +351,10 @@ def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
 
 
 def _poison(shapes: list, platform: str) -> list[jax.Array]:
-    """NaN in the arrays that results are put into, and in memory that is free again afterwards."""
+    """The arrays that results are put into, with NaN in memory that is free again afterwards."""
     if platform == "cuda":
         jnp.full(POISON_BYTES // 4, jnp.nan, jnp.float32).block_until_ready().delete()
-    return [jax.device_put(np.full(s.shape, np.nan, s.dtype)) for s in shapes]
+    return jax.device_put(poison(shapes))
 
 
 def judge(
@@ -306,18 +365,7 @@ def judge(
     With ``forced`` instances by name, or all: those that ``ran`` counts least often.
     """
     counts: collections.Counter[str] = collections.Counter()
-    dtypes = dict.fromkeys("xwy", DTYPES[case.dtype][0])
-    if case.op:
-        dtypes[case.op.roles[2]] = case.result_dtype
-    canonical = integer_operands(case.problem, case.ops, [case.seed, case.index, 1])
-    roles = "xwy" if case.op is None else case.op.roles[:2]
-    arrays = [_array(case, r, canonical[r]).astype(dtypes[r]) for r in roles]
-    expected = {
-        op: reference(
-            op, case.problem, *(canonical[r] for r in op.roles[:2]), dtype=np.float32
-        ).astype(dtypes[op.roles[2]])
-        for op in case.ops
-    }
+    arrays, expected = _operands(case)
     names = accepting(case, platform) if case.op else []
     names = sorted(names, key=lambda name: ran[name])[:forced]
     ran.update(names)
@@ -349,8 +397,8 @@ def judge(
         repro = f"{case}: {label} by {instance}"
         if not np.array_equal(once.view(np.uint8), twice.view(np.uint8)):
             complaints.append(f"{repro}: two runs differ")
-        actual = case.problem.to_canonical(op.roles[2], once, case.layout)
-        complaints.append(mismatch(actual, expected[op], repro).replace("\n ", ""))
+        wrong = mismatch(_canonical(case, op, once), expected[op], repro)
+        complaints.append(wrong.replace("\n ", ""))
     size = sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes)
     counts["poisoned results"] = len(shapes) * (
         program.memory_analysis().alias_size_in_bytes == size
@@ -361,6 +409,11 @@ def judge(
     counts[f"rank {case.problem.rank}"] += len(labels)
     counts[f"layout {case.layout}"] += len(labels)
     counts["form vjp"] += len(labels) * (case.op is None)
+    if case.int8:
+        counts["form int8"] += len(labels)
+        counts[f"int8 to {case.result}"] += len(labels)
+        for feature in gpu_fuzz_int8.features(case.problem, case.int8):
+            counts[f"int8 with {feature}"] += len(labels)
     return counts, [complaint for complaint in complaints if complaint]
 
 
@@ -511,6 +564,7 @@ def report(options, counts: collections.Counter, failures: list[str], seconds: f
             "failed": len(failures),
             "results": counts["results"],
             "problems": counts["problems"],
+            "int8_results": counts["form int8"],
             "poisoned_results": counts["poisoned results"],
             "seconds": round(seconds),
             "processes": options.processes,

@@ -21,6 +21,10 @@ from jaxconv._src.spec import Op
 # sums must not overflow.
 EXACT_LIMIT = {"f32": 2**24, "bf16": 2**8, "f16": 2**11, "s8": 2**31 - 1}
 
+# Calls that are compiled as one program, where many are: compiling takes longer than computing. XLA
+# would turn 5 into a CUDA graph.
+TOGETHER = 4
+
 
 def _taps(problem: Problem):
     """For every filter tap: which output positions it serves, and which input positions it reads.
@@ -50,17 +54,23 @@ def _as_slice(positions: np.ndarray) -> slice:
 
 
 def reference(
-    op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray, dtype: type = np.float64
+    op: Op,
+    problem: Problem,
+    lhs: np.ndarray,
+    rhs: np.ndarray,
+    dtype: type = np.float64,
+    sums: type | None = None,
 ) -> np.ndarray:
     """``op`` by its definition, channels last.
 
     Exact where absolute products sum to less than 2 ** 53; in float32, which takes half the time,
-    less than 2 ** 24.
+    less than 2 ** 24. ``sums``, by default the same, is the type in which the taps are added up:
+    then those limits are of one tap in ``dtype``, and of all of them in ``sums``.
     """
-    lhs, rhs = np.asarray(lhs, dtype), np.asarray(rhs, dtype)
+    lhs, rhs, sums = np.asarray(lhs, dtype), np.asarray(rhs, dtype), sums or dtype
     if problem.batch is None:
-        return _reference(op, problem, lhs, rhs)
-    return np.stack([_reference(op, problem, a, b) for a, b in zip(lhs, rhs, strict=True)])
+        return _reference(op, problem, lhs, rhs, sums)
+    return np.stack([_reference(op, problem, a, b, sums) for a, b in zip(lhs, rhs, strict=True)])
 
 
 def _by_group(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -70,7 +80,9 @@ def _by_group(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.matmul(a.transpose(1, 0, 2), b.transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
-def _reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+def _reference(
+    op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray, sums: type
+) -> np.ndarray:
     n, g = problem.n, problem.groups
     c, k = problem.c // g, problem.k // g
     shapes = {
@@ -80,9 +92,7 @@ def _reference(op: Op, problem: Problem, lhs: np.ndarray, rhs: np.ndarray) -> np
     }
     tensors = dict(zip(op.roles, (lhs, rhs, np.zeros(1)), strict=True))
     x, w, y = (
-        np.zeros(shapes[role], lhs.dtype)
-        if role == op.roles[2]
-        else tensors[role].reshape(shapes[role])
+        np.zeros(shapes[role], sums) if role == op.roles[2] else tensors[role].reshape(shapes[role])
         for role in "xwy"
     )
     for tap, outs, ins in _taps(problem):
@@ -159,6 +169,8 @@ def mismatch(actual, expected, repro: str) -> str:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         types = [f"{a.dtype}{a.shape}" for a in (expected, actual)]
         return f"{repro}\n  expected {types[0]}, got {types[1]}"
+    if np.array_equal(actual, expected):
+        return ""
     # float64 holds every value of every dtype compared here
     a, e = (
         t.astype(np.complex128 if np.iscomplexobj(t) else np.float64) for t in (actual, expected)
@@ -178,6 +190,14 @@ def assert_exact(actual, expected, repro: str) -> None:
     assert not report, report
 
 
+def poison(shapes: Iterable) -> list[np.ndarray]:
+    """Arrays of these shapes and dtypes that hold NaN, or -1 where there is none."""
+    return [
+        np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else -1).astype(s.dtype)
+        for s in shapes
+    ]
+
+
 def into_poison(function, *operands):
     """``function(*operands)``, compiled, with its results in arrays that held NaN beforehand.
 
@@ -186,16 +206,12 @@ def into_poison(function, *operands):
     """
     count = len(operands)
     shapes = jax.tree.leaves(jax.eval_shape(function, *operands))
-    poison = [
-        np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else -1, s.dtype)
-        for s in shapes
-    ]
     program = jax.jit(
         lambda *arrays: function(*arrays[:count]),
         donate_argnums=range(count, count + len(shapes)),
         keep_unused=True,
     )
-    return program(*operands, *jax.device_put(poison))
+    return program(*operands, *jax.device_put(poison(shapes)))
 
 
 def on_cpu(function, *arguments):
@@ -211,10 +227,6 @@ def error(actual, exact: np.ndarray) -> float:
         return 0.0
     size = np.sqrt(np.mean(exact**2))
     return float(np.sqrt(np.mean(deviation**2)) / size) if size else math.inf
-
-
-# No CUDA kernel takes integers yet, and XLA:GPU has no general integer convolution to fall back on.
-NO_INTEGERS_ON_GPU = "integers have no CUDA kernel, and XLA:GPU's integer convolutions are partial"
 
 
 def error_in_order(terms: int) -> float:

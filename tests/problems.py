@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv._src import primitives
-from jaxconv._src.spec import ConvSpec, Op, problem_line
+from jaxconv._src.spec import ConvSpec, Op, problem_key
 from jaxconv.bench.layers import LAYERS as BENCH_LAYERS
 from jaxconv.bench.layers import Layer
 
@@ -124,7 +124,7 @@ class Problem:
         """The one-line repro."""
         spec = self.spec(precision=precision)
         shapes = [self.canonical_shape(role) for role in op.roles[:2]]
-        return problem_line(op, spec, spec.sizes(op, *shapes), *DTYPES[dtype])
+        return problem_key(op, spec, spec.sizes(op, *shapes), *DTYPES[dtype])
 
     def operation(self, op: Op, dtype: str, **spec_options):
         """The compiled primitive, (lhs, rhs) -> result."""
@@ -269,6 +269,30 @@ EDGE = [
     problem("lines_groups", 6, 3, c=64, k=128, groups=2, padding=1),
     problem("wide_pointwise", 9, 1, c=40, k=96),
     problem("wide_pointwise_1d", (37,), 1, c=24, k=64),
+    # Padding in front of the innermost axis beyond the window's reach: dgrad's own is negative.
+    problem("padding_beyond_the_window_1d", (92,), 3, n=1, c=72, k=128, padding=((3, 1),)),
+    problem(
+        "padding_beyond_the_window_groups", (45,), 3, n=3, c=128, k=128, padding=((4, 0),), groups=2
+    ),
+    problem("padding_beyond_the_window", (6, 13), 3, c=32, k=64, padding=((1, 1), (5, 1))),
+    problem(
+        "padding_beyond_the_dilated_window",
+        (9, 14),
+        3,
+        c=32,
+        k=64,
+        dilation=2,
+        padding=((2, 2), (5, 4)),
+    ),
+    problem(
+        "padding_beyond_the_window_3d",
+        (3, 4, 11),
+        3,
+        n=1,
+        c=32,
+        k=64,
+        padding=((1, 1), (1, 1), (3, 0)),
+    ),
 ]
 
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.
@@ -312,6 +336,56 @@ for _name, _layer in BENCH_LAYERS.items():
     _scaled = scaled(_name, _layer)
     _distinct.setdefault(dataclasses.replace(_scaled, name=""), _scaled)
 LAYERS = list(_distinct.values())
+
+# Of 8-bit operands: channels of a group in multiples of 32, or 4 input channels, as the packed
+# layouts hold them.
+INT8 = [
+    problem("int8", 14, 3, c=32, k=64, padding=1),
+    problem("int8_blocks", (9, 8), 3, c=96, k=160, padding=1),
+    problem("int8_pointwise", (9, 7), 1, c=64, k=96),
+    problem("int8_pointwise_strided", (9, 8), 1, c=32, k=32, stride=2),
+    problem("int8_strided", (15, 14), 3, c=64, k=32, stride=2, padding=1),
+    problem("int8_5x5", 11, 5, c=32, k=32, padding=2),
+    problem("int8_long", (5, 4), 3, n=1, c=512, k=64, padding=1),
+    problem("int8_one_pixel", 1, 1, n=1, c=128, k=32),
+    problem("int8_one_pixel_3x3", 1, 3, n=3, c=32, k=64, padding=1),
+    problem("int8_prime_extents", (27, 37), 3, n=1, c=32, k=96, padding=1),
+    problem("int8_filter_larger_than_input", (4, 5), (7, 9), c=32, k=32, padding=4),
+    problem("int8_filter_covers_input", 7, 7, n=5, c=32, k=32),
+    problem(
+        "int8_asymmetric", (11, 9), (3, 4), c=32, k=64, padding=((0, 3), (2, 1)), stride=(2, 3)
+    ),
+    problem("int8_negative_padding", (12, 13), 3, c=64, k=32, padding=((-1, 2), (0, -3))),
+    problem("int8_past_the_window", (6, 7), 2, c=32, k=64, padding=((3, 1), (0, 4))),
+    problem("int8_stride_beyond_window", 16, 2, c=32, k=32, stride=3),
+    problem("int8_dilation", (13, 12), 3, c=64, k=64, dilation=2, padding=2),
+    problem("int8_uneven_dilation", (17, 14), 3, c=32, k=32, dilation=(3, 1), padding=(3, 1)),
+    problem("int8_many_images", 3, 3, n=17, c=32, k=64, padding=1),
+    problem("int8_groups", 9, 3, c=64, k=128, groups=2, padding=1),
+    problem("int8_groups_strided", (9, 8), 3, c=96, k=96, groups=3, stride=2, padding=1),
+    problem("int8_groups_pointwise", 7, 1, c=128, k=64, groups=2),
+    problem("int8_few", 14, 3, c=4, k=32, padding=1),
+    problem("int8_stem", (23, 21), 7, c=4, k=64, stride=2, padding=3),
+    problem(
+        "int8_few_dilated", (12, 9), (3, 5), c=4, k=96, dilation=(2, 1), padding=((1, 2), (0, 3))
+    ),
+    problem("int8_few_pointwise", (6, 7), 1, n=3, c=4, k=32),
+    problem("int8_1d", (31,), 5, c=64, k=64, padding=2),
+    problem("int8_1d_causal", (23,), 3, c=32, k=96, padding=((4, 0),), dilation=2),
+    problem("int8_1d_few", (37,), 7, c=4, k=32, stride=2, padding=3),
+    problem("int8_3d", (5, 6, 7), 3, n=1, c=32, k=64, padding=1),
+    problem(
+        "int8_3d_strided",
+        (6, 7, 9),
+        (2, 3, 3),
+        c=64,
+        k=32,
+        stride=(1, 2, 2),
+        padding=((0, 1), (1, 1), (1, 0)),
+    ),
+    problem("int8_3d_few", (4, 5, 6), 3, c=4, k=32, padding=1),
+]
+INT8_BY_NAME = {p.name: p for p in INT8}
 
 PROBLEMS = [*BASIC, *EDGE, *BATCHED, *LAYERS]
 BY_NAME = {p.name: p for p in PROBLEMS}

@@ -18,6 +18,28 @@ PROGRAMS = sorted((TESTS / "cc").glob("*_test.cc"))
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 
 
+def test_spills_fail_the_build():
+    """The compiler's launcher passes everything on, but fails where ptxas reports a spill."""
+
+    def build(code: str) -> subprocess.CompletedProcess:
+        launcher = CC / "cuda" / "fail_on_spills.py"
+        command = [sys.executable, str(launcher), sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    clean = build("print('ptxas info: 0 bytes spill stores')")
+    assert clean.returncode == 0 and "0 bytes" in clean.stderr
+    spilled = "ptxas warning : Registers are spilled to local memory in function 'f'"
+    assert build(f'import sys; print("{spilled}", file=sys.stderr)').returncode == 1
+    assert build("raise SystemExit(3)").returncode == 3
+
+
+def test_no_portable_source_records_warnings_as_errors():
+    """nvcc records the options of ptxas in the PTX, and the driver obeys them on newer GPUs."""
+    lines = (CC / "cuda" / "cuda.cmake").read_text().splitlines()
+    strict = [i for i, line in enumerate(lines) if "--warning-as-error" in line]
+    assert strict and all("jaxconv_cuda_sm90" in lines[i - 1] for i in strict)
+
+
 def sources(program: pathlib.Path, endings: tuple[str, ...] = (".cc",)) -> list[pathlib.Path]:
     """The program and, transitively, the sources beside every header of ours that it includes."""
     found, pending = [], [program]

@@ -225,14 +225,12 @@ def test_install_and_override_take_an_algorithm(predicting):
     assert not taken()
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["onednn", "xla", "im2col", "fastest", None, {"fprop": "auto"}]
-)
-def test_other_algorithms_are_refused(algorithm):
-    with pytest.raises(ValueError, match="algorithm: expected 'auto' or 'native', got"):
+@pytest.mark.parametrize("algorithm", ["fastest", None, {"backward": "auto"}])
+def test_unknown_algorithms_are_refused(algorithm):
+    with pytest.raises((TypeError, ValueError), match=r"^algorithm: "):
         jaxconv.install(algorithm=algorithm)
     with (
-        pytest.raises(ValueError, match="algorithm: expected 'auto' or 'native', got"),
+        pytest.raises((TypeError, ValueError), match=r"^algorithm: "),
         jaxconv.override(algorithm=algorithm),
     ):
         pass

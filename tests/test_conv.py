@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from numerics import NO_INTEGERS_ON_GPU, assert_exact, on_cpu, reference
+from numerics import assert_exact, on_cpu, reference
 from problems import BY_NAME, problem
 
 import jaxconv
@@ -395,8 +395,6 @@ def test_four_spatial_axes_go_to_xla_and_say_so(platform, caplog):
 )
 def test_preferred_element_type(platform, operand, result):
     x, w = (np.abs(a) for a in integers(9, (2, 8, 8, 4), (3, 3, 4, 6), dtype=np.int32))
-    if platform == "cuda" and np.issubdtype(operand, np.integer):
-        pytest.skip(NO_INTEGERS_ON_GPU)
     y = jaxconv.conv(x.astype(operand), w.astype(operand), padding=1, preferred_element_type=result)
     p = problem("p", 8, 3, c=4, k=6, padding=1)
     assert_exact(y, reference(Op.FPROP, p, x, w).astype(result), f"{operand} -> {result}")
@@ -414,8 +412,6 @@ def test_bool_is_lax_s_and_goes_to_xla():
 
 def test_int8_without_a_preferred_type_wraps_as_lax_does(platform):
     x, w = integers(10, (1, 6, 6, 8), (3, 3, 8, 4), dtype=np.int8, bound=60)
-    if platform == "cuda":
-        pytest.skip(NO_INTEGERS_ON_GPU)
     assert_exact(
         *both(x, w, window_strides=(1, 1), padding="SAME", dimension_numbers=FORMATS["NHWC"]),
         "int8",

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 
 import pytest
+from conftest import long_first
 from test_cc import CC, TESTS, sources
 
 PROGRAMS = sorted((TESTS / "cc").glob("*_test.cu"))
-
 
 SKIPPED = 77
 
@@ -22,7 +22,20 @@ def test_there_are_programs():
     assert names >= {"fused_epilogue_test.cu", "fused_epilogue_sm90_test.cu"}
 
 
+@pytest.mark.parametrize("workers", [2, 3, 4, 16])
+@pytest.mark.parametrize(("count", "longs"), [(1, {0}), (3, {1, 2}), (40, {17, 18}), (16, {3, 9})])
+def test_long_tests_begin_at_once(count, longs, workers):
+    order = long_first(list(range(count)), [i in longs for i in range(count)], workers)
+    assert sorted(order) == list(range(count))
+    at, begins = 0, []
+    for worker in range(workers):  # each one's part, as xdist hands them out
+        begins += order[at : at + 1]
+        at += (count - at) // (workers - worker)
+    assert count < workers or longs <= set(begins)
+
+
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS, ids=[p.stem for p in PROGRAMS])
 def test_program(program, tmp_path):
     compiler = shutil.which("nvcc")

@@ -1,4 +1,4 @@
-"""docs/adopting.md, run: its Python blocks in order, in one namespace, each a test of its own."""
+"""Pages of docs/, run: their Python blocks in order, in one namespace a page, each a test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import pytest
 
 import jaxconv
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "adopting.md"
+DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+PAGES = ("adopting.md", "quantised_inference.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # In a comment right above a block: what it cannot run without, or that the block before printed it.
 COMMENT = re.compile(r"<!-- (needs: (?P<needs>.+)|(?P<printed>printed)) -->\n\Z")
 
 
 class Block(NamedTuple):
+    file: str
     line: int  # of its first line of code in the page
     language: str
     needs: str
@@ -29,13 +31,14 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks() -> list[Block]:
-    page = PAGE.read_text()
+def blocks(file: str) -> list[Block]:
+    page = (DOCS / file).read_text()
     found = []
     for fence in FENCE.finditer(page):
         comment = COMMENT.search(page[: fence.start()])
         found.append(
             Block(
+                file=file,
                 line=page.count("\n", 0, fence.start(2)) + 1,
                 language=fence[1],
                 needs=(comment and comment["needs"]) or "",
@@ -47,11 +50,21 @@ def blocks() -> list[Block]:
 
 
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="the page is of a machine whose default device is a CPU"
+    jax.default_backend() != "cpu",
+    reason="the pages are of a machine whose default device is a CPU",
 )
 
-BLOCKS = blocks()
-PROGRAM = [block for block in BLOCKS if block.language == "python"]
+BLOCKS = [block for file in PAGES for block in blocks(file)]
+
+
+def program(file: str) -> list[Block]:
+    return [block for block in BLOCKS if block.file == file and block.language == "python"]
+
+
+def name(block: Block) -> str:
+    """For example "line24", and with the page's name where it is not the first page."""
+    page = "" if block.file == PAGES[0] else block.file.removesuffix(".md") + "-"
+    return f"{page}line{block.line}"
 
 
 def missing(needs: str) -> str:
@@ -69,15 +82,17 @@ def missing(needs: str) -> str:
 
 
 class Reader:
-    """Runs the page once, from the top, as far as each test asks."""
+    """Runs one page once, from the top, as far as each test asks."""
 
-    def __init__(self):
-        self.namespace: dict[str, Any] = {"__name__": "adopting"}
+    def __init__(self, file: str):
+        self.file = file
+        self.namespace: dict[str, Any] = {"__name__": file.removesuffix(".md")}
         self.printed: dict[Block, str] = {}
         self.failed: Block | None = None
 
     def read(self, block: Block) -> None:
-        for each in PROGRAM[len(self.printed) : PROGRAM.index(block) + 1]:
+        blocks = program(self.file)
+        for each in blocks[len(self.printed) : blocks.index(block) + 1]:
             if self.failed:
                 pytest.skip(f"the block at line {self.failed.line} failed")
             self.failed = each
@@ -85,46 +100,48 @@ class Reader:
                 if not missing(each.needs):
                     # Empty lines above put the block where the page has it, for tracebacks.
                     source = "\n" * (each.line - 1) + each.text
-                    exec(compile(source, PAGE, "exec"), self.namespace)
+                    exec(compile(source, DOCS / self.file, "exec"), self.namespace)
             self.printed[each] = out.getvalue()
             self.failed = None
 
 
 @pytest.fixture(scope="module")
-def reader():
+def readers():
     logger = logging.getLogger("jaxconv")
     level = logger.level
     with jax.default_device(jax.devices("cpu")[0]):
-        yield Reader()
+        yield {file: Reader(file) for file in PAGES}
     logger.setLevel(level)
     jaxconv.uninstall()
 
 
-@pytest.mark.parametrize("block", PROGRAM, ids=[f"line{block.line}" for block in PROGRAM])
-def test_block(reader, native_cpu, block):
+@pytest.mark.parametrize("block", [b for file in PAGES for b in program(file)], ids=name)
+def test_block(readers, native_cpu, block):
     if reason := missing(block.needs):
         pytest.skip(reason)
-    reader.read(block)
+    readers[block.file].read(block)
 
 
-@pytest.mark.parametrize("shown", [b for b in BLOCKS if b.printed], ids=lambda b: f"line{b.line}")
-def test_output_shown_is_what_is_printed(reader, native_cpu, shown):
+@pytest.mark.parametrize("shown", [b for b in BLOCKS if b.printed], ids=name)
+def test_output_shown_is_what_is_printed(readers, native_cpu, shown):
     """Except for what depends on the machine, a kernel's workspace, and for line numbers."""
-    program = max((b for b in PROGRAM if b.line < shown.line), key=lambda b: b.line)
-    reader.read(program)
+    reader = readers[shown.file]
+    printing = max((b for b in program(shown.file) if b.line < shown.line), key=lambda b: b.line)
+    reader.read(printing)
 
     def cells(text: str) -> list[list[str]]:
-        text = re.sub(r"adopting\.md:\d+", "adopting.md", text)
+        text = re.sub(r"\.md:\d+", ".md", text)
         table = [re.split(r" {2,}", line.strip()) for line in text.strip().splitlines()]
         column = table[0].index("workspace MB")
         rows = [row for row in table if not row[0].startswith("-")]
         return [row[:column] + row[column + 1 :] for row in rows]
 
-    assert cells(reader.printed[program]) == cells(shown.text)
+    assert cells(reader.printed[printing]) == cells(shown.text)
 
 
-def test_the_page_leaves_nothing_installed(reader, native_cpu):
-    reader.read(PROGRAM[-1])
+@pytest.mark.parametrize("file", PAGES)
+def test_a_page_leaves_nothing_installed(readers, native_cpu, file):
+    readers[file].read(program(file)[-1])
     x, w = jax.ShapeDtypeStruct((1, 2, 8), "float32"), jax.ShapeDtypeStruct((3, 2, 3), "float32")
     explanation = jaxconv.explain(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"), x, w)
     assert explanation.on_kernels == 0

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import (
-    NO_INTEGERS_ON_GPU,
     assert_error_ratio,
     assert_exact,
     error,
@@ -86,8 +85,6 @@ def test_every_problem_in_float32(platform, problem):
 @pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
 def test_narrow_dtypes(platform, problem, dtype):
     """int8 takes its whole range, -128 included, and accumulates into int32 without saturation."""
-    if platform == "cuda" and dtype == "s8":
-        pytest.skip(NO_INTEGERS_ON_GPU)
     for op in Op:
         lhs, rhs, expected = exact_operands(op, problem, dtype)
         assert_exact(run(op, problem, dtype, lhs, rhs), expected, problem.line(op, dtype))
@@ -301,7 +298,7 @@ def test_fresh_allocations_are_poisoned():
     assert (fresh == conftest.POISON_BYTE).all()
 
 
-def test_dtype_table_covers_every_name_in_the_problem_line():
+def test_dtype_table_covers_every_name_in_the_problem_key():
     from jaxconv._src.spec import DTYPE_NAMES
 
     used = {DTYPE_NAMES[d.name] for pair in DTYPES.values() for d in pair}

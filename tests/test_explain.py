@@ -175,10 +175,9 @@ def test_reasons_one_for_each_refusing_kernel(platform, native_kernels):
 
 
 def test_each_cpu_kernel_gives_its_reason(native_cpu):
-    x, w = X.astype(np.int8), W.astype(np.int8)
     with jax.default_device(jax.devices("cpu")[0]):
-        (c,) = jaxconv.explain(lambda x, w: jaxconv.conv(x, w), x, w).convolutions
-    assert c.instance is None, "int8 results of int8 sums have no kernel"
+        (c,) = jaxconv.explain(lambda x, w: jaxconv.conv(x, w, stride=8192), X, W).convolutions
+    assert c.instance is None, "oneDNN is not trusted with such strides"
     kernels = [kernel for kernel, _ in c.refusals]
     assert len(kernels) == len(set(kernels)) >= 1 and all(reason for _, reason in c.refusals)
 

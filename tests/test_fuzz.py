@@ -778,8 +778,6 @@ def test_primitives_are_exact_and_repeatable(platform, part, seed):
     failures = []
     for index in part:
         problem, op, dtype, layout = draw_problem(seed, index)
-        if platform == "cuda" and dtype == "s8":
-            continue  # numerics.NO_INTEGERS_ON_GPU
         lhs, rhs, expected = exact_operands(op, problem, dtype, seed=index)
         arrays = [
             problem.to_layout(role, a, layout)

@@ -6,18 +6,23 @@ import collections
 
 import gpu_fuzz
 import pytest
+from int8_reference import OUT_DTYPES
 
 from jaxconv._src.spec import Op
 
 CASES = [gpu_fuzz.draw(0, index, "cpu") for index in range(400)]
 
 
+FLOAT = [case for case in CASES if not case.int8]
+INT8 = [case for case in CASES if case.int8]
+
+
 def test_problems_are_reproducible_and_varied():
     assert [str(case) for case in CASES] == [str(gpu_fuzz.draw(0, i, "cpu")) for i in range(400)]
-    assert {case.op for case in CASES} == {None, *Op}
-    assert {(case.dtype, case.precision) for case in CASES} == set(gpu_fuzz.DTYPE_CHOICES)
-    assert {case.layout for case in CASES} == set(gpu_fuzz.LAYOUT_CHOICES)
-    problems = [case.problem for case in CASES]
+    assert {case.op for case in FLOAT} == {None, *Op}
+    assert {(case.dtype, case.precision) for case in FLOAT} == set(gpu_fuzz.DTYPE_CHOICES)
+    assert {case.layout for case in FLOAT} == set(gpu_fuzz.LAYOUT_CHOICES)
+    problems = [case.problem for case in FLOAT]
     assert {p.rank for p in problems} == {1, 2, 3}
     assert any(p.batch for p in problems) and any(p.groups > 1 for p in problems)
     assert any(p.groups == p.c > 1 for p in problems)
@@ -26,6 +31,25 @@ def test_problems_are_reproducible_and_varied():
     assert any(wider)
     large = [gpu_fuzz.draw(0, i, "cuda").problem.name == "large" for i in range(400)]
     assert 20 < sum(large) < 120
+
+
+def test_8_bit_problems_are_varied():
+    problems, specs = [case.problem for case in INT8], [case.int8 for case in INT8]
+    ranks = {("nhwc", 1), ("nhwc", 2), ("nhwc", 3), ("nchw32", 2)}
+    assert {(case.layout, case.problem.rank) for case in INT8} == ranks
+    assert {case.dtype for case in INT8} == {"s8", "u8"}
+    assert {spec.out_dtype for spec in specs} == set(OUT_DTYPES.values())
+    assert {spec.scale for spec in specs} == {"", "scale", "image_scale"}
+    assert {spec.activation for spec in specs} == {None, "relu", "relu6"}
+    for present in ("offset", "bias", "residual", "zero_point"):
+        assert {bool(getattr(spec, present)) for spec in specs} == {False, True}
+    assert any(p.groups > 1 for p in problems) and any(p.c == 4 for p in problems)
+    assert all(p.c == 4 or p.c // p.groups % 32 == 0 == p.k // p.groups % 32 for p in problems)
+    assert any(max(p.stride) > 1 for p in problems) and any(max(p.dilation) > 1 for p in problems)
+    assert any(lo != hi for p in problems for lo, hi in p.padding)
+    assert any(min(pair) < 0 for p in problems for pair in p.padding)
+    wider = [lo > (p.window[0] - 1) * p.dilation[0] for p in problems for lo, _ in p.padding[:1]]
+    assert any(wider)
 
 
 @pytest.mark.parametrize("index", [0, 1, 5, 6])
@@ -39,3 +63,24 @@ def test_right_results_pass_and_wrong_ones_do_not(native_cpu, monkeypatch, index
     assert len(complaints) == counts["results"]
     for complaint in complaints:
         assert complaint.startswith(f"--seed 0 --problem {index} (") and "\n" not in complaint
+
+
+@pytest.mark.parametrize("case", INT8[:6], ids=[str(case.index) for case in INT8[:6]])
+def test_8_bit_results(native_cpu, monkeypatch, case):
+    counts, complaints = gpu_fuzz.judge(case, "cpu", None, collections.Counter())
+    assert counts["results"] == counts["form int8"] >= 2 and not complaints
+    assert counts["poisoned results"] == counts["results"]
+    right = gpu_fuzz.gpu_fuzz_int8.arrays
+
+    def wrong(*arguments):
+        """One bit of one element."""
+        operands, expected = right(*arguments)
+        expected.view(f"u{expected.itemsize}").flat[-1] ^= 1
+        return operands, expected
+
+    monkeypatch.setattr(gpu_fuzz.gpu_fuzz_int8, "arrays", wrong)
+    counts, complaints = gpu_fuzz.judge(case, "cpu", None, collections.Counter())
+    assert len(complaints) == counts["results"]
+    for complaint in complaints:
+        assert complaint.startswith(f"--seed 0 --problem {case.index} (int8, ")
+        assert "1 of" in complaint and "\n" not in complaint

@@ -69,7 +69,7 @@ def test_memory_is_that_of_the_formula(op, name):
     problem = BY_NAME[name]
     spec = problem.spec(algorithm="im2col")
     lhs, rhs, _ = exact_operands(op, problem, "f32")
-    formula = im2col.columns_bytes(op, spec, spec.sizes(op, lhs.shape, rhs.shape), lhs.dtype)
+    formula = im2col.workspace_bytes(op, spec, spec.sizes(op, lhs.shape, rhs.shape), lhs.dtype)
     rows = problem.n * np.prod(problem.out_spatial)
     assert formula == 4 * rows * np.prod(problem.window) * problem.c
     with jax.default_device(jax.devices("cpu")[0]):

@@ -291,6 +291,8 @@ def unsplittable(each: Instance) -> bool:
     """Whether the kernel sums every output in one CTA."""
     if each.family in ("igemm_simt", "few_channels"):
         return each.op != "wgrad"
+    if each.family in kernel_tables.INT8_FAMILIES:
+        return True
     return "weight_stationary" in each.variant or "pointwise" in each.variant
 
 

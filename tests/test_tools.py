@@ -14,8 +14,10 @@ import pytest
 
 from jaxconv import doctor
 from jaxconv._src import native
+from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
 from jaxconv.bench import environment, layers, networks, regret
+from jaxconv.bench.problem import Problem
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
@@ -39,6 +41,7 @@ def test_doctor_finds_nothing_broken(capsys, native_cpu):
     assert "BROKEN" not in said and jax.__version__ in said
     for op in ("fprop", "dgrad", "wgrad"):
         assert re.search(rf"ok +{op} f32 highest: {op}_\w+, relative error", said), op
+    assert re.search(r"ok +fprop int8: \w+, relative error 0", said), said
 
 
 def test_doctor_reports_missing_kernels_and_still_succeeds(capsys, monkeypatch):
@@ -193,3 +196,85 @@ def test_the_training_example_learns(tmp_path):
     assert float(accuracies["jaxconv"]) > 85, done.stdout
     assert abs(float(accuracies["jaxconv"]) - float(accuracies["lax"])) < 3, done.stdout
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+INT8_DTYPES = ["int8", "int8_nhwc", "int8_nchw32"]
+
+
+def test_bench_measures_quantised_layers_exactly(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    # An image, a layer of one axis, and a depthwise one.
+    sizes = ("1,9,9,3,40,5,5,2,2", "1d:2,9,32,32,3,1,1", "1,4,4,8,8,3,3,1,1,8")
+    layer_options = [option for size in sizes for option in ("--layer", size)]
+    arguments = [*layer_options, "--dtype", *INT8_DTYPES, "--reps", "1", "--seconds", "0"]
+    assert bench.main([*arguments, "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "int8_nhwc: geometric mean over 2 rows" in said or jax.default_backend() == "gpu"
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["dtype"] for row in rows] == [
+        *INT8_DTYPES,
+        *("int8", "int8_nhwc"),  # NCHW32 has two axes
+        "int8",  # a group fills no block of 32 channels
+    ]
+    for row in rows:
+        assert row["op"] == "fprop" and row["jaxconv"]["error"] == 0 and not row["wrong"]
+        assert row["jaxconv"]["median_s"] > 0
+
+
+def test_bench_knows_the_kernels_of_a_quantised_layer(native_kernels, platform):
+    layer = layers.parse("1,6,6,32,32,3,3,1,1")
+    for dtype in INT8_DTYPES:
+        problem = Problem("small", layer, Op.FPROP, dtype, algorithm="native")
+        chosen, names = regret.accepting(problem, platform)
+        assert chosen in names and set(names) <= set(native_kernels.kernels())
+
+
+def test_bench_measures_a_quantised_network(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(networks.resnet50, "STAGES", ((1, 1), (1, 2)))
+    out, figure = tmp_path / "networks.json", tmp_path / "networks.png"
+    options = ["--size", "32", "--batch", "2", "--steps", "2", "--rounds", "1", "--mode", "infer"]
+    arguments = ["--network", "resnet50", "--int8", *options, "--dtype", "f32", "--json", str(out)]
+    assert bench.main([*arguments, "--plot", str(figure)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"resnet50 infer in int8: [\d.]+x lax and [\d.]+x jaxconv in f32", said)
+    assert figure.stat().st_size > 1000
+    (row,) = json.loads(out.read_text())["rows"]
+    assert 0 < row["int8_difference"] < 0.1 and row["int8_ratio"] > 0
+    assert row["int8"]["median_s"] > 0 and row["int8"]["compile_s"] > 0
+    assert row["int8_kernels"]["convolutions"] == 1 + 2 * 4 + 1 == row["convolutions"] + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--network", "unet", "--int8"], "of resnet50 only"),
+        (["--network", "resnet50", "--int8", "--mode", "train"], "inference only"),
+    ],
+)
+def test_bench_refuses_networks_without_an_int8_form(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU may have the frontend")
+def test_bench_says_what_cudnn_needs(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--set", "int8", "--peer", "cudnn"])
+    assert "--peer cudnn: cuDNN needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_the_quantised_example_keeps_the_accuracy(tmp_path):
+    """Few epochs; the example itself fails where int8 loses more than half a point."""
+    for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"the example needs {package}")
+    example = str(REPOSITORY / "examples" / "int8_inference.py")
+    done = run(example, "--epochs", "4", "--qat", cwd=tmp_path)
+    said = done.stdout + done.stderr
+    found = dict(re.findall(r"^(float32|int8|int8, QAT) +([\d.]+) +[\d.]+", done.stdout, re.M))
+    assert set(found) == {"float32", "int8", "int8, QAT"}, said
+    accuracies = {name: float(value) for name, value in found.items()}
+    assert accuracies["float32"] > 90, said
+    assert accuracies["int8"] > accuracies["float32"] - 1, said
+    assert accuracies["int8, QAT"] > accuracies["float32"] - 1, said
+    assert "DIFFER" not in said

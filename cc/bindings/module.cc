@@ -31,7 +31,12 @@ std::tuple<std::string, int64_t, int64_t, double, double,
 Select(std::string_view key, std::string_view algorithm, std::string_view target) {
   jaxconv::Selection selection;
   jaxconv::Status status = Platform().select(key, algorithm, target, &selection);
-  if (!status.ok()) throw nb::value_error(status.message().c_str());
+  if (status.code() == jaxconv::StatusCode::kUnimplemented) {
+    selection = {};
+    selection.refusals.push_back({"jaxconv", status.message()});
+  } else if (!status.ok()) {
+    throw nb::value_error(status.message().c_str());
+  }
   std::vector<std::pair<std::string, std::string>> refusals;
   for (auto& refusal : selection.refusals) refusals.emplace_back(refusal.kernel, refusal.reason);
   return {selection.instance,     selection.workspace_bytes,  selection.slices,

@@ -11,11 +11,16 @@ namespace jaxconv {
 namespace {
 
 constexpr const char* kOpNames[] = {"fprop", "dgrad", "wgrad"};
-constexpr const char* kDTypeNames[] = {"f32", "f16", "bf16", "s8", "s32"};
+constexpr const char* kDTypeNames[] = {"f32", "f16", "bf16", "s8", "s32", "u8"};
 constexpr const char* kPrecisionNames[] = {"default", "high", "highest"};
-constexpr const char* kFilterLayoutNames[] = {"rsck", "krsc"};
+constexpr const char* kFilterLayoutNames[] = {"rsck",      "krsc",      "packed",     "winograd2",
+                                              "winograd4", "winograd6", "winograd4x3"};
 constexpr const char* kActivationLayoutNames[] = {"nhwc", "nchw32"};
-constexpr int64_t kChannelBlock = 32;  // of nchw32
+constexpr const char* kScaleNames[] = {"", "scale", "image_scale"};
+constexpr const char* kActivationNames[] = {"", "relu", "relu6", "leaky_relu", "gelu", "silu"};
+
+// Of nchw32.
+constexpr int64_t ChannelBlock(int64_t channels) { return channels == 4 ? 4 : 32; }
 
 constexpr int64_t kMaxElements = int64_t{1} << 48;
 constexpr int64_t kMaxOffset = int64_t{1} << 60;
@@ -62,8 +67,17 @@ class KeyReader {
 
   // What differs from the usual layouts, in this order.
   void ReadLayouts(FilterLayout* filter, ActivationLayout* activation) {
-    if (TakeWord(Name(FilterLayout::kKrsc))) *filter = FilterLayout::kKrsc;
+    ReadWord(kFilterLayoutNames, filter);
     if (TakeWord(Name(ActivationLayout::kNchw32))) *activation = ActivationLayout::kNchw32;
+  }
+
+  void ReadEpilogue(Epilogue* epilogue) {
+    ReadWord(kScaleNames, &epilogue->scale);
+    epilogue->offset = TakeWord("offset");
+    epilogue->bias = TakeWord("bias");
+    epilogue->residual = TakeWord("residual");
+    ReadWord(kActivationNames, &epilogue->activation);
+    if (!rest_.empty() && rest_[0] == 'z') ReadInt('z', &epilogue->zero_point);
   }
 
   bool ok() const { return status_.ok(); }
@@ -83,6 +97,17 @@ class KeyReader {
     if (!ok() || rest_.substr(0, rest_.find(' ')) != word) return false;
     Take(' ');
     return true;
+  }
+
+  // Takes the next word if it is one of these; the first stands for none.
+  template <typename Enum, size_t kCount>
+  void ReadWord(const char* const (&names)[kCount], Enum* value) {
+    for (size_t i = 1; i < kCount; ++i) {
+      if (TakeWord(names[i])) {
+        *value = static_cast<Enum>(i);
+        return;
+      }
+    }
   }
 
   std::string_view Take(char end) {
@@ -196,9 +221,34 @@ int64_t ByteWidth(DType dtype) {
     case DType::kBF16:
       return 2;
     case DType::kS8:
+    case DType::kU8:
       return 1;
   }
   return 0;
+}
+
+int64_t WinogradPoints(FilterLayout layout) {
+  switch (layout) {
+    case FilterLayout::kWinograd2:
+      return 4 * 4;
+    case FilterLayout::kWinograd4:
+      return 6 * 6;
+    case FilterLayout::kWinograd6:
+      return 8 * 8;
+    case FilterLayout::kWinograd4x3:
+      return 3 * 6;
+    default:
+      return 0;
+  }
+}
+
+int64_t ConvProblem::winograd_elements() const {
+  int64_t columns = k_per_group(), reduction = c_per_group();
+  if (filter_layout == FilterLayout::kWinograd4x3) {
+    columns = (columns + 127) / 128 * 128;
+    reduction = (reduction + 31) / 32 * 32;
+  }
+  return kWinogradRecordBytes / 2 + WinogradPoints(filter_layout) * groups * columns * reduction;
 }
 
 int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dilation,
@@ -216,13 +266,93 @@ Extents ConvProblem::Shape(Role role, bool with_batch) const {
   const int64_t channels = role == Role::kX ? c : k;
   const Spatial& spatial = role == Role::kX ? in : role == Role::kY ? out : filter;
   if (with_batch) extents.Append(batch);
+  if (!activation && filter_layout == FilterLayout::kPacked) {
+    extents.Append(k);
+    extents.Append(packed_row());
+    return extents;
+  }
+  if (!activation && WinogradPoints(filter_layout) > 0) {
+    extents.Append(winograd_elements());
+    return extents;
+  }
   if (activation) extents.Append(n);
-  if (blocked) extents.Append(channels / kChannelBlock);
+  if (blocked) extents.Append(channels / ChannelBlock(channels));
   for (int axis = 3 - rank; axis < 3; ++axis) extents.Append(spatial[axis]);
   if (!activation) extents.Append(c_per_group());
-  extents.Append(blocked ? kChannelBlock : channels);
+  extents.Append(blocked ? ChannelBlock(channels) : channels);
   return extents;
 }
+
+namespace {
+
+Status CheckPrepared(const ConvProblem& p) {
+  const std::string name = Name(p.filter_layout);
+  if (p.op != Op::kFprop || p.w_dtype != DType::kF16) {
+    return Status::InvalidArgument(name + " filter: expected fprop and f16, got " + Name(p.op) +
+                                   " and " + Name(p.w_dtype));
+  }
+  if (p.rank != 2 || p.filter != Spatial{1, 3, 3} || p.stride != Spatial{1, 1, 1} ||
+      p.lhs_dilation != Spatial{1, 1, 1} || p.dilation != Spatial{1, 1, 1} || p.batch != 1) {
+    return Status::InvalidArgument(
+        name + " filter: expected one batch of a 3x3 window of stride and dilation 1");
+  }
+  return {};
+}
+
+Status CheckLayouts(const ConvProblem& p) {
+  if (p.op == Op::kWgrad && p.filter_layout != FilterLayout::kRsck) {
+    return Status::InvalidArgument(std::string("filter layout: wgrad writes rsck, got ") +
+                                   Name(p.filter_layout));
+  }
+  if (p.filter_layout == FilterLayout::kPacked && (p.op != Op::kFprop || p.w_dtype != DType::kS8)) {
+    return Status::InvalidArgument(std::string("packed filter: expected fprop and s8, got ") +
+                                   Name(p.op) + " and " + Name(p.w_dtype));
+  }
+  if (WinogradPoints(p.filter_layout) > 0) JAXCONV_RETURN_IF_ERROR(CheckPrepared(p));
+  if (p.activation_layout == ActivationLayout::kChannelsLast) return {};
+  if (p.rank != 2) {
+    return Status::InvalidArgument("nchw32: expected 2 spatial axes, got " +
+                                   std::to_string(p.rank));
+  }
+  const bool few = p.groups == 1 && p.c == 4;
+  if ((p.c_per_group() % 32 != 0 && !few) || p.k_per_group() % 32 != 0) {
+    return Status::InvalidArgument(
+        "nchw32: expected channels of a group in multiples of 32, or 4 input channels, got " +
+        std::to_string(p.c_per_group()) + " and " + std::to_string(p.k_per_group()));
+  }
+  return {};
+}
+
+bool EightBit(DType dtype) { return dtype == DType::kS8 || dtype == DType::kU8; }
+
+Status CheckEpilogue(const ConvProblem& p) {
+  const Epilogue& e = p.epilogue;
+  if (e.Plain()) return {};
+  if (p.op != Op::kFprop || !EightBit(p.x_dtype) || p.w_dtype != DType::kS8) {
+    return Status::InvalidArgument(std::string("epilogue: expected fprop of 8-bit operands, got ") +
+                                   Name(p.op) + " of " + Name(p.x_dtype) + " and " +
+                                   Name(p.w_dtype));
+  }
+  if (e.scale == ScaleKind::kNone) {
+    return Status::InvalidArgument("epilogue: expected a scale beside the other terms");
+  }
+  if (e.activation > Activation::kRelu6) {  // exp and erf have other last bits elsewhere
+    return Status::InvalidArgument(
+        std::string("epilogue: expected relu or relu6 for 8-bit operands, got ") +
+        kActivationNames[static_cast<int>(e.activation)]);
+  }
+  if (e.zero_point != 0 && !EightBit(p.y_dtype)) {
+    return Status::InvalidArgument(std::string("epilogue: a zero point of an output of type ") +
+                                   Name(p.y_dtype));
+  }
+  if (e.zero_point < -128 || e.zero_point > 255) {
+    return Status::InvalidArgument("epilogue: expected a zero point of -128 to 255, got " +
+                                   std::to_string(e.zero_point));
+  }
+  return {};
+}
+
+}  // namespace
 
 Status ConvProblem::Validate() const {
   if (rank < 1 || rank > 3) {
@@ -256,16 +386,8 @@ Status ConvProblem::Validate() const {
                                      std::to_string(out[axis]));
     }
   }
-  if (op == Op::kWgrad && filter_layout != FilterLayout::kRsck) {
-    return Status::InvalidArgument(std::string("filter layout: wgrad writes rsck, got ") +
-                                   Name(filter_layout));
-  }
-  if (activation_layout == ActivationLayout::kNchw32 &&
-      (c_per_group() % kChannelBlock != 0 || k_per_group() % kChannelBlock != 0)) {
-    return Status::InvalidArgument("nchw32: expected channels of a group in multiples of 32, got " +
-                                   std::to_string(c_per_group()) + " and " +
-                                   std::to_string(k_per_group()));
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckLayouts(*this));
+  JAXCONV_RETURN_IF_ERROR(CheckEpilogue(*this));
   int64_t x = Product({batch, n, in[0], in[1], in[2], c});
   int64_t w = Product({batch, filter[0], filter[1], filter[2], c_per_group(), k});
   int64_t y = Product({batch, n, out[0], out[1], out[2], k});
@@ -300,6 +422,12 @@ Status ConvProblem::RequireInt32() const {
 Status ConvProblem::RequireRsck() const {
   if (filter_layout == FilterLayout::kRsck) return {};
   return Status::Unimplemented(std::string("reads filters stored as rsck, got ") +
+                               Name(filter_layout));
+}
+
+Status ConvProblem::RequireRsckOrKrsc() const {
+  if (filter_layout == FilterLayout::kRsck || filter_layout == FilterLayout::kKrsc) return {};
+  return Status::Unimplemented(std::string("reads filters stored as rsck or krsc, got ") +
                                Name(filter_layout));
 }
 
@@ -341,6 +469,16 @@ std::string ConvProblem::ToString() const {
   if (activation_layout != ActivationLayout::kChannelsLast) {
     key += std::string(" ") + Name(activation_layout);
   }
+  auto add_word = [&](bool present, const char* word) {
+    if (present) key += std::string(" ") + word;
+  };
+  add_word(epilogue.scale != ScaleKind::kNone, kScaleNames[static_cast<int>(epilogue.scale)]);
+  add_word(epilogue.offset, "offset");
+  add_word(epilogue.bias, "bias");
+  add_word(epilogue.residual, "residual");
+  add_word(epilogue.activation != Activation::kNone,
+           kActivationNames[static_cast<int>(epilogue.activation)]);
+  if (epilogue.zero_point != 0) add('z', epilogue.zero_point);
   return key;
 }
 
@@ -368,6 +506,7 @@ Status ConvProblem::Parse(std::string_view key, ConvProblem* problem) {
   }
   same_rank &= reader.ReadPadding(&parsed.pad_lo, &parsed.pad_hi) == parsed.rank;
   reader.ReadLayouts(&parsed.filter_layout, &parsed.activation_layout);
+  reader.ReadEpilogue(&parsed.epilogue);
   JAXCONV_RETURN_IF_ERROR(reader.Finish());
   if (!same_rank) {
     return Status::InvalidArgument("convolution problem: the spatial fields differ in rank");

@@ -16,7 +16,15 @@
 // Physical layouts are row-major and dense: x (batch, n, spatial, C), y (batch, n, spatial, K), w
 // (batch, spatial, C / groups, K), where the K of w is ordered by group. Some kernels also read the
 // operand w as (batch, K, spatial, C / groups). In the activation layout nchw32, x is (batch, n,
-// C / 32, spatial, 32) and y likewise, which is no permutation of the axes above.
+// C / 32, spatial, 32) and y likewise, which is no permutation of the axes above; of exactly 4
+// channels x is (batch, n, 1, spatial, 4). A packed filter is a matrix (K, L) of int8: row k holds
+// the reduction of output channel k in the order (spatial, C / groups), in nchw32 (C / groups / 32,
+// spatial, 32), and zeros up to L, the next multiple of 32.
+//
+// A filter prepared for Winograd's F(m, 3) is a vector of L float16 elements: a record of 256 bytes,
+// whose first four are the power of two, as float32, by which the filter was multiplied, then its
+// transform U (point, K, C / groups). Of the one-dimensional F(4, 3) along W, U is in the order of
+// cuda/winograd/row_filter.h, where a group's K is filled up to a multiple of 128 and its C of 32.
 //
 // Sizes. Validate bounds every size, so that the arithmetic of all kernels and of selection stays
 // within 64 bits; RequireInt32 says whether 32 bits suffice. No other check of a size is needed,
@@ -29,16 +37,25 @@
 #include <string>
 #include <string_view>
 
+#include "core/epilogue.h"
 #include "core/status.h"
 
 namespace jaxconv {
 
 enum class Op { kFprop, kDgrad, kWgrad };
-enum class DType { kF32, kF16, kBF16, kS8, kS32 };
+enum class DType { kF32, kF16, kBF16, kS8, kS32, kU8 };
 // As jax.lax.Precision: the least accuracy the caller accepts for float32 operands.
 enum class Precision { kDefault, kHigh, kHighest };
 // How the filter lies in memory, outermost first.
-enum class FilterLayout { kRsck, kKrsc };
+enum class FilterLayout {
+  kRsck,
+  kKrsc,
+  kPacked,
+  kWinograd2,    // prepared for F(2x2, 3x3)
+  kWinograd4,    // F(4x4, 3x3)
+  kWinograd6,    // F(6x6, 3x3)
+  kWinograd4x3,  // F(4, 3) along W
+};
 // How x and y lie in memory.
 enum class ActivationLayout { kChannelsLast, kNchw32 };
 // The three tensors of a convolution, whichever of them an operation reads and writes.
@@ -61,10 +78,16 @@ const char* Name(Precision precision);
 const char* Name(FilterLayout layout);
 const char* Name(ActivationLayout layout);
 int64_t ByteWidth(DType dtype);
+// The points at which a filter of this layout is transformed, those of its rows together where the
+// transform is one-dimensional; 0 of other layouts.
+int64_t WinogradPoints(FilterLayout layout);
 
 // Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index
 // algebra serves ranks 1 to 3. Unused axes hold the neutral value (size 1, stride 1, padding 0).
 using Spatial = std::array<int64_t, 3>;
+
+// In front of a filter prepared for Winograd.
+inline constexpr int64_t kWinogradRecordBytes = 256;
 
 struct ConvProblem {
   Op op = Op::kFprop;
@@ -88,6 +111,7 @@ struct ConvProblem {
   Spatial pad_hi{0, 0, 0};                           // may be negative, as pad_lo may
   FilterLayout filter_layout = FilterLayout::kRsck;  // of dw always
   ActivationLayout activation_layout = ActivationLayout::kChannelsLast;
+  Epilogue epilogue;
 
   int64_t c_per_group() const { return c / groups; }
   int64_t k_per_group() const { return k / groups; }
@@ -98,6 +122,10 @@ struct ConvProblem {
   int64_t x_elements() const { return batch * n * in_pixels() * c; }
   int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
   int64_t y_elements() const { return batch * n * out_pixels() * k; }
+  // Bytes of a packed filter's row.
+  int64_t packed_row() const { return (taps() * c_per_group() + 31) / 32 * 32; }
+  // Elements of a filter prepared for Winograd.
+  int64_t winograd_elements() const;
   // Multiplications and additions of the definition, padding included.
   int64_t flops() const { return 2 * batch * n * out_pixels() * taps() * c_per_group() * k; }
 
@@ -109,12 +137,14 @@ struct ConvProblem {
   DType rhs_dtype() const { return op == Op::kWgrad ? y_dtype : w_dtype; }
 
   // The extents of a tensor's array, with `rank` spatial entries: x (batch, n, spatial, C) or, in
-  // nchw32, (batch, n, C / 32, spatial, 32); y likewise with K; w (batch, spatial, C / groups, K)
-  // whatever its layout. `with_batch`: the arrays of an unbatched call lack the batch.
+  // nchw32, (batch, n, C / 32, spatial, 32); y likewise with K; w (batch, spatial, C / groups, K),
+  // also where it is stored as krsc, packed (batch, K, L), prepared for Winograd (batch, L).
+  // `with_batch`: the arrays of an unbatched call lack the batch.
   Extents Shape(Role role, bool with_batch = true) const;
 
   // InvalidArgument unless sizes are positive, groups divides both channel counts, `out` is the
-  // extent that the window implies, and dw has the layout that kernels write. Unimplemented where a
+  // extent that the window implies, layouts suit the operation and the channels, and the epilogue's
+  // terms suit each other and the types. Unimplemented where a
   // tensor reaches 2^48 elements, or where 2^60 is reached by the flops or by the offset of an
   // element of the dilated and padded input of all images. (More than an address space holds; the
   // remaining bits are for bytes of an element, padded channels, slices, and sums of such terms.)
@@ -125,11 +155,14 @@ struct ConvProblem {
   Status RequireInt32() const;
   // For kernels that read no other layout.
   Status RequireRsck() const;
+  Status RequireRsckOrKrsc() const;
   Status RequireChannelsLast() const;
 
   // The problem key: attribute of the custom call, cache key, and repro of a failing test.
   //   fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1
-  // (dtypes of x, w, y; precision; p is lo_hi by axis), then " krsc", " nchw32" for these layouts.
+  // (dtypes of x, w, y; precision; p is lo_hi by axis), then " krsc", " packed" or " winograd4" (2,
+  // 4, 6 or 4x3), " nchw32" for these layouts, then the epilogue's terms: " scale" or " image_scale", " offset", " bias",
+  // " residual", the activation (" relu"), " z3" for a zero point.
   std::string ToString() const;
   // The inverse of ToString; validates.
   static Status Parse(std::string_view key, ConvProblem* problem);

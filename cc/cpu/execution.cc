@@ -16,6 +16,7 @@
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
+#include "cpu/requantize.h"
 
 namespace jaxconv::cpu {
 namespace {
@@ -25,8 +26,8 @@ constexpr int64_t kMinElementsPerTask = 32 << 10;
 
 class Execution {
  public:
-  Execution(const Plan& plan, const void* lhs, const void* rhs, void* out, char* workspace,
-            const ParallelFor& parallel_for)
+  Execution(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
+            void* out, char* workspace, const ParallelFor& parallel_for)
       : plan_(plan),
         p_(plan.geometry.p),
         problem_(plan.problem),
@@ -36,6 +37,7 @@ class Execution {
         filter_elements_(plan.problem.w_elements() / plan.problem.batch),
         lhs_(lhs),
         rhs_(rhs),
+        terms_(terms),
         out_(out),
         workspace_(workspace),
         parallel_for_(parallel_for) {}
@@ -157,8 +159,10 @@ class Execution {
     for (const Region& region : plan_.tasks[task]) {
       const char* x = x_ + region.x_offset * x_width;
       const char* y = y_ + region.y_offset * y_width;
+      if (plan_.requantizes) (fprop ? y : x) = Sums(task);
       if (region.primitive < 0) {
         std::memset(const_cast<char*>(fprop ? y : x), 0, region.zero_elements * result_width_);
+        Requantize(task, region);
         continue;
       }
       const ConvPrimitive& primitive = plan_.primitives.convolutions[region.primitive];
@@ -172,8 +176,17 @@ class Execution {
                 {fprop ? DNNL_ARG_DST : DNNL_ARG_DIFF_DST, Memory(primitive.y, y)},
                 {DNNL_ARG_WEIGHTS, Memory(primitive.w, w)},
                 {DNNL_ARG_SCRATCHPAD, Memory(primitive.scratch, Scratch(task))}});
+      Requantize(task, region);
     }
     return {};
+  }
+
+  // From the int32 sums of a region to its output.
+  void Requantize(int64_t task, const Region& region) const {
+    if (!plan_.requantizes) return;
+    const bool fprop = p_.op == Op::kFprop;  // else the transposed convolution's x is the output
+    cpu::Requantize(problem_, terms_, reinterpret_cast<const int32_t*>(Sums(task)),
+                    fprop ? region.y_offset : region.x_offset, OutputElements(plan_, region), out_);
   }
 
   // Every partial sum is written even if no region of the task adds to it.
@@ -257,6 +270,10 @@ class Execution {
   static float* Floats(char* data) { return reinterpret_cast<float*>(data); }
   static const float* Floats(const char* data) { return reinterpret_cast<const float*>(data); }
 
+  char* Sums(int64_t task) const {
+    return workspace_ + plan_.sums_offset + task * plan_.sums_stride;
+  }
+
   char* Scratch(int64_t task) const {
     return workspace_ + plan_.scratch_offset + task * plan_.scratch_stride;
   }
@@ -274,6 +291,7 @@ class Execution {
   const int64_t filter_elements_;               // of one independent convolution
   const void* lhs_;
   const void* rhs_;
+  const EpilogueTerms& terms_;
   void* out_;
   char* workspace_;
   const ParallelFor& parallel_for_;
@@ -296,8 +314,9 @@ void AdviseHugePages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t byte
 
 }  // namespace
 
-Status Execute(const Plan& plan, const void* lhs, const void* rhs, void* out, void* workspace,
-               int64_t workspace_bytes, const ParallelFor& parallel_for) {
+Status Execute(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
+               void* out, void* workspace, int64_t workspace_bytes,
+               const ParallelFor& parallel_for) {
   if (workspace_bytes < plan.workspace_bytes) {
     return Status::InvalidArgument("workspace: expected at least " +
                                    std::to_string(plan.workspace_bytes) + " bytes, got " +
@@ -306,7 +325,16 @@ Status Execute(const Plan& plan, const void* lhs, const void* rhs, void* out, vo
   auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(workspace));
   char* aligned = static_cast<char*>(workspace) + (AlignUp(address) - address);
   AdviseHugePages(aligned, plan.workspace_bytes);
-  return Execution(plan, lhs, rhs, out, aligned, parallel_for).Run();
+  return Execution(plan, lhs, rhs, terms, out, aligned, parallel_for).Run();
+}
+
+Status Execute(const Plan& plan, const void* lhs, const void* rhs, void* out, void* workspace,
+               int64_t workspace_bytes, const ParallelFor& parallel_for) {
+  if (!plan.problem.epilogue.Plain()) {
+    return Status::InvalidArgument("problem: expected a plain epilogue, got " +
+                                   plan.problem.ToString());
+  }
+  return Execute(plan, lhs, rhs, EpilogueTerms(), out, workspace, workspace_bytes, parallel_for);
 }
 
 }  // namespace jaxconv::cpu

@@ -3,7 +3,7 @@
 //   1 convert   16-bit operands that oneDNN has no kernel for become float32 copies
 //   2 reverse   the taps of the filter, for a transposed convolution
 //   3 pack      the filter goes into the layout that the primitives read
-//   4 convolve  every task runs its regions
+//   4 convolve  every task runs its regions, each followed by the epilogue of 8-bit operands
 //   5 reduce    weight gradients: the tasks' partial sums are added, in the order of the tasks
 //   6 finish    a float32 result is rounded to the output's type, reversed taps are turned back
 //
@@ -20,11 +20,16 @@
 
 namespace jaxconv::cpu {
 
-struct Plan;  // plan.h
+struct Plan;           // plan.h
+struct EpilogueTerms;  // requantize.h
 
 // `lhs` and `rhs` are the operation's operands, (x, w), (dy, w) or (x, dy). `out` and `workspace`
 // are overwritten; the workspace has at least the bytes that were selected, at any alignment.
-// Thread-safe.
+// `terms` are those of the problem's epilogue. Thread-safe.
+Status Execute(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
+               void* out, void* workspace, int64_t workspace_bytes,
+               const ParallelFor& parallel_for);
+// For a plain epilogue.
 Status Execute(const Plan& plan, const void* lhs, const void* rhs, void* out, void* workspace,
                int64_t workspace_bytes, const ParallelFor& parallel_for);
 

@@ -22,7 +22,7 @@ const dnnl::engine& CpuEngine() {
 
 dnnl::memory::data_type ToDnnl(DType dtype) {
   using Type = dnnl::memory::data_type;
-  constexpr Type kTypes[] = {Type::f32, Type::f16, Type::bf16, Type::s8, Type::s32};
+  constexpr Type kTypes[] = {Type::f32, Type::f16, Type::bf16, Type::s8, Type::s32, Type::u8};
   return kTypes[static_cast<int>(dtype)];
 }
 

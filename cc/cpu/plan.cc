@@ -19,6 +19,8 @@ constexpr int64_t kOperationsPerByte = 16;
 // Partial weight gradients of all tasks together; a large filter gets fewer tasks.
 constexpr int64_t kMaxPartialBytes = 256 << 20;
 
+bool Is8Bits(DType dtype) { return dtype == DType::kS8 || dtype == DType::kU8; }
+
 bool IsFloat16(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
 
 int64_t TensorBytes(const ConvProblem& p) {
@@ -40,22 +42,29 @@ int64_t MaxRegionRows(const Geometry& g) {
   return std::clamp<int64_t>(fitting, 1, rows);
 }
 
+// The elements of a region whose int32 sums stay in a second-level cache until the epilogue reads
+// them: 512 KB.
+constexpr int64_t kMaxSums = 128 << 10;
+
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& p) {
   if (kernel.op != p.op) return Status::Unimplemented(std::string("computes ") + Name(kernel.op));
-  if (p.lhs_dtype() != kernel.dtype || p.rhs_dtype() != kernel.dtype) {
-    return Status::Unimplemented(std::string("takes ") + Name(kernel.dtype) + " operands, got " +
+  const bool int8 = Is8Bits(kernel.dtype);
+  const DType second = int8 ? DType::kS8 : kernel.dtype;
+  if (p.lhs_dtype() != kernel.dtype || p.rhs_dtype() != second) {
+    return Status::Unimplemented(std::string("takes ") + Name(kernel.dtype) +
+                                 (second == kernel.dtype ? "" : " and s8") + " operands, got " +
                                  Name(p.lhs_dtype()) + " and " + Name(p.rhs_dtype()));
   }
-  bool s8 = kernel.dtype == DType::kS8;
-  DType output = p.output_dtype();
-  if (s8 ? output != DType::kS32 : output != kernel.dtype && output != DType::kF32) {
-    return Status::Unimplemented(std::string("gives ") + (s8 ? "s32" : Name(kernel.dtype)) +
+  const DType output = p.output_dtype();
+  if (!int8 && output != kernel.dtype && output != DType::kF32) {
+    return Status::Unimplemented(std::string("gives ") + Name(kernel.dtype) +
                                  (IsFloat16(kernel.dtype) ? " or f32" : "") +
                                  " results, asked for " + Name(output));
   }
-  if (s8 && !IsaHas(dnnl::cpu_isa::avx512_core_vnni) && !IsaHas(dnnl::cpu_isa::avx2_vnni)) {
+  if (int8 && !IsaHas(dnnl::cpu_isa::avx512_core_vnni) && !IsaHas(dnnl::cpu_isa::avx2_vnni)) {
     return Status::Unimplemented(std::string("without VNNI (this is ") + IsaName() +
-                                 ") oneDNN's s8 products may saturate");
+                                 ") oneDNN adds products of 8-bit operands in 16 bits, which may "
+                                 "saturate");
   }
   return {};
 }
@@ -84,7 +93,11 @@ class Planner {
     const Geometry& g = plan_.geometry;
     plan_.family = kernel.family;
     plan_.compute_dtype = native ? kernel.dtype : DType::kF32;
-    plan_.result_dtype = wgrad_ || !native ? DType::kF32 : problem_.output_dtype();
+    plan_.result_dtype = Is8Bits(kernel.dtype) ? DType::kS32
+                         : wgrad_ || !native   ? DType::kF32
+                                               : problem_.output_dtype();
+    plan_.requantizes = plan_.result_dtype == DType::kS32 &&
+                        (problem_.y_dtype != DType::kS32 || !problem_.epilogue.Plain());
     ReserveCopies(native);
     bool onednn = kernel.family == Family::kOnednn;
     JAXCONV_RETURN_IF_ERROR(onednn ? RequireTrustedWindow(g.p) : CheckOwnKernel(kernel, g));
@@ -92,8 +105,15 @@ class Planner {
       plan_.scratch_stride = AlignUp(GemmWgradScratchBytes(g.p, plan_.slices));
       plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
     } else {
-      plan_.tasks =
-          MakeTasks(g, plan_.slices, wgrad_ && onednn ? MaxRegionRows(g) : DividedRows(g));
+      int64_t rows = DividedRows(g), images = g.p.n;
+      if (wgrad_ && onednn) rows = MaxRegionRows(g);
+      if (plan_.requantizes) {
+        const int64_t image = problem_.y_elements() / (problem_.batch * problem_.n);
+        rows = std::clamp<int64_t>(kMaxSums / (image / rows), 1, rows);
+        images = std::max<int64_t>(1, kMaxSums / image);
+      }
+      plan_.tasks = MakeTasks(g, plan_.slices, rows, images);
+      if (plan_.requantizes) ReserveSums();
       if (onednn) {
         JAXCONV_RETURN_IF_ERROR(MakePrimitives(g, plan_.compute_dtype, plan_.result_dtype,
                                                &plan_.tasks, &plan_.primitives));
@@ -123,6 +143,7 @@ class Planner {
     if (transposed && !wgrad_) {
       plan_.reversed_offset = Reserve(w * ByteWidth(plan_.compute_dtype));
     }
+    if (plan_.requantizes) return;
     if (plan_.result_dtype != problem_.output_dtype() || (transposed && wgrad_)) {
       int64_t elements = problem_.op == Op::kFprop ? y : problem_.op == Op::kDgrad ? x : w;
       plan_.result_offset = Reserve(elements * ByteWidth(plan_.result_dtype));
@@ -150,6 +171,17 @@ class Planner {
     plan_.unpack_offset = Reserve(plan_.unpack_stride * plan_.slices);
   }
 
+  void ReserveSums() {
+    int64_t largest = 0;
+    for (const std::vector<Region>& task : plan_.tasks) {
+      for (const Region& region : task) {
+        largest = std::max(largest, OutputElements(plan_, region));
+      }
+    }
+    plan_.sums_stride = AlignUp(largest * ByteWidth(DType::kS32));
+    plan_.sums_offset = Reserve(plan_.sums_stride * plan_.slices);
+  }
+
   // The first task of an independent convolution writes the result itself.
   void ReservePartials() {
     int64_t filter_bytes = problem_.w_elements() / problem_.batch * ByteWidth(DType::kF32);
@@ -174,7 +206,10 @@ class Planner {
 }  // namespace
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan) {
-  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
+  // Not where the taps are reversed, which is written for taps that are outermost.
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc && Is8Bits(kernel.dtype) &&
+                    problem.lhs_dilation == Spatial{1, 1, 1};
+  if (!krsc) JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
   JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
   JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem));
   auto make = [&](bool native) {
@@ -190,6 +225,12 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t sl
                                                          : dnnl::cpu_isa::avx512_core_bf16);
   if (kernel.family == Family::kOnednn && instructions && make(true).ok()) return {};
   return make(false);
+}
+
+int64_t OutputElements(const Plan& plan, const Region& region) {
+  const ConvProblem& p = plan.problem;
+  const int64_t row = p.y_elements() / (p.batch * p.n * DividedRows(plan.geometry));
+  return region.images * (region.row_end - region.row_begin) * row;
 }
 
 int64_t ChooseSlices(const ConvProblem& p, Family family, int64_t threads) {

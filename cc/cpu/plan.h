@@ -19,7 +19,7 @@ enum class Family { kOnednn, kGemm, kDepthwise };
 struct KernelDesc {
   const char* name;
   Op op;
-  DType dtype;  // of both operands
+  DType dtype;  // of both operands; beside u8 images, filters are s8
   Family family;
 };
 
@@ -36,6 +36,7 @@ struct Plan {
   int64_t slices = 1;                 // tasks
   DType compute_dtype = DType::kF32;  // of the operands that the kernel reads
   DType result_dtype = DType::kF32;   // of what it writes
+  bool requantizes = false;           // the result is int32 sums, which the epilogue follows
   Tasks tasks;                        // not of kGemm, whose tasks are ranges of input channels
   Primitives primitives;              // of kOnednn
   std::vector<std::vector<Partial>> partials;  // of weight gradients, by task
@@ -44,6 +45,7 @@ struct Plan {
   int64_t lhs_offset = -1, rhs_offset = -1;  // operands converted to float32
   int64_t reversed_offset = -1;              // the filter with its taps in reverse order
   int64_t result_offset = -1;  // a result that differs from the output's type or order
+  int64_t sums_offset = -1, sums_stride = 0;        // by task: a region's, where it is requantized
   int64_t unpack_offset = -1, unpack_stride = 0;    // wgrad, by task: in the primitive's own layout
   int64_t scratch_offset = -1, scratch_stride = 0;  // by task
   int64_t workspace_bytes = 0;                      // with room to align its start
@@ -51,6 +53,9 @@ struct Plan {
 
 // Fails, with the reason, where the kernel does not take the problem. `problem` is valid.
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan);
+
+// Elements of a forward convolution's output that a region computes.
+int64_t OutputElements(const Plan& plan, const Region& region);
 
 // How many tasks, at most `threads`, pay.
 int64_t ChooseSlices(const ConvProblem& problem, Family family, int64_t threads);

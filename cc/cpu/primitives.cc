@@ -40,18 +40,21 @@ memory::format_tag ChannelsLast(int rank) {
                      : memory::format_tag::ndhwc;
 }
 
-// The caller's filter, (spatial, C / groups, K), whose output channels are the input channels of
-// the transposed convolution.
+// The caller's filter, (spatial, C / groups, K) or (K, spatial, C / groups), whose output channels
+// are the input channels of the transposed convolution.
 memory::desc PlainFilter(const Geometry& g, DType dtype) {
   const ConvProblem& p = g.p;
   int64_t caller_k = g.transposed ? p.c : p.k;
   int64_t caller_c_per_group = g.transposed ? p.k_per_group() : p.c_per_group();
+  const bool krsc = p.filter_layout == FilterLayout::kKrsc;
+  const int64_t to_next_k = krsc ? p.taps() * caller_c_per_group : 1;
+  const int64_t to_next_c = krsc ? 1 : caller_k;
   memory::dims strides;
-  if (p.groups > 1) strides.push_back(caller_k / p.groups);
-  strides.push_back(g.transposed ? caller_k : 1);
-  strides.push_back(g.transposed ? 1 : caller_k);
+  if (p.groups > 1) strides.push_back(caller_k / p.groups * to_next_k);
+  strides.push_back(g.transposed ? to_next_c : to_next_k);
+  strides.push_back(g.transposed ? to_next_k : to_next_c);
   size_t first = strides.size();
-  int64_t tap = caller_k * caller_c_per_group;
+  int64_t tap = krsc ? caller_c_per_group : caller_k * caller_c_per_group;
   for (int a = 2; a >= 3 - p.rank; --a) {
     strides.insert(strides.begin() + first, tap);
     tap *= p.filter[a];
@@ -71,7 +74,9 @@ class Maker {
         result_(result),
         tasks_(tasks),
         wgrad_(geometry.p.op == Op::kWgrad),
-        plain_(PlainFilter(geometry, wgrad_ ? DType::kF32 : operand)),
+        plain_(PlainFilter(geometry, wgrad_                  ? DType::kF32
+                                     : operand == DType::kU8 ? DType::kS8
+                                                             : operand)),
         any_(FilterDims(geometry.p), plain_.get_data_type(), memory::format_tag::any),
         made_(made) {}
 
@@ -211,7 +216,8 @@ class Maker {
     int64_t parts = std::min(tasks_, blocks);
     std::vector<Reorder> reorders;
     // The compensation that an s8 filter carries cannot be computed by parts.
-    bool whole = parts < 2 || p.batch >= tasks_ || operand_ == DType::kS8 ||
+    bool whole = parts < 2 || p.batch >= tasks_ ||
+                 plain_.get_data_type() == memory::data_type::s8 ||
                  static_cast<int64_t>(plain_.get_size()) < kMinPackBytes;
     for (int64_t part = 0; !whole && part < parts; ++part) {
       int64_t begin = part * blocks / parts * kChannelBlock;

@@ -25,6 +25,7 @@ constexpr KernelDesc kKernels[] = {
     {"fprop_onednn_bf16", Op::kFprop, DType::kBF16, Family::kOnednn},
     {"fprop_onednn_f16", Op::kFprop, DType::kF16, Family::kOnednn},
     {"fprop_onednn_s8", Op::kFprop, DType::kS8, Family::kOnednn},
+    {"fprop_onednn_u8", Op::kFprop, DType::kU8, Family::kOnednn},
     {"dgrad_onednn_f32", Op::kDgrad, DType::kF32, Family::kOnednn},
     {"dgrad_onednn_bf16", Op::kDgrad, DType::kBF16, Family::kOnednn},
     {"dgrad_onednn_f16", Op::kDgrad, DType::kF16, Family::kOnednn},

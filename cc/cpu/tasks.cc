@@ -86,7 +86,7 @@ int64_t DividedRows(const Geometry& g) {
   return g.p.op == Op::kDgrad ? g.p.in[g.axis] : g.p.out[g.axis];
 }
 
-Tasks MakeTasks(const Geometry& g, int64_t task_count, int64_t max_rows) {
+Tasks MakeTasks(const Geometry& g, int64_t task_count, int64_t max_rows, int64_t max_images) {
   const ConvProblem& p = g.p;
   int64_t rows = DividedRows(g);
   // Several images are one region where no row is cropped between them.
@@ -106,7 +106,8 @@ Tasks MakeTasks(const Geometry& g, int64_t task_count, int64_t max_rows) {
         row = end;
         if (row == rows) ++image, row = 0;
       } else {
-        SetImages(g, std::min(last_image, (region.batch + 1) * p.n) - image, &region);
+        const int64_t images = std::min(last_image, (region.batch + 1) * p.n) - image;
+        SetImages(g, std::min(images, max_images), &region);
         image += region.images;
       }
       tasks[task].push_back(region);

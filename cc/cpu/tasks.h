@@ -32,8 +32,9 @@ using Tasks = std::vector<std::vector<Region>>;
 // The rows that are divided: those of the operation's output, and those of y for a weight gradient.
 int64_t DividedRows(const Geometry& geometry);
 
-// Regions have at most `max_rows` rows of an image, unless that is all of them.
-Tasks MakeTasks(const Geometry& geometry, int64_t tasks, int64_t max_rows);
+// Regions have at most `max_rows` rows of an image or, where that is all of them, `max_images`
+// images.
+Tasks MakeTasks(const Geometry& geometry, int64_t tasks, int64_t max_rows, int64_t max_images);
 
 }  // namespace jaxconv::cpu
 

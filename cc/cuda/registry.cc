@@ -6,10 +6,14 @@
 
 #include "cuda/common/instances.h"
 #include "cuda/common/padded_channels.h"
+#include "cuda/depthwise/plan.h"
 #include "cuda/few_channels/plan.h"
 #include "cuda/igemm_simt/plan.h"
 #include "cuda/igemm_wgmma/plan.h"
 #include "cuda/igemm_wmma/plan.h"
+#include "cuda/imma_nchw32/plan.h"
+#include "cuda/imma_wgmma/plan.h"
+#include "cuda/winograd/plan.h"
 
 namespace jaxconv {
 namespace {
@@ -17,7 +21,8 @@ namespace {
 std::vector<KernelDesc> FamilyKernels() {
   std::vector<KernelDesc> all;
   for (auto family :
-       {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, igemm_simt::Kernels}) {
+       {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, depthwise::Kernels,
+        igemm_simt::Kernels, imma_wgmma::Kernels, imma_nchw32::Kernels, winograd::Kernels}) {
     for (const KernelDesc& kernel : family()) all.push_back(kernel);
   }
   return all;

@@ -1,5 +1,6 @@
 #include "ffi/call.h"
 
+#include <algorithm>
 #include <string>
 
 namespace jaxconv {
@@ -24,6 +25,8 @@ ffi::DataType ToXla(DType dtype) {
       return ffi::DataType::S8;
     case DType::kS32:
       return ffi::DataType::S32;
+    case DType::kU8:
+      return ffi::DataType::U8;
   }
   return ffi::DataType::INVALID;
 }
@@ -72,6 +75,10 @@ Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
     return Status::InvalidArgument(std::string("problem: expected operation ") + Name(op) +
                                    ", got " + Name(problem.op));
   }
+  if (!problem.epilogue.Plain()) {
+    return Status::InvalidArgument(std::string("problem: expected a plain epilogue, got ") +
+                                   problem.ToString());
+  }
   if (call.slices < 1) {
     return Status::InvalidArgument("slices: expected at least 1, got " +
                                    std::to_string(call.slices));
@@ -95,6 +102,65 @@ Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(check(lhs, call.lhs, call.lhs_axes));
   JAXCONV_RETURN_IF_ERROR(check(rhs, call.rhs, call.rhs_axes));
   return check(out, call.out, call.out_axes);
+}
+
+Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
+  if (problem.op != Op::kFprop || problem.w_dtype != DType::kS8) {
+    return Status::InvalidArgument(std::string("problem: expected fprop of 8-bit operands, got ") +
+                                   Name(problem.op) + " of " + Name(problem.x_dtype) + " and " +
+                                   Name(problem.w_dtype));
+  }
+  if (call.slices < 1) {
+    return Status::InvalidArgument("slices: expected at least 1, got " +
+                                   std::to_string(call.slices));
+  }
+  auto check = [](const char* name, const ffi::AnyBuffer& buffer, DType dtype,
+                  const Extents& expected) {
+    if (buffer.element_type() != ToXla(dtype)) {
+      return Status::InvalidArgument(std::string(name) + ": expected dtype " + Name(dtype) +
+                                     ", got XLA type " +
+                                     std::to_string(static_cast<int>(buffer.element_type())));
+    }
+    const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+    bool equal = found.size() == expected.rank;
+    for (size_t i = 0; equal && i < expected.rank; ++i) equal = found[i] == expected.values[i];
+    if (equal) return Status();
+    return Status::InvalidArgument(std::string(name) + ": expected shape " +
+                                   ToText(expected.values, expected.rank) + ", got " +
+                                   ToText(found, found.size()));
+  };
+  // The terms of the epilogue, of `count` elements where they are present.
+  auto check_term = [&](const char* name, const ffi::AnyBuffer& buffer, bool present, DType dtype,
+                        int64_t count) {
+    const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+    Extents expected;
+    expected.Append(count);
+    if (present) return check(name, buffer, dtype, expected);
+    if (found.size() == 1 && found[0] == 0) return Status();
+    return Status::InvalidArgument(std::string(name) + ": expected no elements, got shape " +
+                                   ToText(found, found.size()));
+  };
+  const Extents y = problem.Shape(Role::kY, /*with_batch=*/false);
+  Extents w = problem.Shape(Role::kW, /*with_batch=*/false);
+  if (problem.filter_layout == FilterLayout::kKrsc) {
+    std::rotate(w.values.begin(), w.values.begin() + (w.rank - 1), w.values.begin() + w.rank);
+  }
+  const Epilogue& terms = problem.epilogue;
+  const bool of_image = terms.scale == ScaleKind::kImage;
+  JAXCONV_RETURN_IF_ERROR(
+      check("x", call.x, problem.x_dtype, problem.Shape(Role::kX, /*with_batch=*/false)));
+  JAXCONV_RETURN_IF_ERROR(check("w", call.w, problem.w_dtype, w));
+  JAXCONV_RETURN_IF_ERROR(check("y", call.out, problem.y_dtype, y));
+  JAXCONV_RETURN_IF_ERROR(check_term("scale", call.scale, terms.scale != ScaleKind::kNone,
+                                     DType::kF32, of_image ? problem.n * problem.k : problem.k));
+  JAXCONV_RETURN_IF_ERROR(check_term("offset", call.offset, terms.offset, DType::kS32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(check_term("bias", call.bias, terms.bias, DType::kF32, problem.k));
+  if (terms.residual) {
+    JAXCONV_RETURN_IF_ERROR(check("residual", call.residual, problem.y_dtype, y));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(check_term("residual", call.residual, false, DType::kF32, 0));
+  }
+  return check_term("residual_scale", call.residual_scale, terms.residual, DType::kF32, 1);
 }
 
 ffi::Error ToError(const Status& status) {

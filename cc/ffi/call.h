@@ -29,8 +29,19 @@ struct Call {
   Axes lhs_axes, rhs_axes, out_axes;
 };
 
+// The call `jaxconv_int8`: fprop of 8-bit operands with the epilogue of core/epilogue.h. Arrays lie
+// in the problem's layouts, row-major; an absent operand has no elements.
+struct Int8Call {
+  ffi::AnyBuffer x, w, scale, offset, bias, residual, residual_scale, out, workspace;
+  std::string_view instance;
+  std::string_view problem;
+  int64_t slices;
+};
+
 // Compares the buffers with the problem that the call carries, and the operation with `op`.
 Status CheckCall(Op op, const Call& call, const ConvProblem& problem);
+
+Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem);
 
 ffi::Error ToError(const Status& status);
 
@@ -49,5 +60,21 @@ ffi::Error ToError(const Status& status);
       .Attr<::jaxconv::Axes>("lhs_axes")  \
       .Attr<::jaxconv::Axes>("rhs_axes")  \
       .Attr<::jaxconv::Axes>("out_axes")
+
+// The same of `jaxconv_int8`.
+#define JAXCONV_BIND_INT8_CALL(binding)   \
+  (binding)                               \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Attr<std::string_view>("instance") \
+      .Attr<std::string_view>("problem")  \
+      .Attr<int64_t>("slices")
 
 #endif  // JAXCONV_FFI_CALL_H_

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "cpu/execution.h"
+#include "cpu/requantize.h"
 #include "cpu/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
@@ -80,6 +81,32 @@ ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
   return ToError(status);
 }
 
+ffi::Error ExecuteInt8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                       ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer bias,
+                       ffi::AnyBuffer residual, ffi::AnyBuffer residual_scale,
+                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
+                       std::string_view instance, std::string_view key, int64_t slices) {
+  std::shared_ptr<const cpu::Plan> plan;
+  Status status = cpu::FindPlan(key, instance, slices, &plan);
+  if (status.ok()) {
+    status = CheckInt8Call({x, w, scale, offset, bias, residual, residual_scale, *out, *workspace,
+                            instance, key, slices},
+                           cpu::ProblemOf(*plan));
+  }
+  if (status.ok()) {
+    cpu::EpilogueTerms terms;
+    terms.scale = static_cast<const float*>(scale.untyped_data());
+    terms.offset = static_cast<const int32_t*>(offset.untyped_data());
+    terms.bias = static_cast<const float*>(bias.untyped_data());
+    terms.residual = residual.untyped_data();
+    terms.residual_scale = static_cast<const float*>(residual_scale.untyped_data());
+    status = cpu::Execute(*plan, x.untyped_data(), w.untyped_data(), terms, out->untyped_data(),
+                          workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes()),
+                          OnPool(pool));
+  }
+  return ToError(status);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuFprop, Execute<Op::kFprop>,
                               JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuDgrad, Execute<Op::kDgrad>,
@@ -87,21 +114,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuDgrad, Execute<Op::kDgrad>,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuWgrad, Execute<Op::kWgrad>,
                               JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuInt8, ExecuteInt8,
+                              JAXCONV_BIND_INT8_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
 std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCpuFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCpuDgrad)},
-          {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCpuWgrad)}};
+          {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCpuWgrad)},
+          {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCpuInt8)}};
 }
 
 Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view /*target*/,
                  Selection* selection) {
   ConvProblem problem;
-  Status status = ConvProblem::Parse(key, &problem);
-  if (status.code() == StatusCode::kUnimplemented) {  // too large for the arithmetic of any kernel
-    selection->refusals.push_back({"cpu", status.message()});
-    return {};
-  }
-  JAXCONV_RETURN_IF_ERROR(status);
+  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
   // As many tasks as this process may use cores; XLA sizes its intra-op pool the same way.
   int64_t threads = std::max(1u, std::thread::hardware_concurrency());
   return cpu::Select(problem, algorithm, threads, selection);

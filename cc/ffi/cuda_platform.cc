@@ -34,10 +34,15 @@ Status GpuOf(int device, Gpu* gpu) {
   return {};
 }
 
-Status Run(Op op, void* stream, int device, const Call& call) {
+PlanCache& Plans() {
   static PlanCache& plans = *new PlanCache(kPlans, GpuOf);
+  return plans;
+}
+
+Status Run(Op op, void* stream, int device, const Call& call) {
   std::shared_ptr<const PlannedCall> planned;
-  JAXCONV_RETURN_IF_ERROR(plans.Find({call.problem, call.instance, call.slices, device}, &planned));
+  JAXCONV_RETURN_IF_ERROR(
+      Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
   JAXCONV_RETURN_IF_ERROR(CheckCall(op, call, planned->problem));
   Operands operands;
   operands.lhs = call.lhs.untyped_data();
@@ -59,6 +64,40 @@ ffi::Error Execute(void* stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuf
           {lhs, rhs, *out, *workspace, instance, problem, slices, lhs_axes, rhs_axes, out_axes}));
 }
 
+Status RunInt8(void* stream, int device, const Int8Call& call) {
+  std::shared_ptr<const PlannedCall> planned;
+  JAXCONV_RETURN_IF_ERROR(
+      Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
+  JAXCONV_RETURN_IF_ERROR(CheckInt8Call(call, planned->problem));
+  const Epilogue& terms = planned->problem.epilogue;
+  auto pointer = [](bool present, const ffi::AnyBuffer& buffer) -> const void* {
+    return present ? buffer.untyped_data() : nullptr;
+  };
+  Operands operands;
+  operands.lhs = call.x.untyped_data();
+  operands.rhs = call.w.untyped_data();
+  operands.scale = static_cast<const float*>(pointer(terms.scale != ScaleKind::kNone, call.scale));
+  operands.offset = static_cast<const int32_t*>(pointer(terms.offset, call.offset));
+  operands.bias = static_cast<const float*>(pointer(terms.bias, call.bias));
+  operands.residual = pointer(terms.residual, call.residual);
+  operands.residual_scale = static_cast<const float*>(pointer(terms.residual, call.residual_scale));
+  operands.out = call.out.untyped_data();
+  operands.workspace = call.workspace.untyped_data();
+  operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
+  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, stream);
+}
+
+ffi::Error ExecuteInt8(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                       ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer bias,
+                       ffi::AnyBuffer residual, ffi::AnyBuffer residual_scale,
+                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
+                       std::string_view instance, std::string_view problem, int64_t slices) {
+  return ToError(RunInt8(stream, device,
+                         {x, w, scale, offset, bias, residual, residual_scale, *out, *workspace,
+                          instance, problem, slices}));
+}
+
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
 // needs no CUDA header.
 #define JAXCONV_CUDA_HANDLER(name, op)                                                   \
@@ -72,10 +111,17 @@ JAXCONV_CUDA_HANDLER(JaxconvCudaFprop, Op::kFprop);
 JAXCONV_CUDA_HANDLER(JaxconvCudaDgrad, Op::kDgrad);
 JAXCONV_CUDA_HANDLER(JaxconvCudaWgrad, Op::kWgrad);
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaInt8, ExecuteInt8,
+                              JAXCONV_BIND_INT8_CALL(ffi::Ffi::Bind()
+                                                         .Ctx<ffi::PlatformStream<void*>>()
+                                                         .Ctx<ffi::DeviceOrdinal>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCudaFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCudaDgrad)},
-          {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)}};
+          {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)},
+          {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCudaInt8)}};
 }
 
 // A product or an architecture ("h200", "sm_90a"); empty: this process's first device (JAX wants

@@ -21,7 +21,8 @@ struct PlatformInterface {
   // FFI target name -> XLA_FFI_Handler.
   std::vector<std::pair<std::string, void*>> (*handlers)();
   // Parses the problem key and chooses an instance. `target`: an architecture such as "sm_90a", a
-  // product such as "h200", or empty for the devices of this process.
+  // product such as "h200", or empty for the devices of this process. Unimplemented: the problem is
+  // too large for the arithmetic of any kernel.
   Status (*select)(std::string_view key, std::string_view algorithm, std::string_view target,
                    Selection* selection);
   std::vector<std::string> (*kernels)();

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import compat
-from jaxconv._src.lowering import UNCONDITIONAL, families
+from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.spec import Op, Pairs, dilated_extent
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
@@ -191,13 +191,13 @@ def algorithms(algorithm: Algorithm) -> tuple[str, str, str]:
     for name in chosen.values():
         if not isinstance(name, str):
             raise TypeError(f"algorithm: expected names, got {name!r}")
-        if name in UNCONDITIONAL:
+        if name in UNCONDITIONAL or name in IN_JAX:
             continue
         known = {family for names in families().values() for family in names}
         if not any(family == name or f"_{family}_" in name for family in known):
             raise ValueError(
                 f"algorithm: {name!r} is not in this build; expected "
-                f"{', '.join(map(repr, UNCONDITIONAL))}, "
+                f"{', '.join(map(repr, dict.fromkeys((*UNCONDITIONAL, *IN_JAX))))}, "
                 f"{', '.join(sorted(known)) or '(no kernels built)'} or an instance name"
             )
     return tuple(chosen[d] for d in directions)

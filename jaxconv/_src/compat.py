@@ -55,6 +55,11 @@ else:
     match_varying = _core.standard_insert_pvary
 
 
+def is_traced(value) -> bool:
+    """Whether a value is not known while tracing."""
+    return isinstance(value, _core.Tracer)
+
+
 # Goes on with the next operation, in a callback of `walk`.
 CONTINUE_WALK = _ir.WalkResult.ADVANCE
 

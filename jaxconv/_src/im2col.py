@@ -5,8 +5,8 @@
     wgrad   dw = columns(x)^T dy
 
 with columns(x) of N * P * Q rows and R * S * C columns; groups make it a batched product. The
-matrix is the price: ``columns_bytes``, R * S times the input at stride 1. Source: Chellapilla, Puri
-and Simard, "High performance convolutional neural networks for document processing", 2006.
+matrix is the price: ``workspace_bytes``, R * S times the input at stride 1. Source: Chellapilla,
+Puri and Simard, "High performance convolutional neural networks for document processing", 2006.
 
 Here as the baseline that implicit GEMM is measured against, and on every platform that JAX runs on.
 """
@@ -24,8 +24,20 @@ from jaxconv._src import compat
 from jaxconv._src.spec import ConvSpec, Op, Sizes
 from jaxconv._src.xla import PRECISION
 
+OPS = frozenset(Op)
 
-def columns_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> int:
+
+def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
+    """Takes every problem."""
+    return ""
+
+
+def instance(op: Op, spec: ConvSpec, dtype: np.dtype) -> str:
+    """The name of this algorithm's computation of a problem, as a kernel's."""
+    return f"{op.value}_im2col"
+
+
+def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> int:
     """Size of the matrix of windows; dgrad adds windows up, and keeps them at the sums' width."""
     itemsize = np.dtype(_sum_dtype(dtype) if op is Op.DGRAD else dtype).itemsize
     rows = sizes.batch * sizes.n * math.prod(sizes.out_spatial)

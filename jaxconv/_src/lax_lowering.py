@@ -9,18 +9,20 @@ a reversed filter from any other.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
 from jaxconv._src import canonical, compat, lowering, partition, record
-from jaxconv._src.native import Selection
+from jaxconv._src.native import Refusal, Selection
 from jaxconv._src.spec import Op
 from jaxconv._src.spec import flops as flops_of
 
@@ -28,7 +30,7 @@ _log = logging.getLogger("jaxconv")
 
 
 def conv_parameters(
-    algorithm: str = lowering.AUTO,
+    algorithm: tuple[str, str, str] = (lowering.AUTO,) * len(Op),
     *,
     window_strides,
     padding,
@@ -52,7 +54,7 @@ def conv_parameters(
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
         precision=canonical.precision_name(precision),
-        algorithm=(algorithm,) * len(Op),
+        algorithm=algorithm,
     )
 
 
@@ -129,23 +131,69 @@ def _outside(ctx) -> str:
     return ""
 
 
-def _choose(
-    platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype
-) -> tuple[canonical.CanonicalForm, Selection, str]:
-    """The first form that a kernel accepts, if need be on an input dilated and cropped before.
+class _Choice(NamedTuple):
+    """How a convolution is computed.
 
-    Returns:
-        That form, its selection and the problem key. The selection has no instance where XLA's
-        convolution is predicted to be faster; nor where no kernel accepts any form, and the form
-        is then the first.
+    Attributes:
+        form: its canonical form, with the algorithm that computes it.
+        chosen: the selection. It has no instance where XLA's convolution is predicted to be faster;
+            nor where no kernel accepts any form, and the form is then the first.
+        key: the problem key.
+        declined: why the algorithm that was asked for does not compute it; empty where it does.
     """
+
+    form: canonical.CanonicalForm
+    chosen: Selection
+    key: str
+    declined: tuple[Refusal, ...] = ()
+
+
+def _choose(platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype) -> _Choice:
+    """The first form that the demanded algorithm takes; where it takes none, ``auto`` chooses.
+
+    The demand is that for the operation of the first form, the most natural one.
+    """
+    demand, declined = forms[0].spec.algorithm_of(forms[0].op), ()
+    if not lowering.applies(demand, forms[0].op):
+        demand = lowering.AUTO
+    if demand not in lowering.UNCONDITIONAL:
+        try:
+            for form in _demanding(demand, forms):
+                chosen, key = lowering.select(platform, form.op, form.spec, form.sizes, *dtypes)
+                if chosen.instance is not None:
+                    return _Choice(form, chosen, key)
+                declined = declined or chosen.refusals
+        except ValueError as error:  # not an algorithm of this platform
+            declined = (Refusal(demand, str(error)),)
+        demand = lowering.AUTO
+    return _first_accepted(platform, _demanding(demand, forms), *dtypes)._replace(declined=declined)
+
+
+def _demanding(
+    algorithm: str, forms: Sequence[canonical.CanonicalForm]
+) -> list[canonical.CanonicalForm]:
+    """The forms of which an algorithm speaks, with the demand for it."""
+    return [
+        dataclasses.replace(
+            form, spec=dataclasses.replace(form.spec, algorithm=(algorithm,) * len(Op))
+        )
+        for form in forms
+        if lowering.applies(algorithm, form.op)
+    ]
+
+
+def _first_accepted(
+    platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype
+) -> _Choice:
+    """The first form that a kernel accepts, if need be on an input dilated and cropped before."""
     refused = None
     for select in lowering.select, lowering.select_explicit:
         for form in forms:
             chosen, key = select(platform, form.op, form.spec, form.sizes, *dtypes)
+            found = _Choice(form, chosen, key)
             if chosen.instance is not None or chosen.xla_is_faster:
-                return form, chosen, key
-            refused = refused or (form, chosen, key)
+                return found
+            refused = refused or found
     return refused
 
 
@@ -173,7 +221,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
 
     if reason := _outside(ctx):
         return leave(lowering.refused(reason))
-    conv = conv_parameters(algorithm or lowering.AUTO, **params)
+    conv = conv_parameters(*([algorithm] if algorithm else []), **params)
     given_filter = _unreversed(rhs, conv.rhs_spec[2:])
     forms = canonical.forms(
         conv,
@@ -186,9 +234,12 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
         return leave(lowering.refused(reason), forms[0])
-    form, chosen, key = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
-    if chosen.instance is None:
-        return leave(chosen, form, key)
+    form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
+    if declined:
+        _log.info("%s on %s: %s", form.op.value, platform, lowering.reasons(declined))
+    if chosen.instance is None and not lowering.xla_lacks(platform, lhs_aval.dtype):
+        with record.located(ctx, declined):
+            return leave(chosen, form, key)
     take_filter = form.op is Op.DGRAD and given_filter is not None
 
     def apply(lhs, rhs):
@@ -196,7 +247,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         return partition.like(out, out_aval)
 
     try:
-        with record.located(ctx):
+        with record.located(ctx, declined):
             return mlir.lower_fun(apply, multiple_results=False)(
                 ctx, lhs, given_filter if take_filter else rhs
             )

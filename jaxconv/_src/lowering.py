@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jaxconv._src import im2col, native, partition, record, xla
+from jaxconv._src import exact, im2col, int8_lax, native, partition, record, winograd_jax, xla
 from jaxconv._src.spec import (
     DTYPE_NAMES,
     EXPLICIT_GROWTH,
@@ -25,10 +25,10 @@ from jaxconv._src.spec import (
     dilated_extents,
     explicit_input,
     flops,
-    problem_line,
+    problem_key,
 )
 
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = native.PLATFORMS
 
 # The fastest by prediction: of the kernels and XLA's own convolution, and of the kernels alone.
 AUTO, NATIVE = "auto", "native"
@@ -36,8 +36,14 @@ AUTO, NATIVE = "auto", "native"
 # Not an algorithm of ours: the caller asks for XLA's own convolution.
 XLA = "xla"
 
-# The textbook algorithm, written in JAX: needs no kernel and runs on every platform.
+# The textbook algorithm.
 IM2COL = "im2col"
+
+# Algorithms written in JAX, by name. They compute on every platform what no kernel of their name
+# takes. A module has ``OPS``, the operations that the algorithm speaks of (the others are chosen by
+# selection); ``refusal``, why it does not take a problem; ``instance`` and ``workspace_bytes`` for
+# ``explain``; and ``convolve``.
+IN_JAX = {IM2COL: im2col, **dict.fromkeys(winograd_jax.ALGORITHMS, winograd_jax)}
 
 # The demands that every convolution can meet.
 UNCONDITIONAL = (AUTO, NATIVE, XLA, IM2COL)
@@ -46,9 +52,9 @@ UNCONDITIONAL = (AUTO, NATIVE, XLA, IM2COL)
 EMPTY = "a tensor has no elements"
 CROPPED = "negative padding crops the whole input"
 
-# The algorithm of lax's convolutions, None where they stay lax's: a global value, and one of each
-# thread. JAX has both in the keys of its caches: nothing compiled under one value is reused under
-# another.
+# The algorithms of lax's convolutions for fprop, dgrad and wgrad, None where they stay lax's: a
+# global value, and one of each thread. JAX has both in the keys of its caches: nothing compiled
+# under one value is reused under another.
 override_in_force = jax.make_user_context(None)
 
 _log = logging.getLogger("jaxconv")
@@ -73,8 +79,13 @@ def refused(reason: str) -> native.Selection:
     return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),))
 
 
-def _applies(algorithm: str, op: Op) -> bool:
-    """An instance name speaks of one operation only; the others are then chosen by selection."""
+def applies(algorithm: str, op: Op) -> bool:
+    """Whether an algorithm speaks of an operation; if not, selection chooses as for "auto".
+
+    An instance name speaks of one operation only.
+    """
+    if algorithm in IN_JAX:
+        return op in IN_JAX[algorithm].OPS
     prefixes = tuple(f"{other.value}_" for other in Op if other is not op)
     return not algorithm.startswith(prefixes)
 
@@ -116,6 +127,43 @@ def select(
     operand_dtype: np.dtype,
     out_dtype: np.dtype,
 ) -> tuple[native.Selection, str]:
+    """Chooses how to compute one operation on one platform.
+
+    That is by a kernel instance; where the demanded algorithm is also written in JAX and no kernel
+    takes the problem, by that; else by XLA's convolution.
+
+    Returns:
+        The selection, and the problem key ("" where a dtype has none, or no kernel is chosen).
+
+    Raises:
+        ValueError: the demanded algorithm is not known on this platform.
+    """
+    algorithm = spec.algorithm_of(op)
+    if algorithm not in IN_JAX or not applies(algorithm, op) or sizes.empty:
+        return _select_kernel(platform, op, spec, sizes, operand_dtype, out_dtype)
+    try:
+        chosen, key = _select_kernel(platform, op, spec, sizes, operand_dtype, out_dtype)
+    except ValueError:  # no kernel of this name
+        chosen, key = native.Selection(None), ""
+    if chosen.instance:
+        return chosen, key
+    way = IN_JAX[algorithm]
+    if reason := way.refusal(op, spec, sizes, operand_dtype):
+        refusals = (native.Refusal(algorithm, reason), *chosen.refusals)
+        return native.Selection(None, refusals=refusals), key
+    name = way.instance(op, spec, operand_dtype)
+    memory = way.workspace_bytes(op, spec, sizes, operand_dtype)
+    return native.Selection(name, memory, in_jax=True), ""
+
+
+def _select_kernel(
+    platform: str,
+    op: Op,
+    spec: ConvSpec,
+    sizes: Sizes,
+    operand_dtype: np.dtype,
+    out_dtype: np.dtype,
+) -> tuple[native.Selection, str]:
     """Chooses the kernel instance for one operation on one platform, or XLA's convolution.
 
     A filter that lies as (k, spatial, c) is read so where the chosen instance can, which costs it
@@ -128,16 +176,16 @@ def select(
         ValueError: the demanded algorithm is not known on this platform.
     """
     algorithm = spec.algorithm_of(op)
-    if algorithm == IM2COL and not sizes.empty:
-        memory = im2col.columns_bytes(op, spec, sizes, operand_dtype)
-        return native.Selection(f"{op.value}_{IM2COL}", memory), ""
     if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
         return refused(reason), ""
-    key = problem_line(op, spec, sizes, operand_dtype, out_dtype)
+    key = problem_key(op, spec, sizes, operand_dtype, out_dtype)
+    if platform == "cuda" and np.dtype(operand_dtype) == np.int8:
+        plan = _int8_plan(platform, op, spec, sizes, out_dtype)
+        return plan.chosen, plan.key if plan.chosen.instance else key
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
         return native.Selection(None, refusals=(kernels,)), key
-    if algorithm == AUTO or not _applies(algorithm, op):
+    if algorithm == AUTO or not applies(algorithm, op):
         algorithm = native.automatic()
     try:
         chosen = kernels.select(key, algorithm, native.target())
@@ -147,11 +195,22 @@ def select(
         # A problem that JAX accepts and the library does not: its numbers are too large.
         return refused(str(error)), key
     if chosen.instance and op is not Op.WGRAD and _lies_as_krsc(spec, sizes):
-        as_it_lies = problem_line(op, spec, sizes, operand_dtype, out_dtype, krsc=True)
+        as_it_lies = problem_key(op, spec, sizes, operand_dtype, out_dtype, krsc=True)
         again = kernels.select(as_it_lies, chosen.instance, native.target())
         if again.instance:
             return again._replace(krsc=True), as_it_lies
     return chosen, key
+
+
+def _int8_plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtype):
+    if not applies(spec.algorithm_of(op), op):
+        spec = dataclasses.replace(spec, algorithm=(AUTO,) * len(Op))
+    return int8_lax.plan(platform, op, spec, sizes, out_dtype)
+
+
+def xla_lacks(platform: str, dtype: np.dtype) -> bool:
+    """Whether XLA compiles no convolution of these operands: integers on a GPU."""
+    return platform == "cuda" and jnp.issubdtype(dtype, jnp.integer)
 
 
 def reasons(refusals: tuple[native.Refusal, ...]) -> str:
@@ -192,9 +251,9 @@ def check_algorithm(
         ValueError: with every kernel's reason, and the algorithms that would serve.
     """
     algorithm = spec.algorithm_of(op)
-    if algorithm in UNCONDITIONAL:
-        return
     sizes = spec.sizes(op, lhs_shape, rhs_shape)
+    if algorithm in UNCONDITIONAL or not applies(algorithm, op) or sizes.empty:
+        return
     refusals, known, key = [], False, ""
     for platform in PLATFORMS:
         try:
@@ -207,7 +266,7 @@ def check_algorithm(
         known = True
         refusals.extend(chosen.refusals)
     problem = (op, spec, sizes, operand_dtype, out_dtype)
-    raise _refuse(algorithm, key if known else "", problem, tuple(refusals))
+    raise _refuse(algorithm, key if known else "", problem, tuple(dict.fromkeys(refusals)))
 
 
 def select_explicit(
@@ -266,6 +325,12 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
         split = partition.lower(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
     if split is not None:
         return recorded(chosen, split)
+    if chosen.packed:
+        plan = _int8_plan(platform, op, spec, sizes, out_dtype)
+        through = functools.partial(int8_lax.convolve, plan, op, spec=spec)
+        with record.paused():
+            results = mlir.lower_fun(through, multiple_results=False)(ctx, lhs, rhs)
+        return recorded(chosen, results)
     if chosen.instance is None:
         if not chosen.xla_is_faster:
             beforehand, _ = select_explicit(platform, *problem)
@@ -278,13 +343,17 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
             if beforehand.xla_is_faster:
                 chosen = beforehand
         algorithm = spec.algorithm_of(op)
-        if algorithm not in UNCONDITIONAL and _applies(algorithm, op) and not sizes.empty:
+        if algorithm not in UNCONDITIONAL and applies(algorithm, op) and not sizes.empty:
             raise _refuse(algorithm, key, problem, chosen.refusals)
         _log.info("%s on %s goes to XLA: %s", key or op.value, platform, reasons(chosen.refusals))
-        return recorded(chosen, lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
+        way = exact if xla_lacks(platform, lhs_aval.dtype) else None
+        results = lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype, way=way)
+        return recorded(chosen, results)
     _log.debug("%s on %s: %s", key, platform, chosen.instance)
-    if spec.algorithm_of(op) == IM2COL:
-        return recorded(chosen, lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype))
+    if chosen.in_jax:
+        way = IN_JAX[spec.algorithm_of(op)]
+        results = lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype, way=way)
+        return recorded(chosen, results)
     axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
     workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
     call = jax.ffi.ffi_lowering(
@@ -306,10 +375,27 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
     return recorded(chosen, results[:1])
 
 
-def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
-    """Lowers to XLA's own convolution, or to its matrix product for ``algorithm="im2col"``."""
-    way = im2col if spec.algorithm_of(op) == IM2COL else xla
-    convolve = functools.partial(way.convolve, op, spec=spec, out_dtype=out_dtype)
+def lower_without_kernels(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
+    """Lowers on a platform for which no kernel is built: by an algorithm in JAX, or to XLA's own.
+
+    Raises:
+        ValueError: the demanded algorithm does not take the problem.
+    """
+    algorithm = spec.algorithm_of(op)
+    way = IN_JAX.get(algorithm) if applies(algorithm, op) else None
+    if way is not None:
+        sizes = spec.sizes(op, *(aval.shape for aval in ctx.avals_in))
+        if reason := way.refusal(op, spec, sizes, ctx.avals_in[0].dtype):
+            raise ValueError(f"algorithm {algorithm!r} cannot serve {op.value}: {reason}")
+    return lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype, way=way)
+
+
+def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype, way=None):
+    """Lowers to operations of XLA's, by default its own convolution.
+
+    ``way`` is a module with another function ``convolve`` for it.
+    """
+    convolve = functools.partial((way or xla).convolve, op, spec=spec, out_dtype=out_dtype)
     # XLA's partitioner comes here in a thread of its own, without the caller's `enable_x64`.
     known = jax.dtypes.canonicalize_dtype(out_dtype) == out_dtype
     wide = contextlib.nullcontext() if known else jax.enable_x64(True)

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import jax
 
+# Those that kernels are built for.
+PLATFORMS = ("cpu", "cuda")
+
 
 class Refusal(NamedTuple):
     """Why one kernel, or a whole platform, does not take a problem."""
@@ -38,6 +41,8 @@ class Selection(NamedTuple):
         microseconds: predicted time of the fastest kernel, 0 where unknown.
         xla_microseconds: predicted time of XLA's convolution, 0 where unknown.
         krsc: the instance reads the filter as (k, spatial, c), not as (spatial, c, k).
+        packed: the instance reads a packed int8 filter, and is called as ``conv_int8_p`` is.
+        in_jax: the instance is no kernel but an algorithm written in JAX.
     """
 
     instance: str | None
@@ -47,6 +52,8 @@ class Selection(NamedTuple):
     microseconds: float = 0.0
     xla_microseconds: float = 0.0
     krsc: bool = False
+    packed: bool = False
+    in_jax: bool = False
 
     @property
     def xla_is_faster(self) -> bool:
@@ -97,7 +104,7 @@ class Platform:
         """Chooses an instance for a problem key, or XLA's convolution.
 
         Args:
-            key: the problem, in the form of ``problem_line``.
+            key: the problem, in the form of ``problem_key``.
             algorithm: "auto", "native" (without XLA as a candidate), a family or an instance.
             target: "" for the devices of this process, or an architecture such as "sm_90a".
 

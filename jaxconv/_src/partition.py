@@ -72,7 +72,7 @@ def _extents(op: Op, spec: ConvSpec, lhs_shape, rhs_shape) -> dict[str, int]:
     return {"batch": sizes.batch, "n": sizes.n, "g": spec.groups, "c": sizes.c, "k": sizes.k}
 
 
-def _dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The longest prefix of mesh axes over which ``extent`` splits evenly."""
     taken = 1
     for i, axis in enumerate(axes):
@@ -114,7 +114,7 @@ def choose(
     chosen: Split = {}
     for name in order:
         candidates = [
-            _dividing(
+            dividing(
                 tuple(itertools.takewhile(lambda a: a not in used, split[at[name]])),
                 extents[name],
                 mesh,
@@ -137,7 +137,7 @@ def _partitions(spec: ConvSpec, role: str, split: Split) -> Partitions:
     return tuple(axes)
 
 
-def _pspec(partitions: Partitions) -> PartitionSpec:
+def partition_spec(partitions: Partitions) -> PartitionSpec:
     return PartitionSpec(
         *(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in partitions)
     )
@@ -166,7 +166,7 @@ def _radices(count: int) -> Iterator[tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class DeviceLayout:
     """The devices of a program as a mesh whose axes all have prime size.
 
     The program's own mesh is often unknown while lowering, and XLA may split over a part of one of
@@ -182,7 +182,7 @@ class _Layout:
     split: AbstractMesh
 
     @classmethod
-    def all_of(cls, axes: tuple[tuple[int, bool], ...]) -> Iterator[_Layout]:
+    def all_of(cls, axes: tuple[tuple[int, bool], ...]) -> Iterator[DeviceLayout]:
         """One layout for every order of the prime factors; ``axes`` as ``compat.device_axes``."""
         for radices in itertools.product(*(_radices(size) for size, _ in axes)):
             named = [
@@ -208,9 +208,9 @@ class _Layout:
         return compat.tiling_partitions(tiling, self.split, rank)
 
 
-def _read(axes, shardings: Sequence, ranks: Sequence[int]) -> tuple[_Layout, list]:
+def read_shardings(axes, shardings: Sequence, ranks: Sequence[int]) -> tuple[DeviceLayout, list]:
     """All shardings of one operation over one layout. Any that come of no mesh are replicated."""
-    for layout in _Layout.all_of(axes):
+    for layout in DeviceLayout.all_of(axes):
         try:
             return layout, [layout.read(s, r) for s, r in zip(shardings, ranks, strict=True)]
         except compat.NOT_A_TILING_OF_THE_MESH:
@@ -231,15 +231,15 @@ class _Call:
     def __call__(self, lhs, rhs):
         return self.primitive.bind(lhs, rhs, spec=self.spec, out_dtype=self.out_dtype)
 
-    def _choose(self, infos: Sequence) -> tuple[_Layout, Split]:
+    def _choose(self, infos: Sequence) -> tuple[DeviceLayout, Split]:
         shardings = [getattr(info, "sharding", None) for info in infos]
-        layout, given = _read(self.axes, shardings, [len(info.shape) for info in infos])
+        layout, given = read_shardings(self.axes, shardings, [len(info.shape) for info in infos])
         extents = _extents(self.op, self.spec, infos[0].shape, infos[1].shape)
         return layout, choose(self.op, self.spec, extents, layout.split.shape, given)
 
-    def _shardings(self, layout: _Layout, split: Split) -> list[NamedSharding]:
+    def _shardings(self, layout: DeviceLayout, split: Split) -> list[NamedSharding]:
         return [
-            NamedSharding(layout.split, _pspec(_partitions(self.spec, role, split)))
+            NamedSharding(layout.split, partition_spec(_partitions(self.spec, role, split)))
             for role in self.op.roles
         ]
 
@@ -327,7 +327,7 @@ def _spread(ctx, call: _Call, lhs, rhs):
 # --- explicit sharding ---
 
 
-def _explicit_mesh(*avals) -> AbstractMesh | None:
+def explicit_mesh(*avals) -> AbstractMesh | None:
     """The mesh of some types if it has explicit axes, along which a sharding is part of the type.
 
     Raises:
@@ -342,7 +342,7 @@ def _explicit_mesh(*avals) -> AbstractMesh | None:
     return meshes.pop() if meshes else None
 
 
-def _given(aval) -> Partitions:
+def given_partitions(aval) -> Partitions:
     """How a type says that its array is split."""
     spec = tuple(aval.sharding.spec)
     axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
@@ -351,7 +351,9 @@ def _given(aval) -> Partitions:
 
 def _choose_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs) -> Split:
     extents = _extents(op, spec, lhs.shape, rhs.shape)
-    return choose(op, spec, extents, mesh.shape, [_given(lhs), _given(rhs), None])
+    return choose(
+        op, spec, extents, mesh.shape, [given_partitions(lhs), given_partitions(rhs), None]
+    )
 
 
 def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split: Split) -> None:
@@ -363,7 +365,7 @@ def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split:
     if op is not Op.FPROP:
         return
     for role, aval in zip(op.roles, (lhs, rhs), strict=False):
-        given, at = _given(aval), factors(spec, role)
+        given, at = given_partitions(aval), factors(spec, role)
         names = {axis: name for name, axis in at.items()}
         for axis, wanted in enumerate(given):
             name = names.get(axis)
@@ -377,14 +379,14 @@ def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split:
             else:
                 reason = f"axis {axis} of {role} conflicts with another axis"
             raise compat.ShardingTypeError(
-                f"convolution: {reason}. Got x of type {_described(lhs)}, w of type "
-                f"{_described(rhs)}, {spec.groups} groups. Change an operand's sharding with "
+                f"convolution: {reason}. Got x of type {described(lhs)}, w of type "
+                f"{described(rhs)}, {spec.groups} groups. Change an operand's sharding with "
                 "jax.sharding.reshard; batch, output channels, whole groups, and input channels "
                 "can be split, each over mesh axes of its own."
             )
 
 
-def _described(aval) -> str:
+def described(aval) -> str:
     return aval.str_short(short_dtypes=True)
 
 
@@ -394,23 +396,23 @@ def result_sharding(op: Op, spec: ConvSpec, lhs, rhs) -> NamedSharding | None:
     Raises:
         ShardingTypeError: the operands' shardings do not go together.
     """
-    mesh = _explicit_mesh(lhs, rhs)
+    mesh = explicit_mesh(lhs, rhs)
     if mesh is None:
         return None
     for aval in (lhs, rhs):
         if aval.sharding.spec.unreduced or aval.sharding.spec.reduced:
             raise compat.ShardingTypeError(
                 f"convolution: expected an operand without unreduced or reduced mesh axes, got "
-                f"{_described(aval)}; jax.sharding.reshard it first"
+                f"{described(aval)}; jax.sharding.reshard it first"
             )
     split = _choose_explicit(op, spec, mesh, lhs, rhs)
     _check_explicit(op, spec, mesh, lhs, rhs, split)
-    return NamedSharding(mesh, _pspec(_partitions(spec, op.roles[2], split)))
+    return NamedSharding(mesh, partition_spec(_partitions(spec, op.roles[2], split)))
 
 
 def like(array: jax.Array, aval) -> jax.Array:
     """``array`` with the sharding that the type ``aval`` has on an explicit mesh."""
-    if _explicit_mesh(aval) is None or jax.typeof(array).sharding == aval.sharding:
+    if explicit_mesh(aval) is None or jax.typeof(array).sharding == aval.sharding:
         return array
     return jax.sharding.reshard(array, aval.sharding)
 
@@ -430,13 +432,13 @@ def with_out_sharding(array: jax.Array, out_sharding) -> jax.Array:
 def split_over(array: jax.Array, axis: int) -> tuple[str, ...]:
     """The explicit mesh axes that split one axis of an array."""
     aval = jax.typeof(array)
-    return () if _explicit_mesh(aval) is None else _given(aval)[axis]
+    return () if explicit_mesh(aval) is None else given_partitions(aval)[axis]
 
 
 def _reshape(array: jax.Array, shape: Sequence[int], given: Sequence) -> jax.Array:
     if not any(given):  # JAX then finds the result's sharding itself
         return array.reshape(shape)
-    sharding = NamedSharding(_explicit_mesh(jax.typeof(array)), _pspec(tuple(given)))
+    sharding = NamedSharding(explicit_mesh(jax.typeof(array)), partition_spec(tuple(given)))
     return lax.reshape(array, shape, out_sharding=sharding)
 
 
@@ -475,7 +477,7 @@ def move_groups(array: jax.Array, source: int, target: int | None, groups: int) 
 def _map_explicit(mesh: AbstractMesh, primitive, op: Op, ctx, lhs, rhs, *, spec, out_dtype):
     """Lowers through ``shard_map`` over the explicit axes: the types say what each device holds."""
     split = _choose_explicit(op, spec, mesh, *ctx.avals_in)
-    *operands, out = (_pspec(_partitions(spec, role, split)) for role in op.roles)
+    *operands, out = (partition_spec(_partitions(spec, role, split)) for role in op.roles)
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -508,7 +510,7 @@ def lower(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype):
         The lowering's results, or None where the arrays are one device's and the operation is to
         be lowered as it stands.
     """
-    mesh = _explicit_mesh(*ctx.avals_in)
+    mesh = explicit_mesh(*ctx.avals_in)
     axes = () if mesh is not None else compat.device_axes(ctx)
     split = axes if mesh is None else mesh.size > 1
     if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):

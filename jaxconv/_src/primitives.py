@@ -178,7 +178,7 @@ for _op, _primitive in PRIMITIVES.items():
         functools.partial(_transpose_rhs, _op),
     )
     batching.primitive_batchers[_primitive] = functools.partial(_batch, _op)
-    mlir.register_lowering(_primitive, functools.partial(lowering.lower_to_xla, _op))
+    mlir.register_lowering(_primitive, functools.partial(lowering.lower_without_kernels, _op))
     for _platform in lowering.PLATFORMS:
         mlir.register_lowering(
             _primitive,

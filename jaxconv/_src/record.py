@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxconv._src import compat
+from jaxconv._src import compat, winograd_jax
 from jaxconv._src.native import Refusal, Selection
 
 
@@ -29,9 +29,11 @@ class Convolution:
         xla_microseconds: predicted time of XLA's own convolution; 0 where unknown.
         workspace_bytes: memory that the kernel needs beside its operands and result.
         flops: multiplications and additions by definition, padding counted.
-        bytes: size of the operands and the result.
+        bytes: size of all operands and the result.
         refusals: for one left to XLA, each refusing kernel and its reason, or "xla" and both
             predictions where a kernel accepts the problem and XLA is predicted to be faster.
+        declined: why the algorithm that ``install`` or ``override`` asks for does not compute it,
+            and ``auto`` chose; empty where it does.
         source: file, line and function of the user's code.
         count: how often the program calls it; the body of a loop counts once.
     """
@@ -51,6 +53,16 @@ class Convolution:
     refusals: tuple[Refusal, ...]
     source: str
     count: int = 1
+    declined: tuple[Refusal, ...] = ()
+
+    @property
+    def rms_error(self) -> float | None:
+        """The stated error of an algorithm that is less accurate than the direct convolution.
+
+        Root mean square against float64, over the standard deviation of the result; see
+        docs/winograd.md. None for all others.
+        """
+        return winograd_jax.rms_error(self.instance or "", self.platform, self.precision)
 
 
 # Attribute of the operation that computes a recorded convolution: its index in the recording.
@@ -66,7 +78,10 @@ class Recording(list[Convolution]):
 
 
 _sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("sinks", default=())
-_source: contextvars.ContextVar[str | None] = contextvars.ContextVar("source", default=None)
+# Source location, and the reasons of a declined algorithm.
+_outer: contextvars.ContextVar[tuple[str, tuple[Refusal, ...]]] = contextvars.ContextVar(
+    "outer", default=("", ())
+)
 
 
 @contextlib.contextmanager
@@ -95,16 +110,19 @@ def paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def located(ctx) -> Iterator[None]:
-    """What is lowered meanwhile stems from the user's code that ``ctx`` points at."""
+def located(ctx, declined: tuple[Refusal, ...] = ()) -> Iterator[None]:
+    """What is lowered meanwhile stems from the user's code that ``ctx`` points at.
+
+    ``declined`` says why it is not computed by the algorithm asked for; it holds inside too.
+    """
     if not _sinks.get():
         yield
         return
-    token = _source.set(compat.user_location(ctx))
+    token = _outer.set((compat.user_location(ctx), declined or _outer.get()[1]))
     try:
         yield
     finally:
-        _source.reset(token)
+        _outer.reset(token)
 
 
 def wanted() -> bool:
@@ -135,8 +153,9 @@ def emit(
     """
     if not wanted():
         return results
+    source, declined = _outer.get()
     arrays = [*ctx.avals_in, ctx.avals_out[0]]
-    lhs, rhs, out = (a.str_short(short_dtypes=True) for a in arrays)
+    lhs, rhs, out = (arrays[i].str_short(short_dtypes=True) for i in (0, 1, -1))
     convolution = Convolution(
         op=op,
         operands=(lhs, rhs),
@@ -151,7 +170,8 @@ def emit(
         flops=flops,
         bytes=sum(a.size * a.dtype.itemsize for a in arrays),
         refusals=() if chosen.instance else chosen.refusals,
-        source=_source.get() or compat.user_location(ctx),
+        source=source or compat.user_location(ctx),
+        declined=declined,
     )
     for sink in _sinks.get():
         if sink.tagged:

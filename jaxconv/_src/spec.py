@@ -247,6 +247,24 @@ def explicit_input(spec: ConvSpec) -> ConvSpec:
     )
 
 
+def as_fprop(op: Op, spec: ConvSpec) -> ConvSpec:
+    """The forward convolution that computes ``op``, fprop or dgrad; its axis orders mean nothing.
+
+    dgrad is one of dy with the reversed filter, whose channels are exchanged.
+    """
+    if op is Op.FPROP:
+        return spec
+    x, window, y = spec.dilated_spatial
+    padding = fitting_padding([lo for lo, _ in spec.padding], y, window, x, reflected=True)
+    return dataclasses.replace(
+        spec,
+        in_spatial=spec.out_spatial,
+        stride=spec.lhs_dilation,
+        lhs_dilation=spec.stride,
+        padding=padding,
+    )
+
+
 # Dtypes that have a name in a problem key, and so a chance of a kernel.
 DTYPE_NAMES = {
     "float32": "f32",
@@ -263,7 +281,7 @@ def flops(spec: ConvSpec, sizes: Sizes) -> int:
     return 2 * sizes.batch * sizes.n * pixels * (sizes.c // spec.groups) * sizes.k
 
 
-def problem_line(
+def problem_key(
     op: Op,
     spec: ConvSpec,
     sizes: Sizes,
@@ -280,6 +298,13 @@ def problem_line(
     """
     names = dict.fromkeys("xwy", DTYPE_NAMES[np.dtype(operand_dtype).name])
     names[op.roles[2]] = DTYPE_NAMES[np.dtype(out_dtype).name]
+    return key_of(op, tuple(names.values()), spec, sizes, ["krsc"] if krsc else [])
+
+
+def key_of(
+    op: Op, dtypes: Sequence[str], spec: ConvSpec, sizes: Sizes, words: Sequence[str]
+) -> str:
+    """A problem key from the names of the dtypes of x, w and y, and the words at its end."""
 
     def spatial(values: Sequence[object]) -> str:
         return "x".join(map(str, values))
@@ -287,7 +312,7 @@ def problem_line(
     return " ".join(
         (
             op.value,
-            f"{names['x']}:{names['w']}:{names['y']}",
+            ":".join(dtypes),
             spec.precision,
             f"b{sizes.batch}",
             f"n{sizes.n}",
@@ -301,6 +326,6 @@ def problem_line(
             f"l{spatial(spec.lhs_dilation)}",
             f"d{spatial(spec.dilation)}",
             f"p{spatial([f'{lo}_{hi}' for lo, hi in spec.padding])}",
-            *(["krsc"] if krsc else []),
+            *words,
         )
     )

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxconv.bench import command_layers, command_networks
+from jaxconv.bench import command_layers, command_networks, command_winograd_errors
+
+# By the option that asks for it; without one, single layers are measured.
+_COMMANDS = {"--network": command_networks, "--winograd-errors": command_winograd_errors}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,8 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     # A program found in JAX's cache on disk says nothing about the time to compile it.
     jax.config.update("jax_enable_compilation_cache", False)
-    networks = any(a == "--network" or a.startswith("--network=") for a in argv)
-    return (command_networks if networks else command_layers).main(argv)
+    for option, command in _COMMANDS.items():
+        if any(a == option or a.startswith(f"{option}=") for a in argv):
+            return command.main(argv)
+    return command_layers.main(argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ import os
 from collections.abc import Sequence
 
 from jaxconv._src.spec import Op
-from jaxconv.bench import environment, layers, options, peer, regret, report
+from jaxconv.bench import (
+    environment,
+    layers,
+    options,
+    peer,
+    peer_cudnn,
+    regret,
+    report,
+    requantized,
+)
 from jaxconv.bench.measure import measure
 from jaxconv.bench.networks import NETWORKS
 from jaxconv.bench.problem import DTYPES, Problem, Row
@@ -21,6 +30,12 @@ _EPILOG = f"""
 A layer of your own: --layer {layers.FORM}; for example
 --layer 64,56,56,128,128,3,3,2,1,32 is 3x3 of stride 2 with 32 groups. stride, pad and dilation hold
 for every axis, pad on both sides.
+
+int8 is lax's: int32 results. int8_nhwc and int8_nchw32 are layers of a quantised network in one
+layout or the other: int8 results, with a scale and a bias for each channel, ReLU and rounding in
+the convolution, the operands packed before; beside them lax's int32 convolution, where it has one,
+and the same in XLA. --peer cudnn is cuDNN's own int8 convolution in NHWC, with the same epilogue,
+the fastest of its plans.
 
 Every row is checked first, against float32 HIGHEST (integers: exactly). Then each library runs one
 program of several independent convolutions with random inputs of their own, in turns. Times are
@@ -55,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxconv.bench",
         description=(
             "Measures jaxconv's kernels beside lax.conv on JAX's default device. For whole "
-            "networks see: python -m jaxconv.bench --network --help"
+            "networks see: python -m jaxconv.bench --network --help; for the errors of Winograd: "
+            "--winograd-errors --help"
         ),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -74,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--reps", type=options.count, help="least runs of each program (default: 10)")
     add("--seconds", type=options.seconds, help="to spend on each program (default: 0.4, GPU 0.1)")
     add("--seed", type=int, default=0, help="of the random inputs")
-    add("--peer", nargs="+", choices=["torch", "im2col"], default=[], help="further columns")
+    peers = ["torch", "cudnn", "im2col"]
+    add("--peer", nargs="+", choices=peers, default=[], help="further columns")
     add("--regret", action="store_true", help="the selected kernel beside all others, see below")
     add("--random", type=options.count, default=0, help="random dense layers to add, from --seed")
     add("--list", action="store_true", help="print layers, sets and networks, measure nothing")
@@ -112,14 +129,12 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
         limit = batch if chosen else arguments.batch
         if limit:
             layer = layer.with_batch_at_most(limit)
-        usual = (chosen and chosen.dtype) or ("f32" if platform == "cpu" else "bf16")
+        usual = (chosen and chosen.dtypes) or ["f32" if platform == "cpu" else "bf16"]
         precision = arguments.precision or (chosen and chosen.precision) or "default"
-        for dtype in arguments.dtype or [usual]:
+        for dtype in arguments.dtype or usual:
             for op in Op:
-                # Integers have no gradients.
-                if (dtype == "int8" and op is not Op.FPROP) or (
-                    arguments.op and op.value not in arguments.op
-                ):
+                wanted = not arguments.op or op.value in arguments.op
+                if not wanted or not requantized.possible(dtype, op, layer):
                     continue
                 level = precision if dtype == "f32" else "default"
                 problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
@@ -136,6 +151,8 @@ def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) 
     peers = {}
     if "torch" in arguments.peer:
         peers["torch"] = functools.partial(peer.program, platform=platform)
+    if "cudnn" in arguments.peer:
+        peers["cudnn"] = peer_cudnn.program
     seconds = arguments.seconds
     if seconds is None:
         seconds = 0.4 if platform == "cpu" else 0.1
@@ -175,6 +192,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platf
     options.check_outputs(parser, arguments)
     if "torch" in arguments.peer and (reason := peer.missing(platform)):
         parser.error(f"--peer torch: {reason}")
+    if "cudnn" in arguments.peer and (reason := peer_cudnn.missing(platform)):
+        parser.error(f"--peer cudnn: {reason}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -184,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.list:
         _list()
         return 0
-    if "torch" in arguments.peer:
+    if {"torch", "cudnn"} & set(arguments.peer):
         # JAX would reserve most of the GPU's memory before PyTorch gets any.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = environment.kernel_platform()
@@ -197,6 +216,8 @@ def main(argv: Sequence[str]) -> int:
     facts["clock"] = "the device's" if arguments.device_time else "the host's"
     if "torch" in arguments.peer:
         facts["torch"] = peer.about()
+    if "cudnn" in arguments.peer:
+        facts["cudnn"] = peer_cudnn.about()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
     content = {"environment": facts, "command": list(argv)}
     if arguments.regret:

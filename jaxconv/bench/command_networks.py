@@ -30,6 +30,10 @@ lax's favour, and a network's training comes before its inference, which profits
 GB" is the program's: arguments, results and temporaries. "kernels" counts the convolutions on
 jaxconv's kernels. "difference" is that of the outputs, in training of the first step's losses. Exit
 status: 1 where a program fails or the two libraries do not agree.
+
+--int8 adds a third line to inference: the network quantised by jaxconv.int8, calibrated on other
+random inputs. It takes the same float input and gives float32. Its "difference" is that of its
+outputs from lax's, its last column lax's time over its own.
 """
 
 
@@ -47,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=options.count, help=f"examples (default: usual, on a CPU {_CPU_BATCH})")
     add("--size", type=options.count, help="extent of every spatial axis (default: usual)")
     add("--dtype", choices=DTYPES, help="activations (default: f32 on a CPU, else bf16)")
+    add("--int8", action="store_true", help="inference of the quantised network too, see below")
     add("--algorithm", choices=["auto", "native"], default="auto", help="of jaxconv.override")
     add("--steps", type=options.count, help="steps in a row (default: 20, on a CPU 3)")
     add("--rounds", type=options.count, default=3, help="runs of so many steps (default: 3)")
@@ -61,7 +66,11 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
     on_cpu = environment.kernel_platform() == "cpu"
     dtype = arguments.dtype or ("f32" if on_cpu else "bf16")
     runs = []
-    for name in dict.fromkeys(arguments.network or NETWORKS):
+    quantized = [name for name, network in NETWORKS.items() if network.quantized]
+    names = arguments.network or (quantized if arguments.int8 else NETWORKS)
+    if arguments.int8 and ("infer" not in arguments.mode or set(names) - set(quantized)):
+        parser.error(f"--int8: inference only, and of {', '.join(quantized)} only")
+    for name in dict.fromkeys(names):
         network = NETWORKS[name]
         batch = arguments.batch or (min(_CPU_BATCH, network.batch) if on_cpu else network.batch)
         try:
@@ -70,7 +79,9 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
             parser.error(f"--size: {name}: {error}")
         for mode in MODES:
             if mode in arguments.mode:
-                runs.append(Run(name, mode, shape, dtype, arguments.algorithm, arguments.seed))
+                int8 = arguments.int8 and mode == "infer"
+                options = arguments.algorithm, arguments.seed, int8
+                runs.append(Run(name, mode, shape, dtype, *options))
     return runs
 
 
@@ -88,9 +99,19 @@ def main(argv: Sequence[str]) -> int:
     table, progress = report_network.Table(runs), Progress(len(runs))
     warm_up()
 
+    measured: list[Result] = []
+
+    def save() -> None:
+        if arguments.json:
+            rows = [result.as_json() for result in measured]
+            content = {"environment": facts, "command": list(argv), "rows": rows}
+            options.write_json(arguments.json, content)
+
     def one(run: Run) -> Result:
         note = functools.partial(_note, progress, run)
-        return measure(run, steps=steps, rounds=arguments.rounds, progress=note)
+        measured.append(measure(run, steps=steps, rounds=arguments.rounds, progress=note))
+        save()  # a later network may take the process with it
+        return measured[-1]
 
     def lines(result: Result) -> str:
         kernels = report_network.largest_kernels(result) if arguments.verbose else ""
@@ -102,10 +123,8 @@ def main(argv: Sequence[str]) -> int:
     if peak := memory.get("peak_bytes_in_use"):
         facts["peak device memory of this process"] = f"{peak / 1e9:.2f} GB"
         said.insert(0, f"peak device memory of this process: {peak / 1e9:.2f} GB")
+    save()
     if arguments.json:
-        rows = [result.as_json() for result in results]
-        content = {"environment": facts, "command": list(argv), "rows": rows}
-        options.write_json(arguments.json, content)
         said.append(f"results: {arguments.json}")
     if arguments.plot and any(result.ratio for result in results):
         report_network.plot(results, arguments.plot, facts)

@@ -180,11 +180,11 @@ LAYERS: dict[str, Layer] = {
 
 
 class LayerSet(NamedTuple):
-    """Names of layers, with the dtype and precision at which they are meant to be measured."""
+    """Names of layers, with the dtypes and precision at which they are meant to be measured."""
 
     about: str
     names: tuple[str, ...]
-    dtype: str | None = None
+    dtypes: tuple[str, ...] = ()
     precision: str | None = None
 
 
@@ -214,16 +214,16 @@ SETS: dict[str, LayerSet] = {
     "highest": LayerSet(
         "float32 at Precision.HIGHEST",
         ("r50_56_3x3", "r50_28_3x3", "r50_14_3x3", "vgg_112", "unet_64", "r50_56_1x1b"),
-        dtype="f32",
+        dtypes=("f32",),
         precision="highest",
     ),
     "int8": LayerSet(
-        "int8 operands, int32 results",
+        "int8 operands, int8 results in both layouts, int32 results",
         (
             *("r50_56_3x3", "r50_56_1x1b", "r50_28_3x3", "r50_14_3x3", "r50_7_3x3", "vgg_112"),
             *("seed_224", "seed_960", "unet_64"),
         ),
-        dtype="int8",
+        dtypes=("int8_nhwc", "int8_nchw32", "int8"),
     ),
     "special": LayerSet(
         "few channels, dilated, 1-D, 3-D, patches",

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv.bench import trace
+from jaxconv.bench import requantized, trace
 from jaxconv.bench.environment import kernel_platform
-from jaxconv.bench.problem import Problem, Row, Side
+from jaxconv.bench.problem import Library, Problem, Row, Side
 from jaxconv.bench.program import (
-    Convolution,
     Program,
     elapsed,
     kernel_of,
@@ -48,19 +47,23 @@ _TRACED_STARTS = 4
 _LONG_SECONDS = 1.0
 
 
-def _reference(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _reference(problem: Problem, operands: tuple[jax.Array, ...]) -> jax.Array:
     """The result by lax: float32 at HIGHEST, or for integers float64, which is exact."""
-    exact = problem.dtype == "int8"
+    exact = problem.dtype.startswith("int8")
+    lhs, rhs, *epilogue = operands
     wide = dataclasses.replace(problem, dtype="f32", precision="highest")
     with jax.enable_x64(exact):
         dtype = jnp.float64 if exact else jnp.float32
         compute = jax.jit(operation(wide, lax.conv_general_dilated))
         pair = lhs.astype(dtype), rhs.astype(dtype)
         try:
-            return jax.block_until_ready(compute(*pair))
+            result = jax.block_until_ready(compute(*pair))
         except jax.errors.JaxRuntimeError:  # not every problem runs on every device
             result = compute(*jax.device_put(pair, jax.devices("cpu")[0]))
-            return jax.device_put(result, lhs.device)
+            result = jax.device_put(result, lhs.device)
+        if problem.requantized:
+            return jax.jit(requantized.requantize_exactly)(result, *epilogue)
+        return result
 
 
 def relative_error(result: jax.Array, reference: jax.Array) -> float:
@@ -92,18 +95,19 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.strip()}"
 
 
-def _check(row: Row, compared: dict[str, Convolution], lhs: jax.Array, rhs: jax.Array) -> float:
+def _check(row: Row, compared: dict[str, Library], operands: tuple[jax.Array, ...]) -> float:
     """Compiles one convolution per library and compares the results with the reference.
 
     Returns:
         The seconds that the slower one's first run took.
     """
     problem, results, longest = row.problem, {}, 0.0
-    for name, convolution in compared.items():
+    for name, library in compared.items():
         side = row.sides[name] = Side()
         try:
+            prepared = jax.block_until_ready(library.prepare(*operands))
             start = time.perf_counter()
-            lowered = jax.jit(operation(problem, convolution)).lower(lhs, rhs)
+            lowered = jax.jit(library.compute).lower(*prepared)
             compiled = lowered.compile()
             side.compile_s = time.perf_counter() - start
             if memory := compiled.memory_analysis():
@@ -111,8 +115,9 @@ def _check(row: Row, compared: dict[str, Convolution], lhs: jax.Array, rhs: jax.
             if name == "jaxconv":
                 row.kernel, row.reason = kernel_of(problem, lowered, compiled, row.platform)
             start = time.perf_counter()
-            results[name] = jax.block_until_ready(compiled(lhs, rhs))
+            result = jax.block_until_ready(compiled(*prepared))
             longest = max(longest, time.perf_counter() - start)
+            results[name] = library.finish(result)
         except Exception as error:  # shown in the row, whatever a library or device raises
             side.failure = first_line(error)
             row.refused |= (
@@ -121,7 +126,7 @@ def _check(row: Row, compared: dict[str, Convolution], lhs: jax.Array, rhs: jax.
     if not results:
         return longest
     try:
-        reference = _reference(problem, lhs, rhs)
+        reference = _reference(problem, operands)
         for name, result in results.items():
             row.sides[name].error = relative_error(result, reference)
     except Exception as error:
@@ -164,7 +169,7 @@ def measure(
         row.sides["jaxconv"] = Side(failure=f"operands: {first_line(error)}")
         return row
     compared = libraries(problem, im2col)
-    longest = _check(row, compared, *pairs[0])
+    longest = _check(row, compared, pairs[0])
     if row.wrong or row.refused:
         return row
     if longest > _LONG_SECONDS / 2:
@@ -173,8 +178,8 @@ def measure(
 
     programs: dict[str, Program] = {}
     makers = {
-        name: functools.partial(program, problem, convolution, pairs)
-        for name, convolution in compared.items()
+        name: functools.partial(program, library, pairs)
+        for name, library in compared.items()
         if not row.sides[name].failure
     }
     for name, peer in (peers or {}).items():

@@ -1,5 +1,7 @@
 """Measures a built-in network: the same source on lax's convolutions and on this library's.
 
+Inference can be measured in int8 as well, as a third side: the same network, quantised.
+
 Both programs are compiled, checked against each other, and run in turns as a program of a user
 runs: one step after the other without a wait between them, in training with the state donated and
 fed back. On a GPU a trace of further steps splits the device's time.
@@ -29,11 +31,19 @@ from jaxconv.bench.networks import NETWORKS, programs
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 MODES = ("train", "infer")
 LIBRARIES = ("lax", "jaxconv")
+INT8 = "int8"  # jaxconv's side of the quantised network
 
 # Largest accepted ||a - b|| / ||b|| between the libraries. With random parameters lax's results in
 # bfloat16 are off by 0.006 to 0.06 from those in float32; without one of its convolutions a network
 # is off by about 1.
 _BOUND = 0.1
+
+# The same between the quantised network and lax's: int8 rounds each activation by up to half a step
+# of 1 / 127 of its largest magnitude. ResNet-50 with random parameters is off by 0.04.
+_INT8_BOUND = 0.2
+
+# Images for calibration, drawn with another seed than those that are measured.
+_CALIBRATION_BATCH = 32
 
 _TRACED_STEPS = 5
 _KERNELS_KEPT = 40
@@ -49,6 +59,12 @@ class Run:
     dtype: str  # of activations; parameters are float32
     algorithm: str = "auto"
     seed: int = 0
+    quantized: bool = False  # whether the quantised network is measured too
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The sides, in the order in which they are shown."""
+        return (*LIBRARIES, INT8) if self.quantized else LIBRARIES
 
     @property
     def input(self) -> jax.ShapeDtypeStruct:
@@ -70,6 +86,16 @@ class Side:
 
 
 @dataclasses.dataclass
+class Kernels:
+    """The convolutions of one step, and by whom they are computed."""
+
+    convolutions: int = 0
+    on_kernels: int = 0
+    instances: dict[str, int] = dataclasses.field(default_factory=dict)
+    refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class Result:
     """Both libraries on one network."""
 
@@ -82,22 +108,26 @@ class Result:
     # In training, of gradients. No test of anything: those of two 16-bit programs that are both
     # right differ by 0.1 to 1 where batch normalisation sees few pixels, as rounding is amplified.
     gradient_difference: float | None = None
-    convolutions: int = 0
-    on_kernels: int = 0
-    instances: dict[str, int] = dataclasses.field(default_factory=dict)
-    refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+    int8_difference: float | None = None  # of the quantised network's outputs, from lax's
+    kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)  # of ours and of int8
 
     @property
     def wrong(self) -> bool:
         """True where a library failed, or the two do not agree."""
         if self.difference is None or any(side.failure for side in self.sides.values()):
             return True
+        if self.run.quantized and not (self.int8_difference or 0.0) <= _INT8_BOUND:
+            return True
         return not self.difference <= _BOUND  # also when it is NaN
 
     @property
     def ratio(self) -> float | None:
         """How many times longer lax's step takes; None where either was not timed."""
-        theirs, ours = (self.sides[name].median_s for name in LIBRARIES)
+        return self.ratio_of("jaxconv")
+
+    def ratio_of(self, name: str) -> float | None:
+        """How many times longer lax's step takes than that of another side."""
+        theirs, ours = (self.sides[side].median_s for side in ("lax", name))
         return theirs / ours if theirs and ours and not self.wrong else None
 
     def as_json(self) -> dict[str, Any]:
@@ -109,11 +139,11 @@ class Result:
             "wrong": self.wrong,
             "difference": self.difference,
             "gradient_difference": self.gradient_difference,
+            "int8_difference": self.int8_difference,
             "ratio": self.ratio,
-            "convolutions": self.convolutions,
-            "on_kernels": self.on_kernels,
-            "instances": self.instances,
-            "refusals": self.refusals,
+            "int8_ratio": self.ratio_of(INT8) if self.run.quantized else None,
+            **dataclasses.asdict(self.kernels.get("jaxconv", Kernels())),
+            "int8_kernels": dataclasses.asdict(self.kernels.get(INT8, Kernels())),
             **{name: _side_as_json(side) for name, side in self.sides.items()},
         }
 
@@ -128,10 +158,10 @@ def _side_as_json(side: Side) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Program:
-    """A compiled step and the state that it is at."""
+    """A compiled step and the state that it is at, or the quantised network's parameters."""
 
     compiled: jax.stages.Compiled
-    state: programs.State
+    state: Any
     examples: programs.Examples
     train: bool
 
@@ -145,8 +175,10 @@ class _Program:
         return jax.block_until_ready((self.state, result))[1]
 
 
-def function(run: Run) -> Callable:
-    """What one step computes."""
+def function(run: Run, library: str = "jaxconv") -> Callable:
+    """What one step computes, which is the same for lax and jaxconv."""
+    if library == INT8:
+        return NETWORKS[run.name].quantized.forward
     make = programs.training_step if run.mode == "train" else programs.inference
     return make(NETWORKS[run.name])
 
@@ -174,7 +206,8 @@ def _compile(library: str, run: Run, arguments: tuple) -> tuple[jax.stages.Compi
     jax.clear_caches()  # what the other library's program left would be found again
     start = time.perf_counter()
     with _override(library, run):
-        compiled = jax.jit(function(run), donate_argnums=donated).lower(*arguments).compile()
+        step = jax.jit(function(run, library), donate_argnums=donated)
+        compiled = step.lower(*arguments).compile()
     side.compile_s = time.perf_counter() - start
     if memory := compiled.memory_analysis():
         side.memory_bytes = (
@@ -186,21 +219,20 @@ def _compile(library: str, run: Run, arguments: tuple) -> tuple[jax.stages.Compi
     return compiled, side
 
 
-def _explain(result: Result, arguments: tuple) -> None:
+def _kernels(run: Run, library: str, arguments: tuple) -> Kernels:
     """Counts the step's convolutions and the kernels that they take."""
-    if result.platform not in lowering.PLATFORMS:
-        return
-    with _override("jaxconv", result.run):
-        explanation = jaxconv.explain(function(result.run), *arguments)
+    if kernel_platform() not in lowering.PLATFORMS:
+        return Kernels()
+    with _override("jaxconv", run):
+        explanation = jaxconv.explain(function(run, library), *arguments)
     instances, refusals = collections.Counter(), collections.Counter()
     for convolution in explanation.convolutions:
         if convolution.instance:
             instances[convolution.instance] += convolution.count
         for kernel, reason in convolution.refusals:
             refusals[f"{kernel}: {reason}"] += convolution.count
-    result.convolutions = sum(c.count for c in explanation.convolutions)
-    result.on_kernels = explanation.on_kernels
-    result.instances, result.refusals = dict(instances), dict(refusals)
+    total = sum(c.count for c in explanation.convolutions)
+    return Kernels(total, explanation.on_kernels, dict(instances), dict(refusals))
 
 
 @jax.jit
@@ -212,6 +244,13 @@ def _difference(ours: Any, theirs: Any) -> jax.Array:
 
     difference = jax.tree.map(jnp.subtract, ours, theirs)
     return jnp.sqrt(squares(difference) / squares(theirs))
+
+
+def _calibration_images(run: Run) -> list[jax.Array]:
+    """Random inputs with which the quantised network finds its scales."""
+    shape = (min(run.shape[0], _CALIBRATION_BATCH), *run.shape[1:])
+    network = NETWORKS[run.name]
+    return [programs.random_examples(network, shape, run.input.dtype, run.seed + 1).x]
 
 
 def measure(
@@ -234,33 +273,43 @@ def measure(
     if not train:
         state = state._replace(velocity=[])
     examples = programs.random_examples(network, run.shape, run.input.dtype, run.seed)
-    arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
-        (state, examples if train else examples.x),
-    )
+
+    def shapes(state: Any) -> tuple:
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+            (state, examples if train else examples.x),
+        )
 
     running: dict[str, _Program] = {}
     first: dict[str, Any] = {}
     # XLA keeps within a process what its autotuner found. So the library that comes second has an
     # advantage where both leave an operation to XLA, and lax gets it.
-    for library in reversed(LIBRARIES):
-        progress(f"{library}, compiling")
+    for library in reversed(run.libraries):
         try:
-            compiled, result.sides[library] = _compile(library, run, arguments)
-            program = _Program(compiled, jax.device_put(state), examples, train)
+            held = state
+            if library == INT8:
+                progress(f"{library}, calibrating")
+                held = network.quantized.parameters(state, _calibration_images(run))
+            progress(f"{library}, compiling")
+            compiled, result.sides[library] = _compile(library, run, shapes(held))
+            program = _Program(compiled, jax.device_put(held), examples, train)
             # The first step begins without velocity, so that it leaves the gradients there.
-            first[library] = program(1), jax.tree.map(jnp.copy, program.state.velocity)
+            output = program(1)
+            first[library] = output, jax.tree.map(jnp.copy, program.state.velocity if train else [])
             running[library] = program
         except Exception as error:  # shown in the row, whatever a library or device raises
             result.sides.setdefault(library, Side()).failure = first_line(error)
-    if len(running) < len(LIBRARIES):
+    if len(running) < len(run.libraries):
         return result
+    if INT8 in running:
+        result.int8_difference = float(_difference(first.pop(INT8)[0], first["lax"][0]))
+        result.kernels[INT8] = _kernels(run, INT8, shapes(running[INT8].state))
     outputs, gradients = zip(*(first.pop(library) for library in reversed(LIBRARIES)), strict=True)
     result.difference = float(_difference(*outputs))
     if train:
         result.gradient_difference = float(_difference(*gradients))
     del outputs, gradients
-    _explain(result, arguments)
+    result.kernels["jaxconv"] = _kernels(run, "jaxconv", shapes(state))
     _time(result, running, rounds, progress)
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,16 @@ import numpy as np
 from jaxconv._src.spec import Op
 from jaxconv.bench.layers import Layer
 
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "int8": jnp.int8}
+# Operands by name. All of int8: "int8" has the sums as its result, int32, as lax; the others are
+# requantised to int8, with scale, bias and ReLU in the convolution, in one layout or the other.
+DTYPES = {
+    "f32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "int8": jnp.int8,
+    "int8_nhwc": jnp.int8,
+    "int8_nchw32": jnp.int8,
+}
 
 # Largest accepted ||a - b|| / ||b|| against a float32 HIGHEST reference, by (dtype, precision).
 # 16-bit results are rounded once, to 2^-9 or 2^-12 relative at worst (and 1 / sqrt(3) of that on
@@ -24,6 +34,8 @@ _BOUNDS = {
     ("bf16", None): 4e-3,
     ("f16", None): 5e-4,
     ("int8", None): 0.0,
+    ("int8_nhwc", None): 0.0,
+    ("int8_nchw32", None): 0.0,
 }
 
 
@@ -41,6 +53,11 @@ class Problem:
     @property
     def operand_dtype(self) -> np.dtype:
         return np.dtype(DTYPES[self.dtype])
+
+    @property
+    def requantized(self) -> bool:
+        """Whether the result is rounded to int8 in the convolution."""
+        return self.dtype in ("int8_nhwc", "int8_nchw32")
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -65,6 +82,22 @@ class Problem:
     @property
     def dtype_label(self) -> str:
         return self.dtype if self.precision == "default" else f"{self.dtype} {self.precision}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """How one library computes a problem.
+
+    Attributes:
+        compute: the operation on operands, which a program holds several times.
+        prepare: the problem's operands, channels-last -> those of ``compute``. A network does this
+            once, so it is not measured.
+        finish: the result of ``compute`` -> the result, channels-last.
+    """
+
+    compute: Callable[..., Any]
+    prepare: Callable[..., tuple] = lambda *operands: operands
+    finish: Callable[[Any], Any] = lambda result: result
 
 
 @dataclasses.dataclass

@@ -14,9 +14,10 @@ import numpy as np
 from jax import lax
 
 import jaxconv
-from jaxconv._src import lowering
+from jaxconv._src import lowering, native
 from jaxconv._src.spec import Op
-from jaxconv.bench.problem import Problem
+from jaxconv.bench import requantized
+from jaxconv.bench.problem import Library, Problem
 
 Convolution = Callable[..., jax.Array]
 
@@ -49,7 +50,7 @@ def operation(problem: Problem, convolution: Convolution) -> Convolution:
         dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
         feature_group_count=layer.groups,
         precision=None if problem.precision == "default" else problem.precision,
-        preferred_element_type=problem.out_dtype if problem.dtype == "int8" else None,
+        preferred_element_type=np.int32 if problem.dtype.startswith("int8") else None,
     )
 
     # A gradient of a bilinear function does not depend on the operand it is taken in: only the
@@ -65,20 +66,26 @@ def operation(problem: Problem, convolution: Convolution) -> Convolution:
     return {Op.FPROP: convolve, Op.DGRAD: dgrad, Op.WGRAD: wgrad}[problem.op]
 
 
-def libraries(problem: Problem, im2col: bool = False) -> dict[str, Convolution]:
-    """The convolutions that are compared, this library's first; im2col is the textbook's."""
+def libraries(problem: Problem, im2col: bool = False) -> dict[str, Library]:
+    """The libraries that are compared, this one first; im2col is the textbook's convolution."""
     ours = jaxconv.conv_general_dilated
+    if problem.requantized:
+        sums = operation(problem, lax.conv_general_dilated)
+        return {"jaxconv": requantized.ours(problem), "lax": requantized.requantize_by_xla(sums)}
     compared = {
         "jaxconv": functools.partial(ours, algorithm=problem.algorithm),
         "lax": lax.conv_general_dilated,
     }
     if im2col:
         compared["im2col"] = functools.partial(ours, algorithm="im2col")
-    return compared
+    return {name: Library(operation(problem, each)) for name, each in compared.items()}
 
 
-def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Array, jax.Array]]:
-    """Random operands, drawn on the device: normal, or over the whole range of an integer type."""
+def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Array, ...]]:
+    """Random operands, drawn on the device: normal, or over the whole range of an integer type.
+
+    A requantised layer has scale and bias as well.
+    """
     shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
     dtype = problem.operand_dtype
 
@@ -86,10 +93,13 @@ def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Arr
     def draw(key):
         keys = jax.random.split(key)
         if jnp.issubdtype(dtype, jnp.integer):
-            return tuple(
+            drawn = tuple(
                 jax.random.randint(k, shape, -127, 128, dtype)
                 for k, shape in zip(keys, shapes, strict=True)
             )
+            if problem.requantized:
+                drawn += requantized.scale_and_bias(problem.layer, jax.random.fold_in(key, 1))
+            return drawn
         return tuple(
             jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
         )
@@ -103,6 +113,20 @@ def instances(text: str) -> list[str]:
     return re.findall(r'\binstance\\*"?\s*[=:]\s*\\*"([^"\\]+)', text)
 
 
+def selection(problem: Problem, platform: str) -> native.Selection:
+    """What is selected for the problem on a platform: an instance, or why none.
+
+    Raises:
+        ValueError: the demanded algorithm does not take the problem.
+    """
+    if problem.requantized:
+        return requantized.selection(problem, platform)
+    layer = problem.layer
+    spec = layer.spec(problem.precision, problem.algorithm)
+    dtypes = problem.operand_dtype, problem.out_dtype
+    return lowering.select(platform, problem.op, spec, layer.sizes, *dtypes)[0]
+
+
 def kernel_of(
     problem: Problem, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, platform: str
 ) -> tuple[str, str]:
@@ -111,12 +135,8 @@ def kernel_of(
         return found[0], ""
     if platform not in lowering.PLATFORMS:
         return "XLA", f"no kernels for the platform {platform}"
-    layer = problem.layer
-    spec = layer.spec(problem.precision, problem.algorithm)
     try:
-        chosen, _ = lowering.select(
-            platform, problem.op, spec, layer.sizes, problem.operand_dtype, problem.out_dtype
-        )
+        chosen = selection(problem, platform)
     except ValueError as error:
         return "XLA", str(error)
     if chosen.instance:
@@ -124,15 +144,15 @@ def kernel_of(
     return "XLA", "; ".join(f"{kernel}: {reason}" for kernel, reason in chosen.refusals)
 
 
-def program(problem: Problem, convolution: Convolution, pairs: Sequence) -> Program:
-    """All pairs through one compiled program."""
-    # A jitted function inside is lowered once and called for every pair.
-    one = jax.jit(operation(problem, convolution))
-    compiled = jax.jit(lambda pairs: [one(*pair) for pair in pairs]).lower(pairs).compile()
+def program(library: Library, operands: Sequence[tuple]) -> Program:
+    """Several convolutions, each with its operands, in one compiled program."""
+    # A jitted function inside is lowered once and called for all operands.
+    one, prepared = jax.jit(library.compute), [library.prepare(*each) for each in operands]
+    compiled = jax.jit(lambda prepared: [one(*each) for each in prepared]).lower(prepared).compile()
 
     def run(starts: int):
         for _ in range(starts):
-            results = compiled(pairs)
+            results = compiled(prepared)
         return jax.block_until_ready(results)
 
     return run

@@ -18,7 +18,15 @@ from jaxconv._src import lowering, native
 from jaxconv.bench import layers, report
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.problem import Problem
-from jaxconv.bench.program import Program, elapsed, libraries, operands, program, starts_of
+from jaxconv.bench.program import (
+    Program,
+    elapsed,
+    libraries,
+    operands,
+    program,
+    selection,
+    starts_of,
+)
 
 # Operands and results of one program, in bytes: many launches for small problems, so that the start
 # of the program does not blur the kernels' differences.
@@ -71,9 +79,13 @@ def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
         return None, []
 
     def chosen(algorithm: str) -> str | None:
-        spec = problem.layer.spec(problem.precision, algorithm)
-        dtypes = problem.operand_dtype, problem.out_dtype
-        return lowering.select(platform, problem.op, spec, problem.layer.sizes, *dtypes)[0].instance
+        demanded = dataclasses.replace(problem, algorithm=algorithm)
+        try:
+            return selection(demanded, platform).instance
+        except ValueError:
+            if not problem.requantized:
+                raise
+            return None  # int8.conv raises where the kernel does not take the problem
 
     every = problem.algorithm in (lowering.AUTO, lowering.NATIVE)
     prefix = f"{problem.op.value}_" + ("" if every else problem.algorithm)
@@ -101,7 +113,7 @@ def measure_regret(
 
     def forced(instance: str) -> Program:
         demanded = dataclasses.replace(problem, algorithm=instance)
-        return program(demanded, libraries(demanded)["jaxconv"], pairs)
+        return program(libraries(demanded)["jaxconv"], pairs)
 
     with ThreadPoolExecutor(threads) as pool:
         programs = dict(zip(names, pool.map(forced, names), strict=True))

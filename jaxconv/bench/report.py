@@ -142,6 +142,15 @@ def summary(rows: Sequence[Row], peers: Iterable[str] = ()) -> list[str]:
                 f"{op.value}: geometric mean over {len(group)} rows: "
                 f"{geometric_mean(group):.2f}x lax, least {min(group):.2f}x"
             )
+    labels = dict.fromkeys(row.problem.dtype_label for row in rows)
+    for label in labels if len(labels) > 1 else ():
+        for peer in ("lax", *peers):
+            group = _ratios((row for row in rows if row.problem.dtype_label == label), peer)
+            if group:
+                lines.append(
+                    f"{label}: geometric mean over {len(group)} rows: "
+                    f"{geometric_mean(group):.2f}x {peer}, least {min(group):.2f}x"
+                )
     for peer in peers:
         group = _ratios(rows, peer)
         mean = f"{geometric_mean(group):.2f}x {peer}" if group else "no row has both times"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxconv.bench.measure_network import LIBRARIES, MODES, Result, Run, Side
+from jaxconv.bench.measure_network import INT8, MODES, Result, Run, Side
 from jaxconv.bench.report import geometric_mean
 
 _SHOWN_KERNELS, _SHOWN_REASONS = 10, 5
@@ -47,12 +47,12 @@ class Table:
         return [self._line([title for title, _ in self.columns]), self._line(rule)]
 
     def rows(self, result: Result) -> str:
-        """Both libraries' lines; ``-`` for what was not measured."""
+        """A line for each side; ``-`` for what was not measured."""
         run, lines = result.run, []
-        for library in LIBRARIES:
-            side, ours = result.sides[library], library == "jaxconv"
-            named = ["", "", ""] if ours else [run.name, run.mode, _input(run)]
-            lines.append(self._line([*named, library, *_cells(side, run), *_ours(result, ours)]))
+        for library in run.libraries:
+            named = [run.name, run.mode, _input(run)] if library == "lax" else ["", "", ""]
+            cells = [*_cells(result.sides[library], run), *_beside_lax(result, library)]
+            lines.append(self._line([*named, library, *cells]))
         return "\n".join(lines)
 
     def _line(self, cells: Sequence[str]) -> str:
@@ -82,14 +82,17 @@ def _cells(side: Side, run: Run) -> list[str]:
     ]
 
 
-def _ours(result: Result, ours: bool) -> list[str]:
-    if not ours:
+def _beside_lax(result: Result, library: str) -> list[str]:
+    if library == "lax":
         return ["", "", ""]
-    difference = "-" if result.difference is None else f"{result.difference:.1e}"
+    kernels = result.kernels.get(library)
+    value = result.int8_difference if library == INT8 else result.difference
+    difference = "-" if value is None else f"{value:.1e}"
+    ratio = result.ratio_of(library)
     return [
-        f"{result.on_kernels}/{result.convolutions}",
+        f"{kernels.on_kernels}/{kernels.convolutions}" if kernels else "-",
         f"WRONG {difference}" if result.wrong else difference,
-        "-" if result.ratio is None else f"{result.ratio:.2f}x",
+        "-" if ratio is None else f"{ratio:.2f}x",
     ]
 
 
@@ -121,12 +124,15 @@ def summary(results: Sequence[Result], platform: str) -> list[str]:
         for library, side in result.sides.items():
             if side.failure:
                 lines.append(f"{label(result.run)}: {library} failed: {side.failure}")
-        if result.refusals:
-            left = result.convolutions - result.on_kernels
+        for library, kernels in result.kernels.items():
+            if not kernels.refusals:
+                continue
+            left = kernels.convolutions - kernels.on_kernels
             lines.append(
-                f"{label(result.run)}: XLA's convolution in {left} of {result.convolutions}:"
+                f"{label(result.run)}: {library}: XLA's convolution in {left} of "
+                f"{kernels.convolutions}:"
             )
-            reasons = sorted(result.refusals.items(), key=lambda item: -item[1])
+            reasons = sorted(kernels.refusals.items(), key=lambda item: -item[1])
             lines += [f"    {count} x {reason}" for reason, count in reasons[:_SHOWN_REASONS]]
             if len(reasons) > _SHOWN_REASONS:
                 lines.append(f"    and {len(reasons) - _SHOWN_REASONS} more (--json has them)")
@@ -136,6 +142,13 @@ def summary(results: Sequence[Result], platform: str) -> list[str]:
             lines.append(
                 f"{mode}: geometric mean over {len(ratios)} networks: "
                 f"{geometric_mean(ratios):.2f}x lax, least {min(ratios):.2f}x"
+            )
+    for result in results:
+        if result.run.quantized and (ratio := result.ratio_of(INT8)):
+            ours = result.sides["jaxconv"].median_s / result.sides[INT8].median_s
+            lines.append(
+                f"{label(result.run)} in int8: {ratio:.2f}x lax and {ours:.2f}x jaxconv in "
+                f"{result.run.dtype}"
             )
     return lines or ["nothing was measured"]
 
@@ -166,29 +179,32 @@ def plot(results: Sequence[Result], path: str, environment: dict[str, str]) -> N
     modes = [mode for mode in MODES if any(r.run.mode == mode for r in timed)]
     most = max([1.0, *(1 / result.ratio for result in timed)])
     groups = {mode: [r for r in timed if r.run.mode == mode] for mode in modes}
-    height = max(map(len, groups.values()), default=1)
-    figure = Figure(figsize=(1.5 + 5 * max(1, len(modes)), 1.9 + 0.62 * height))
+    most_rows = max(map(len, groups.values()), default=1)
+    figure = Figure(figsize=(1.5 + 5 * max(1, len(modes)), 1.9 + 0.62 * most_rows))
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, max(1, len(modes)), squeeze=False)[0]
     drawn: dict[str, object] = {}
     for mode, axes in zip(modes, panels, strict=True):
         for position, result in enumerate(groups[mode]):
             unit = result.sides["lax"].median_s
-            for offset, library in ((-0.2, "lax"), (0.2, "jaxconv")):
+            libraries = result.run.libraries
+            height = 0.72 / len(libraries)
+            for place, library in enumerate(libraries):
+                offset = (place - (len(libraries) - 1) / 2) * 1.1 * height
                 left, side = 0.0, result.sides[library]
                 for name, seconds, color in _parts(side):
                     drawn[name] = axes.barh(
                         position + offset,
                         seconds / unit,
                         left=left,
-                        height=0.36,
+                        height=height,
                         color=color,
                         zorder=2,
                     )
                     left += seconds / unit
                 text = f" {library} {side.median_s * 1e3:.3g} ms"
-                if library == "jaxconv":
-                    text += f", {result.ratio:.2f}x"
+                if library != "lax":
+                    text += f", {result.ratio_of(library):.2f}x"
                 axes.text(max(left, 1.0), position + offset, text, va="center", fontsize=7)
         axes.set_yticks(
             range(len(groups[mode])),

@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace jaxconv {
@@ -79,10 +80,50 @@ void CheckActivationLayout() {
   std::string odd = key;
   odd.replace(odd.find("c64"), 3, "c48");
   const Status status = ConvProblem::Parse(odd, &problem);
-  Expect(
-      status.message() == "nchw32: expected channels of a group in multiples of 32, got 48 and 64",
-      status.message());
+  Expect(status.message() ==
+             "nchw32: expected channels of a group in multiples of 32, or 4 input channels, got 48 "
+             "and 64",
+         status.message());
+  std::string image = key;
+  image.replace(image.find("c64"), 3, "c4");
+  Expect(ConvProblem::Parse(image, &problem).ok(), image);
+  Expect(problem.Shape(Role::kX) == Of({1, 64, 1, 56, 56, 4}), "extents of x of 4 channels");
   Expect(!ConvProblem::Parse(std::string(kLine) + " nchw32 krsc", &problem).ok(), "another order");
+}
+
+// 8-bit problems: the packed filter, and the epilogue's terms at the end of the key.
+void CheckInt8() {
+  std::string plain = kLine;
+  plain.replace(plain.find("f32:f32:f32"), 11, "s8:s8:s32");
+  ConvProblem problem;
+  const std::string packed = plain + " packed";
+  Expect(ConvProblem::Parse(packed, &problem).ok() && problem.ToString() == packed, packed);
+  Expect(problem.epilogue.Plain(), "plain epilogue");
+  Expect(problem.Shape(Role::kW, false) == Of({64, 576}), "extents of a packed filter");
+  std::string few = packed;
+  few.replace(few.find("c64"), 3, "c4");
+  Expect(ConvProblem::Parse(few, &problem).ok() && problem.packed_row() == 64,
+         "36 bytes are padded to 64");
+  for (const char* terms :
+       {" scale", " image_scale offset bias residual relu6", " scale residual", " scale relu"}) {
+    for (const char* layout : {"", " packed", " packed nchw32", " krsc"}) {
+      const std::string key = plain + layout + terms;
+      Expect(ConvProblem::Parse(key, &problem).ok() && problem.ToString() == key, key);
+    }
+  }
+  Expect(problem.epilogue.scale == ScaleKind::kChannel &&
+             problem.epilogue.activation == Activation::kRelu && !problem.epilogue.bias,
+         "terms read");
+  std::string s8 = plain;
+  s8.replace(s8.find("s8:s8:s32"), 9, "u8:s8:u8");
+  Expect(ConvProblem::Parse(s8 + " scale z-3", &problem).ok() && problem.epilogue.zero_point == -3,
+         "zero point");
+  for (const std::string& bad :
+       {plain + " bias", plain + " relu", plain + " scale bias offset", plain + " scale gelu",
+        plain + " scale z3", s8 + " scale z256", std::string(kLine) + " scale",
+        std::string(kLine) + " packed", plain + " nchw32 packed"}) {
+    Expect(!ConvProblem::Parse(bad, &problem).ok(), bad);
+  }
 }
 
 // The layout of the filter is named where it is not the usual one, and only of an operand.
@@ -97,6 +138,40 @@ void CheckFilterLayout() {
   problem.op = Op::kWgrad;
   const Status status = problem.Validate();
   Expect(status.message() == "filter layout: wgrad writes rsck, got krsc", status.message());
+}
+
+// Filters prepared for Winograd: a record and U, of float16 whatever x is.
+void CheckPreparedFilters() {
+  std::string plain = kLine;
+  plain.replace(plain.find("f32:f32:f32"), 11, "bf16:f16:bf16");
+  // 64 columns are 128 in the one-dimensional layout.
+  const std::pair<const char*, int64_t> kLayouts[] = {
+      {"winograd2", 16}, {"winograd4", 36}, {"winograd6", 64}, {"winograd4x3", 18 * 2}};
+  for (const auto& [layout, points] : kLayouts) {
+    const std::string key = plain + " " + layout;
+    ConvProblem problem;
+    Expect(ConvProblem::Parse(key, &problem).ok() && problem.ToString() == key, key);
+    Expect(problem.Shape(Role::kW) == Of({1, 128 + points * 64 * 64}) &&
+               problem.Shape(Role::kW, false) == Of({128 + points * 64 * 64}),
+           "extents of a filter prepared as " + key);
+    Expect(problem.Shape(Role::kX) == Of({1, 64, 56, 56, 64}), "extents of x beside it");
+    const Status status = problem.RequireRsckOrKrsc();
+    Expect(status.message() == std::string("reads filters stored as rsck or krsc, got ") + layout,
+           status.message());
+  }
+  auto refused = [&](const char* part, const char* other, const std::string& reason) {
+    std::string key = plain + " winograd4";
+    key.replace(key.find(part), std::string(part).size(), other);
+    ConvProblem problem;
+    const Status status = ConvProblem::Parse(key, &problem);
+    Expect(status.message() == "winograd4 filter: expected " + reason, status.message());
+  };
+  refused("fprop", "dgrad", "fprop and f16, got dgrad and f16");
+  refused("bf16:f16:bf16", "bf16:bf16:bf16", "fprop and f16, got fprop and bf16");
+  const char* window = "one batch of a 3x3 window of stride and dilation 1";
+  refused("b1", "b2", window);
+  refused("o56x56 s1x1", "o28x28 s2x2", window);
+  refused("f3x3 o56x56", "f1x3 o58x56", window);
 }
 
 void CheckRandomRoundTrips() {
@@ -300,7 +375,9 @@ int main() {
   using namespace jaxconv;
   CheckOneLine();
   CheckActivationLayout();
+  CheckInt8();
   CheckFilterLayout();
+  CheckPreparedFilters();
   CheckRandomRoundTrips();
   CheckRefusals();
   CheckDamagedLines();

@@ -13,8 +13,10 @@
 //            CUDA graph over all, the median of 9 replays: us, TF/s, TB/s and the prediction
 //     hash   of the result's bits, to compare processes
 //     host   nanoseconds of host time for one call as the FFI handler makes it (plan lookup,
-//     checks,
-//            launch), and of a bare launch of an empty kernel with parameters as large
+//            checks, launch), and of a bare launch of an empty kernel with parameters as large
+//
+// SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of a
+// small problem, which suits racecheck.
 //
 // CONTRIBUTING.md says how it is built. Exit status: 1 where a kernel fails or differs.
 #include <cuda_bf16.h>
@@ -496,6 +498,7 @@ int Main(int argc, char** argv) {
     std::printf("%s\n", status.message().c_str());
     return 2;
   }
+  if (const char* sms = std::getenv("SMS")) gpu.sm_count = std::atoi(sms);
   cudaStream_t stream;
   Require(cudaStreamCreate(&stream), "stream");
   std::ifstream file(argv[2]);

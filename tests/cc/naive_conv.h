@@ -48,16 +48,17 @@ inline std::vector<double> NaiveConv(const ConvProblem& p, const std::vector<dou
           int64_t to_k = krsc ? p.taps() * c_per_group : 1, to_c = krsc ? 1 : p.k;
           int64_t w0 = b * p.taps() * c_per_group * p.k + pixel(p.filter, tap) * c_per_group * to_c;
           for (int64_t k = 0; k < p.k; ++k) {
-            for (int64_t c = 0; c < c_per_group; ++c) {
-              int64_t x = x0 + k / k_per_group * c_per_group + c, y = y0 + k;
-              int64_t w = w0 + c * to_c + k * to_k;
-              if (fprop) {
-                result[y] += lhs[x] * rhs[w];
-              } else if (dgrad) {
-                result[x] += lhs[y] * rhs[w];
-              } else {
-                result[w] += lhs[x] * rhs[y];
-              }
+            const int64_t x = x0 + k / k_per_group * c_per_group, y = y0 + k, w = w0 + k * to_k;
+            if (fprop) {
+              double sum = result[y];
+              for (int64_t c = 0; c < c_per_group; ++c) sum += lhs[x + c] * rhs[w + c * to_c];
+              result[y] = sum;
+            } else if (dgrad) {
+              const double dy = lhs[y];
+              for (int64_t c = 0; c < c_per_group; ++c) result[x + c] += dy * rhs[w + c * to_c];
+            } else {
+              const double dy = rhs[y];
+              for (int64_t c = 0; c < c_per_group; ++c) result[w + c * to_c] += lhs[x + c] * dy;
             }
           }
         });

@@ -59,10 +59,10 @@ std::vector<double> RandomIntegers(int64_t count, std::mt19937* random) {
 std::vector<char> Encode(DType dtype, const std::vector<double>& values) {
   int64_t count = static_cast<int64_t>(values.size());
   std::vector<char> bytes(count * ByteWidth(dtype));
-  if (dtype == DType::kS8 || dtype == DType::kS32) {
+  if (dtype == DType::kS8 || dtype == DType::kU8 || dtype == DType::kS32) {
     for (int64_t i = 0; i < count; ++i) {
       auto value = static_cast<int32_t>(values[i]);
-      if (dtype == DType::kS8) {
+      if (dtype != DType::kS32) {
         bytes[i] = static_cast<char>(value);
       } else {
         std::memcpy(&bytes[4 * i], &value, 4);
@@ -88,6 +88,10 @@ Data MakeData(const ConvProblem& p, std::mt19937* random) {
   std::vector<double> rhs = RandomIntegers(Elements(p, p.op == Op::kWgrad ? 'y' : 'w'), random);
   if (p.lhs_dtype() == DType::kS8) {  // the extremes too, whose pairwise sums overflow 16 bits
     for (size_t i = 0; i < lhs.size(); i += 3) lhs[i] = i % 2 ? -128 : 127;
+    for (size_t i = 0; i < rhs.size(); i += 2) rhs[i] = i % 3 ? -128 : 127;
+  }
+  if (p.lhs_dtype() == DType::kU8) {
+    for (size_t i = 0; i < lhs.size(); ++i) lhs[i] = i % 3 ? std::abs(lhs[i]) : 255;
     for (size_t i = 0; i < rhs.size(); i += 2) rhs[i] = i % 3 ? -128 : 127;
   }
   return {Encode(p.lhs_dtype(), lhs), Encode(p.rhs_dtype(), rhs),
@@ -149,13 +153,15 @@ struct Types {
 };
 constexpr Types kTypes[] = {{DType::kF32, DType::kF32},  {DType::kBF16, DType::kBF16},
                             {DType::kBF16, DType::kF32}, {DType::kF16, DType::kF16},
-                            {DType::kF16, DType::kF32},  {DType::kS8, DType::kS32}};
+                            {DType::kF16, DType::kF32},  {DType::kS8, DType::kS32},
+                            {DType::kS8, DType::kS8},    {DType::kU8, DType::kS32}};
 
 void SetTypes(Op op, Types types, ConvProblem* p) {
   p->op = op;
   p->x_dtype = op == Op::kDgrad ? types.result : types.operand;
   p->w_dtype = op == Op::kWgrad ? types.result : types.operand;
   p->y_dtype = op == Op::kFprop ? types.result : types.operand;
+  if (p->w_dtype == DType::kU8) p->w_dtype = DType::kS8;  // beside u8 images
 }
 
 // All operations, types and instances on one geometry. False: it is no valid convolution.

@@ -121,7 +121,8 @@ void TestFilterLayouts() {
         for (const KernelDesc& kernel : Kernels()) {
           if (!Takes(kernel, krsc)) continue;
           const std::string name = kernel.name;
-          Expect(Contains(name, "igemm_wgmma") || Contains(name, "igemm_wmma"),
+          Expect(Contains(name, "igemm_wgmma") || Contains(name, "igemm_wmma") ||
+                     Contains(name, "winograd"),
                  name + " takes " + krsc.ToString());
           Expect(Takes(kernel, rsck), name + " refuses " + rsck.ToString());
         }
@@ -303,6 +304,26 @@ void TestLastResort() {
          "unequal operand types are refused");
 }
 
+// Reasons are those of kernels that the problem could have had; 8-bit problems have their families.
+void TestRefusalsByType() {
+  const char* packed =
+      "fprop s8:s8:s8 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1 packed "
+      "scale";
+  const Selection selection = SelectOk(Parse(packed), Model("h200"));
+  Expect(selection.instance.find("fprop_imma_wgmma_s8_") == 0, selection.instance);
+  for (const auto& refusal : selection.refusals) {
+    Expect(refusal.kernel.find("_s8_") != std::string::npos, refusal.kernel);
+  }
+  Expect(SelectOk(Parse(packed), Model("a100")).instance.find("fprop_imma_nchw32_s8_") == 0,
+         "an A100 has mma.sync");
+  Selection family;
+  Expect(Select(Parse(packed), Model("h200"), "igemm_simt", &family).ok() &&
+             family.instance.empty() && family.refusals.size() == 1 &&
+             family.refusals[0].kernel == "igemm_simt" &&
+             family.refusals[0].reason == "has no kernel for fprop of s8",
+         "a family without kernels of the type says so");
+}
+
 void TestOperands() {
   const ConvProblem problem = Layer(Op::kWgrad, 64, 56, 64, 64, 3);
   const Gpu h200 = Model("h200");
@@ -351,6 +372,7 @@ int main() {
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();
   jaxconv::TestLastResort();
+  jaxconv::TestRefusalsByType();
   jaxconv::TestOperands();
   jaxconv::TestDeterminism();
   std::printf("select_test: %d failures\n", jaxconv::failures);

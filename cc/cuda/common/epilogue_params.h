@@ -4,11 +4,9 @@
 
 #include <cstdint>
 
-#include "core/fast_divmod.h"
+#include "core/epilogue.h"
 
 namespace jaxconv {
-
-enum class Activation : int32_t { kNone, kRelu, kRelu6, kLeakyRelu, kGelu, kSilu };
 
 // y = activation(scale * sum + bias + residual), then rounded to the output type. Scale and bias
 // have one float for each output channel, the residual has the output's shape and type. Null leaves

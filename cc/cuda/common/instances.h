@@ -34,6 +34,7 @@
 
 #define JAXCONV_TYPES_F32(op, M, ...) M(op, f32, __VA_ARGS__)
 #define JAXCONV_TYPES_BF16_F16(op, M, ...) M(op, bf16, __VA_ARGS__) M(op, f16, __VA_ARGS__)
+#define JAXCONV_TYPES_S8_U8(op, M, ...) M(op, s8, __VA_ARGS__) M(op, u8, __VA_ARGS__)
 #define JAXCONV_TYPES_F32_BF16_F16(op, M, ...) \
   M(op, f32, __VA_ARGS__) M(op, bf16, __VA_ARGS__) M(op, f16, __VA_ARGS__)
 
@@ -43,6 +44,8 @@
 #define JAXCONV_DTYPE_f32 ::jaxconv::DType::kF32
 #define JAXCONV_DTYPE_bf16 ::jaxconv::DType::kBF16
 #define JAXCONV_DTYPE_f16 ::jaxconv::DType::kF16
+#define JAXCONV_DTYPE_s8 ::jaxconv::DType::kS8
+#define JAXCONV_DTYPE_u8 ::jaxconv::DType::kU8
 
 // The instance's name as a string, as an identifier, and its launch. The second level expands
 // arguments that are macros themselves.

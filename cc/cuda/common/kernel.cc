@@ -1,5 +1,7 @@
 #include "cuda/common/kernel.h"
 
+#include <initializer_list>
+
 namespace jaxconv {
 
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32) {
@@ -16,7 +18,9 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf3
     return Status::Unimplemented(std::string("expected an output of type ") + dtype +
                                  " or f32, got " + Name(problem.output_dtype()));
   }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsckOrKrsc());
   JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
+  if (!problem.epilogue.Plain()) return Status::Unimplemented("stores plain sums only");
   if (tf32 && kernel.dtype == DType::kF32 && problem.precision != Precision::kDefault) {
     return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
                                  Name(problem.precision) + " asks for more");
@@ -30,9 +34,9 @@ Status CheckOperands(const Plan& plan, const Operands& operands) {
     return Status::InvalidArgument("workspace: expected " + std::to_string(plan.workspace_bytes) +
                                    " bytes, got " + std::to_string(operands.workspace_bytes));
   }
-  for (const void* pointer :
-       {operands.lhs, operands.rhs, operands.residual, const_cast<const void*>(operands.out),
-        const_cast<const void*>(operands.workspace)}) {
+  for (const void* pointer : std::initializer_list<const void*>{
+           operands.lhs, operands.rhs, operands.scale, operands.offset, operands.bias,
+           operands.residual, operands.out, operands.workspace}) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
       return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
     }

@@ -41,9 +41,11 @@ struct Plan {
 struct Operands {
   const void* lhs = nullptr;
   const void* rhs = nullptr;
-  const float* scale = nullptr;    // one for each output channel
-  const float* bias = nullptr;     // one for each output channel
-  const void* residual = nullptr;  // of the output's shape and type
+  const float* scale = nullptr;     // one for each output channel, or for each image and channel
+  const int32_t* offset = nullptr;  // one for each output channel
+  const float* bias = nullptr;      // one for each output channel
+  const void* residual = nullptr;   // of the output's shape and type
+  const float* residual_scale = nullptr;  // one
   void* out = nullptr;
   float* statistics = nullptr;
   void* workspace = nullptr;
@@ -71,11 +73,17 @@ struct KernelDesc {
   PlanFunction plan = nullptr;
   // The family's own description of the instance: its entry in the family's table.
   const void* instance = nullptr;
+  // A name for some of a family's instances, which selects among them as the family's name does
+  // among all; empty where there is none.
+  const char* alias = "";
+  // Algorithms "auto" and "native" do not choose it: its error is above the direct kernels', or no
+  // measurement says that it is faster.
+  bool on_request = false;
 };
 
-// What every family asks of a problem before its own conditions: the operation, operands of the
-// instance's type, an output of that type or float32, channels-last activations, and for float32
-// operands that are multiplied in TF32 precision "default".
+// What every family of float operands asks of a problem before its own conditions: the operation,
+// operands of the instance's type, an output of that type or float32, a filter stored as rsck or
+// krsc, channels-last activations, a plain epilogue, and for float32 operands that are multiplied in TF32 precision "default".
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
 // Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns

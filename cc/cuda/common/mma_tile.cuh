@@ -167,9 +167,10 @@ __device__ __forceinline__ void RoundFragments(uint32_t (&fragment)[kBlocks][4])
 // whose last fragments are in registers. After the barrier the first fragments of stage s + 1 are
 // read while the last step is multiplied, so neither the barrier nor a read leaves the tensor cores
 // idle.
-template <typename T, class Tile, class OperandA, class OperandB, class Loader>
+// Acc: float, of 8-bit operands int32_t.
+template <typename T, class Tile, class OperandA, class OperandB, class Loader, typename Acc>
 __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int stages,
-                                            float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
+                                            Acc (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
 #pragma unroll 1
   for (int s = 0; s < Tile::kStages - 1; ++s) {
     if (s < stages) {

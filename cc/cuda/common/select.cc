@@ -13,14 +13,16 @@ namespace jaxconv {
 namespace {
 
 Status UnknownAlgorithm(std::string_view algorithm) {
-  std::vector<std::string> families;
+  std::vector<std::string> names;
   for (const KernelDesc& kernel : Kernels()) {
-    if (std::find(families.begin(), families.end(), kernel.family) == families.end()) {
-      families.push_back(kernel.family);
+    for (const std::string name : {kernel.family, kernel.alias}) {
+      if (!name.empty() && std::find(names.begin(), names.end(), name) == names.end()) {
+        names.push_back(name);
+      }
     }
   }
   std::string message = "algorithm: expected auto, native, an instance name or a family (";
-  for (size_t i = 0; i < families.size(); ++i) message += (i > 0 ? ", " : "") + families[i];
+  for (size_t i = 0; i < names.size(); ++i) message += (i > 0 ? ", " : "") + names[i];
   return Status::InvalidArgument(message + "), got '" + std::string(algorithm) + "'");
 }
 
@@ -48,10 +50,13 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
   bool known = any;
   for (const KernelDesc& kernel : Kernels()) {
     const bool named = kernel.name == algorithm;
-    if (!any && !named && kernel.family != algorithm) continue;
+    const bool several =
+        kernel.family == algorithm || (!algorithm.empty() && kernel.alias == algorithm);
+    if (any ? kernel.on_request : !named && !several) continue;
     known = true;
-    // Another operation's kernel is worth a refusal only to someone who asked for this very kernel.
-    if (kernel.op != problem.op && !named) continue;
+    // A kernel of another operation or type is worth a refusal only to someone who asked for it.
+    const bool other = kernel.op != problem.op || kernel.dtype != problem.lhs_dtype();
+    if (other && !named) continue;
     Plan plan;
     if (Status status = Try(kernel, problem, gpu, &plan); !status.ok()) {
       selection->refusals.push_back({kernel.name, status.message()});
@@ -66,6 +71,11 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
     }
   }
   if (!known) return UnknownAlgorithm(algorithm);
+  if (selection->instance.empty() && selection->refusals.empty()) {
+    selection->refusals.push_back({any ? "cuda" : std::string(algorithm),
+                                   std::string("has no kernel for ") + Name(problem.op) + " of " +
+                                       Name(problem.lhs_dtype())});
+  }
   if (selection->instance.empty()) return {};
   selection->xla_microseconds = PredictXlaMicroseconds(problem, gpu);
   if (algorithm == "auto" && selection->xla_microseconds > 0 &&

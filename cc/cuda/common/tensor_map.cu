@@ -35,9 +35,10 @@ struct Layout {
 
 Layout LayoutOf(const DenseTensor& tensor) {
   Layout layout{};
-  layout.type = tensor.dtype == DType::kBF16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                : tensor.dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                              : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+  layout.type = tensor.dtype == DType::kBF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                : tensor.dtype == DType::kF16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                : ByteWidth(tensor.dtype) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                               : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
   cuuint64_t bytes = ByteWidth(tensor.dtype);
   for (int i = 0; i < tensor.rank; ++i) {
     layout.extent[i] = tensor.extent[i];
@@ -48,6 +49,26 @@ Layout LayoutOf(const DenseTensor& tensor) {
     }
   }
   return layout;
+}
+
+CUtensorMapSwizzle SwizzleOf(int64_t row_bytes) {
+  return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                           : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
+Status EncodeIm2col(const DenseTensor& tensor, const Layout& layout, const int32_t* lower,
+                    const int32_t* upper, const cuuint32_t* element_stride, int32_t pixels,
+                    int32_t row_bytes, CUtensorMapInterleave interleave, CUtensorMap* map) {
+  static const auto encode =
+      EntryPoint<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
+  if (encode == nullptr) return Status::Internal("the driver has no cuTensorMapEncodeIm2col");
+  return Check("cuTensorMapEncodeIm2col",
+               encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address),
+                      layout.extent, layout.stride, lower, upper,
+                      static_cast<cuuint32_t>(row_bytes / ByteWidth(tensor.dtype)), pixels,
+                      element_stride, interleave, SwizzleOf(row_bytes),
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 }  // namespace
@@ -62,24 +83,26 @@ Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap
   return Check("cuTensorMapEncodeTiled",
                encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address),
                       layout.extent, layout.stride, box_extent, element_stride,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOf(box[0] * ByteWidth(tensor.dtype)),
                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 Status EncodeIm2colMap(const DenseTensor& tensor, const int32_t* lower, const int32_t* upper,
-                       const int32_t* step, int32_t pixels, CUtensorMap* map) {
-  static const auto encode =
-      EntryPoint<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
-  if (encode == nullptr) return Status::Internal("the driver has no cuTensorMapEncodeIm2col");
-  const Layout layout = LayoutOf(tensor);
+                       const int32_t* step, int32_t pixels, CUtensorMap* map, int32_t row_bytes) {
   cuuint32_t element_stride[5] = {1, 1, 1, 1, 1};
   for (int a = 0; a + 2 < tensor.rank; ++a) element_stride[a + 1] = step[a];
-  return Check(
-      "cuTensorMapEncodeIm2col",
-      encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address), layout.extent,
-             layout.stride, lower, upper, static_cast<cuuint32_t>(128 / ByteWidth(tensor.dtype)),
-             pixels, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+  return EncodeIm2col(tensor, LayoutOf(tensor), lower, upper, element_stride, pixels, row_bytes,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, map);
+}
+
+Status EncodeNchw32Map(const DenseTensor& tensor, const int32_t* lower, const int32_t* upper,
+                       const int32_t* step, int32_t pixels, CUtensorMap* map) {
+  Layout layout = LayoutOf(tensor);
+  for (int i = 0; i + 1 < tensor.rank; ++i) layout.stride[i] *= 32;
+  const cuuint32_t element_stride[5] = {static_cast<cuuint32_t>(step[0]),
+                                        static_cast<cuuint32_t>(step[1]), 1, 1, 1};
+  return EncodeIm2col(tensor, layout, lower, upper, element_stride, pixels, 32,
+                      CU_TENSOR_MAP_INTERLEAVE_32B, map);
 }
 
 }  // namespace jaxconv

@@ -22,12 +22,20 @@ struct DenseTensor {
   int64_t stride[5] = {};  // elements, of every dimension but the innermost; 0: dense
 };
 
-// Boxes of `box` elements, rows of 128 bytes swizzled, zeros outside. Takes about 0.1 us.
+// Boxes of `box` elements, whose rows of 128, 64 or 32 bytes are swizzled, zeros outside. Takes
+// about 0.1 us.
 Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap* map);
 
-// Columns of `pixels` pixels by 128 bytes of channels, walked in steps of `step` inside the corners
-// (one entry for each spatial axis, innermost first).
+// Columns of `pixels` pixels by `row_bytes` (128, 64, 32) of channels, walked in steps of `step`
+// inside the corners (one entry for each spatial axis, innermost first).
 Status EncodeIm2colMap(const DenseTensor& tensor, const int32_t* lower, const int32_t* upper,
+                       const int32_t* step, int32_t pixels, CUtensorMap* map,
+                       int32_t row_bytes = 128);
+
+// The same of 8-bit activations in nchw32, rows of 32 bytes. The 32 channels of a block are no
+// dimension of the tensor: its extents are (W, H, channel blocks, images), and so are the
+// coordinates of a copy.
+Status EncodeNchw32Map(const DenseTensor& tensor, const int32_t* lower, const int32_t* upper,
                        const int32_t* step, int32_t pixels, CUtensorMap* map);
 
 }  // namespace jaxconv

@@ -6,7 +6,6 @@
 #include <numeric>
 #include <string>
 
-#include "core/implicit_gemm.h"
 #include "cuda/common/instances.h"
 #include "cuda/few_channels/params.h"
 
@@ -229,9 +228,9 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   const int64_t blocks_n = instance.extent / 8;
   const int64_t z_pitch = DgradPitch(static_cast<int>(instance.extent));
   const int64_t z_bytes = kDgradPixels * z_pitch * 4;
-  params.z_step =
-      static_cast<int32_t>(params.column_period * problem.c -
-                           columns.dilation * params.column_period / columns.stride * z_pitch);
+  // Pixels of dy between the terms; more than a tile has where a tile's sums have one term each.
+  const int64_t term_pixels = int64_t{columns.dilation} * params.column_period / columns.stride;
+  params.z_step = static_cast<int32_t>(params.column_period * problem.c - term_pixels * z_pitch);
   params.halo_bytes = static_cast<int32_t>(std::max(tiling->halo_elements * 2, z_bytes));
   tiling->shared_bytes = params.halo_bytes +
                          int64_t{rows.filter} * params.k_blocks * blocks_n * 256 +
@@ -257,9 +256,7 @@ Status Check(const KernelDesc& kernel, const ConvProblem& problem) {
   if (problem.op != Op::kFprop && problem.k % 8 != 0) {
     return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of 8");
   }
-  // The sizes that 32-bit coordinates hold.
-  ImplicitGemm gemm;
-  JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &gemm));
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   const int64_t reach = problem.in[2] + problem.out[2] * problem.stride[2] +
                         problem.filter[2] * problem.dilation[2] + std::abs(problem.pad_lo[2]);
   if (problem.in_pixels() * problem.c >= int64_t{1} << 31 || reach * problem.c >= int64_t{1}

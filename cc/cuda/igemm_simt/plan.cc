@@ -64,8 +64,8 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
 // k-blocks of one CTA of fprop or dgrad, averaged over stride residue classes and not below 1.
 int64_t GatherBlocks(const Instance& instance, const ConvProblem& problem,
                      const ImplicitGemm& gemm) {
-  const double taps = static_cast<double>(problem.taps()) /
-                      (gemm.axis[0].tap_period * gemm.axis[1].tap_period * gemm.axis[2].tap_period);
+  double taps = static_cast<double>(problem.taps());
+  for (const GatherAxis& axis : gemm.axis) taps /= axis.tap_period;
   const double blocks = instance.vec ? taps * CeilDiv(gemm.reduce_channels, kTileK)
                                      : std::ceil(taps * gemm.reduce_channels / kTileK);
   return std::max<int64_t>(1, std::llround(blocks));

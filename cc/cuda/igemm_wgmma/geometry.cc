@@ -5,20 +5,10 @@
 #include <utility>
 
 #include "core/implicit_gemm.h"
+#include "cuda/common/im2col_box.h"
 
 namespace jaxconv::igemm_wgmma {
 namespace {
-
-// Row and pixel numbers of a tile past the end still fit.
-constexpr int64_t kMaxRows = (int64_t{1} << 31) - 4096;
-
-// The fields of a tensor map and of the im2col copy instruction, by spatial rank.
-struct Im2colLimits {
-  int64_t lower, upper, offset;
-};
-constexpr Im2colLimits kIm2colLimits[] = {
-    {0, 0, 0}, {-32768, 32767, 65535}, {-128, 127, 255}, {-16, 15, 31}};
-constexpr int32_t kMaxElementStride = 8;
 
 Status Multiple(const char* what, int64_t value, int64_t of) {
   if (value % of == 0) return {};
@@ -70,14 +60,6 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   launch->b_row_stride = problem.taps() * problem.c;
   launch->b_tap_stride = problem.c;
   return {};
-}
-
-// Filter-row: the pixels of a row that TMA walks. The walk covers the padded row, so that a tap
-// reads the pixel that many places further on. A read past the end of the walk reaches the
-// beginning of the next row's walk; that is right where both places hold zeros, so adjacent rows
-// share their padding.
-int64_t WalkedPixels(int64_t outputs, int64_t span, int64_t src_extent, int64_t lower) {
-  return std::min(outputs + span, std::max({outputs, src_extent - lower, outputs + span + lower}));
 }
 
 // One residue class: the walk over its pixels, its taps and its rows of gemm_m. `matrix`: the
@@ -146,7 +128,7 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
     // for 1x1 of 512 channels, more than XLA needs to transpose the filter.
     return Status::Unimplemented("a filter stored as krsc only where every residue class has taps");
   }
-  if (rows > kMaxRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
+  if (rows > kMaxIm2colRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
   made.rows = static_cast<int32_t>(rows);
   const int64_t taps_per_load = filter_row ? made.taps[0] : 1;
   made.k_blocks =
@@ -175,7 +157,7 @@ Status MakeWgrad(const ConvProblem& problem, Geometry* geometry) {
   launch.b_taps = problem.batch;
   ResidueClass& all = launch.kernel.residue_class[0];
   const int64_t rows = problem.taps() * launch.kernel.channel_blocks.divisor * k_block;
-  if (rows > kMaxRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
+  if (rows > kMaxIm2colRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
   all.rows = static_cast<int32_t>(rows);
   geometry->k_blocks = CeilDiv(pixels, k_block);
   geometry->average_taps = static_cast<double>(geometry->k_blocks);
@@ -212,7 +194,7 @@ Status MakeWgradFilterRow(const ConvProblem& problem, const GatherAxis& axis, Ge
                                  " pixels, wider than TMA's fields");
   }
   const int64_t image = walked * all.count[1].divisor * all.count[2].divisor;
-  if ((problem.n + 1) * image > kMaxRows) {
+  if ((problem.n + 1) * image > kMaxIm2colRows) {
     return Status::Unimplemented("more than 2^31 - 2^12 pixels");
   }
   all.count[0] = FastDivmod(walked);
@@ -227,7 +209,7 @@ Status MakeWgradFilterRow(const ConvProblem& problem, const GatherAxis& axis, Ge
   geometry->average_taps = static_cast<double>(geometry->k_blocks) * geometry->taps_per_stage;
   const int64_t units = CeilDiv(all.taps[0], kWgradRowTaps) * all.taps[1] * all.taps[2] *
                         launch.kernel.channel_blocks.divisor;
-  if (units * kWgradRowTaps * 64 > kMaxRows) {
+  if (units * kWgradRowTaps * 64 > kMaxIm2colRows) {
     return Status::Unimplemented("more than 2^31 - 2^12 rows");
   }
   all.rows = static_cast<int32_t>(units * kWgradRowTaps * 64);
@@ -268,7 +250,7 @@ Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geomet
   }
   if (std::max(gemm.batches * gemm.images * int64_t{gemm.axis[0].src_extent} *
                    gemm.axis[1].src_extent * gemm.axis[2].src_extent,
-               gemm.batches * int64_t{gemm.gemm_m}) > kMaxRows) {
+               gemm.batches * int64_t{gemm.gemm_m}) > kMaxIm2colRows) {
     return Status::Unimplemented("more than 2^31 - 2^12 pixels");
   }
   if (wgrad && !gemm.Dense()) return Status::Unimplemented("wgrad with lhs_dilation");

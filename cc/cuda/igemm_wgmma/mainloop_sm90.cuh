@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
+#include "cuda/common/ring_sm90.cuh"
 #include "cuda/igemm_wgmma/loads_sm90.cuh"
 #include "cuda/igemm_wgmma/params.h"
-#include "cuda/igemm_wgmma/ring_sm90.cuh"
 #include "cuda/igemm_wgmma/tensor_maps.h"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"

@@ -226,15 +226,14 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
     return {m < 0 ? -1 : base + int64_t{m} * params.out_channels, m};
   };
   const int channel0 = place.group * params.gemm_n + n_first;
-  __syncwarp();
   constexpr bool kPlain = Epilogue::kPlain;
-  // Rows of 128 bytes, of a block's columns from c on, through one or two buffers of 2 KB.
-  auto store_rounded = [&](const float* chunk, int i, int c, const int64_t (&dst)[4]) {
+  // Rows of 128 bytes, of a block's columns from c on, through one or two buffers of 2 KB. Whoever
+  // wrote to the buffer last has been read once the warp meets: of two, when the other one was used.
+  auto store_rounded = [&](const float* chunk, int c, const int64_t (&dst)[4]) {
     constexpr int kColumns = 128 / sizeof(T), kBuffers = Tile::kStagingBytes < 4096 ? 1 : 2;
-    if constexpr (kBuffers == 1) __syncwarp();  // of two, the other one was in use since
-    StoreRounded(chunk, staging + (i + c / kColumns) % kBuffers * 2048,
-                 static_cast<T*>(params.out) + c, dst,
-                 n_first + c + lane % 8 * (kColumns / 8) < params.gemm_n);
+    if (kBuffers == 1 || c == 0) __syncwarp();
+    StoreRounded(chunk, staging + c / kColumns % kBuffers * 2048, static_cast<T*>(params.out) + c,
+                 dst, n_first + c + lane % 8 * (kColumns / 8) < params.gemm_n);
   };
   auto rounded_offsets = [&](int i, int64_t (&dst)[4]) {
 #pragma unroll
@@ -266,7 +265,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
 #pragma unroll
         for (int c = 0; c < Tile::kTileN; c += 128 / int{sizeof(T)}) {
           if (n_first + c >= params.gemm_n) break;
-          store_rounded(acc.Columns(i, c), i, c, dst);
+          store_rounded(acc.Columns(i, c), c, dst);
         }
       }
     } else if constexpr (!kPlain || sizeof(T) == 2) {
@@ -291,7 +290,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
                                channel0 + c, finished);
             int64_t dst[4];
             rounded_offsets(i, dst);
-            store_rounded(finished, i, c, dst);
+            store_rounded(finished, c, dst);
           }
         } else if (params.out_is_f32) {
           StoreFinished(chunk, staging, static_cast<float*>(params.out), epilogue, place_of,

@@ -19,8 +19,9 @@ namespace jaxconv::igemm_wgmma {
 // good.
 //
 // kStagingBytes of shared memory for each consumer warp, where results are reordered before they
-// are stored: 2048 do for 16-bit results that are only rounded, 4096 for all. float32 results of
-// pingpong tiles of float32 operands, and where there are less than 4096, need none.
+// are stored: 2048 for one buffer, 4096 for two or for 64 columns of 16 rows in float32. float32
+// results of pingpong tiles of float32 operands need none, nor do those that are partial sums where
+// there are less than 4096.
 template <int kWarpgroups_, bool kPingpong_, int kTileM_, int kTileN_, int kStages_,
           bool kFilterRow_, int kFilterSlots_, int kStationary_, int kStagingBytes_>
 struct TileLayout {

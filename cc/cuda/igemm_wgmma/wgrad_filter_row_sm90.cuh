@@ -37,9 +37,9 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
-#include "cuda/igemm_wgmma/ring_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/shared_memory.cuh"

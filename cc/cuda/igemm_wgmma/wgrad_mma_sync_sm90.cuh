@@ -28,10 +28,10 @@
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_MMA_SYNC_SM90_CUH_
 
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/loads_sm90.cuh"
-#include "cuda/igemm_wgmma/ring_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"

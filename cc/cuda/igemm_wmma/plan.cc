@@ -41,8 +41,6 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMinBlocksPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
 constexpr int64_t kMaxTiles = (int64_t{1} << 31) / kMaxSlices - 1;
-// Pixels are located in groups past the end of the reduction.
-constexpr int64_t kMaxReducePixels = (int64_t{1} << 31) - (1 << 16);
 // The bytes of a pixel and of a row of the filter fit in 32 bits.
 constexpr int64_t kMaxChannels = int64_t{1} << 28;
 // Bit 31 of a GatherPixel says that a tap does not exist.
@@ -195,9 +193,6 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const Taps taps = CountTaps(problem, gemm);
   JAXCONV_RETURN_IF_ERROR(CheckTaps(instance, problem, gemm, taps));
   const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
-  if (wgrad && gemm.reduce_pixels > kMaxReducePixels) {
-    return Status::Unimplemented("more than 2^31 - 2^16 pixels");
-  }
   const int64_t element_bytes = ByteWidth(problem.lhs_dtype());
   const int64_t tile_k = instance.tile_k_bytes / element_bytes;
   const int64_t n_tiles = CeilDiv(gemm.gemm_n, instance.tile_n);

@@ -3,8 +3,9 @@
 // Fragments of one warp, lane = 4 g + t:
 //     A 16 x 32 bytes   a[0] row g, a[1] row g + 8, bytes 4t..; a[2], a[3] the same 16 bytes later
 //     B 32 bytes x 8    b[0] column g, bytes 4t..; b[1] 16 bytes later
-//     D 16 x 8 floats   d[0], d[1] row g, columns 2t, 2t + 1; d[2], d[3] row g + 8
-// where bytes run along the reduction: 16 elements of 16 bits or 8 of 32.
+//     D 16 x 8 words    d[0], d[1] row g, columns 2t, 2t + 1; d[2], d[3] row g + 8
+// where bytes run along the reduction: 32 elements of 8 bits, 16 of 16 or 8 of 32. The words of D are
+// float32, of 8-bit operands int32.
 #ifndef JAXCONV_CUDA_PTX_MMA_CUH_
 #define JAXCONV_CUDA_PTX_MMA_CUH_
 
@@ -71,6 +72,27 @@ __device__ __forceinline__ void MultiplyAdd<float>(float (&d)[4], const uint32_t
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same on integers: A of T, B of int8_t; sums wrap.
+template <typename T>
+__device__ __forceinline__ void MultiplyAdd(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1);
+template <>
+__device__ __forceinline__ void MultiplyAdd<int8_t>(int32_t (&d)[4], const uint32_t (&a)[4],
+                                                    uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void MultiplyAdd<uint8_t>(int32_t (&d)[4], const uint32_t (&a)[4],
+                                                     uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 

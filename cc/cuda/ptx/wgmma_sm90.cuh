@@ -1,15 +1,20 @@
 // wgmma: a warpgroup multiplies 64 x 32 bytes by 32 bytes x N out of shared memory (sm_90a): 16 of
-// the reduction in 16-bit types, 8 of float32, of which TF32's 19 bits are read.
+// the reduction in 16-bit types, 8 of float32, of which TF32's 19 bits are read, 32 of bytes.
 //
 // Both operands lie in rows of 128 bytes, 64 elements of 16 bits or 32 of 32 bits, as TMA's 128-byte
 // swizzle stores them. Rows of 32-bit elements must run along the reduction (K-major).
+// Bytes, K-major too, may lie in rows of 64 or 32 bytes with the swizzle of that width. Or K-major
+// operands are core matrices: 8 rows by 16 bytes in 128 bytes of their own, without a swizzle.
 // Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride offset / 16 in 32-45,
-// layout 1 (128-byte swizzle) in 62-63; buffers start at multiples of 1024 bytes.
+// layout 1, 2 or 3 (swizzle of 128, 64, 32 bytes) or 0 (core matrices) in 62-63; swizzled buffers
+// start at multiples of eight rows.
 //     K-major     a row is 128 bytes of the reduction; 8 rows are 1024 bytes (the stride
 //                 offset); the next instruction's 32 bytes are 32 bytes on
 //     MN-major    a row is 64 columns; 8 rows (8 of the reduction) are 1024 bytes (the stride
 //                 offset), the next 64 columns lie a leading offset on, the next 16 of the
 //                 reduction 2048 bytes on
+//     core        the next 16 bytes of the reduction lie a leading offset on, the next 8 rows a
+//                 stride offset
 // Accumulators: warp w of the warpgroup has rows 16 w..; with lane = 4 g + t, d[4 j] and d[4 j + 1]
 // are row g, columns 8 j + 2 t and the next; d[4 j + 2] and d[4 j + 3] the same of row g + 8.
 #ifndef JAXCONV_CUDA_PTX_WGMMA_SM90_CUH_
@@ -24,9 +29,12 @@
 
 namespace jaxconv {
 
+// kRowBytes: 128, 64 or 32.
+template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t KMajorDescriptor(uint32_t shared) {
-  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
-         uint64_t{1} << 62;
+  constexpr uint64_t kLayout = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{1} << 16 |
+         uint64_t{8 * kRowBytes >> 4} << 32 | kLayout << 62;
 }
 __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared, uint32_t leading_bytes) {
   return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
@@ -35,6 +43,11 @@ __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared, uint32_t 
 template <int kLeadingBytes>
 __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared) {
   return MnMajorDescriptor(shared, kLeadingBytes);
+}
+template <int kLeadingBytes, int kStrideBytes>
+__device__ __forceinline__ uint64_t CoreMatrixDescriptor(uint32_t shared) {
+  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{kLeadingBytes >> 4} << 16 |
+         uint64_t{kStrideBytes >> 4} << 32;
 }
 
 // Orders register and shared-memory accesses of the warpgroup before the wgmmas that follow.
@@ -99,6 +112,46 @@ JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), 
                     JAXCONV_D32(64), JAXCONV_D32(96))
 #undef JAXCONV_WGMMA_TYPES
 #undef JAXCONV_WGMMA
+
+// d = (accumulate ? d : 0) + a b, float16 by 128 columns: a are a thread's fragments of A as
+// mma.sync has them (ptx/mma.cuh), rows g and g + 8 of the warp's 16, and B is K-major. The
+// registers of a and d are wgmma's until it is waited for.
+__device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_t (&a)[4],
+                                                   uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" JAXCONV_R64
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n\t}"
+      : JAXCONV_D32(0), JAXCONV_D32(32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// Bytes: A signed or unsigned, B signed, exact sums that wrap.
+#define JAXCONV_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define JAXCONV_I16(i) JAXCONV_I4(i), JAXCONV_I4(i + 4), JAXCONV_I4(i + 8), JAXCONV_I4(i + 12)
+#define JAXCONV_I32(i) JAXCONV_I16(i), JAXCONV_I16(i + 16)
+#define JAXCONV_WGMMA_INT8(n, type, name, registers, a_at, b_at, p_at, ...)                    \
+  __device__ __forceinline__ void WgmmaInt8(type, int32_t (&d)[n / 2], uint64_t a, uint64_t b, \
+                                            int accumulate) {                                  \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                                \
+                 ", 0;\n\t"                                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32." name ".s8 {" registers      \
+                 "}, %" #a_at ", %" #b_at ", p;\n\t}"                                          \
+                 : __VA_ARGS__                                                                 \
+                 : "l"(a), "l"(b), "r"(accumulate));                                           \
+  }
+#define JAXCONV_WGMMA_INT8_TYPES(n, registers, a_at, b_at, p_at, ...)           \
+  JAXCONV_WGMMA_INT8(n, int8_t, "s8", registers, a_at, b_at, p_at, __VA_ARGS__) \
+  JAXCONV_WGMMA_INT8(n, uint8_t, "u8", registers, a_at, b_at, p_at, __VA_ARGS__)
+JAXCONV_WGMMA_INT8_TYPES(64, JAXCONV_R32, 32, 33, 34, JAXCONV_I32(0))
+JAXCONV_WGMMA_INT8_TYPES(128, JAXCONV_R64, 64, 65, 66, JAXCONV_I32(0), JAXCONV_I32(32))
+JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCONV_I32(32),
+                         JAXCONV_I32(64), JAXCONV_I32(96))
+#undef JAXCONV_WGMMA_INT8_TYPES
+#undef JAXCONV_WGMMA_INT8
+#undef JAXCONV_I32
+#undef JAXCONV_I16
+#undef JAXCONV_I4
 #undef JAXCONV_R128
 #undef JAXCONV_R112
 #undef JAXCONV_R96

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,12 +16,25 @@ from jaxconv.bench.networks import (
     efficientnet_b0,
     mobilenet,
     resnet50,
+    resnet50_int8,
     resnext50,
     unet,
     unet3d,
     wavenet,
 )
 from jaxconv.bench.networks.blocks import Pass
+
+
+class Quantized(NamedTuple):
+    """A network in int8.
+
+    Attributes:
+        parameters: (state of the float network, batches of inputs to calibrate with) -> a pytree.
+        forward: (that pytree, x) -> y, float32.
+    """
+
+    parameters: Callable[[Any, list[jax.Array]], Any]
+    forward: Callable[[Any, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +49,7 @@ class Network:
         channels: channels of the input.
         multiple: what every spatial extent must be a multiple of.
         draw: (key, shape, dtype) -> a random input.
+        quantized: the network in int8, for inference, where it has been written.
         regression: whether the loss is the squared error to a target of the output's shape, and
             not the cross-entropy with a label for each pixel of the output.
     """
@@ -47,10 +62,16 @@ class Network:
     multiple: int = 1
     draw: Callable[..., jax.Array] = jax.random.normal
     regression: bool = False
+    quantized: Quantized | None = None
 
 
 NETWORKS: dict[str, Network] = {
-    "resnet50": Network("ResNet-50 v1.5, images", resnet50.forward, 256),
+    "resnet50": Network(
+        "ResNet-50 v1.5, images",
+        resnet50.forward,
+        256,
+        quantized=Quantized(resnet50_int8.quantized, resnet50_int8.forward),
+    ),
     "resnext50": Network("ResNeXt-50 32x4d, images: grouped", resnext50.forward, 128),
     "mobilenet_v2": Network("MobileNetV2, images: depthwise", mobilenet.forward, 256),
     "efficientnet_b0": Network(

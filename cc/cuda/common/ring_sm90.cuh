@@ -1,23 +1,23 @@
-// The ring of stages in shared memory between the producer and the consumer warpgroups, and the
-// set-up that all kernels of the family share.
+// The ring of stages in shared memory between a producer and consumer warpgroups, and the set-up of
+// the kernels that have one.
 //
 // Full(s): the producer announces a stage's bytes, TMA delivers them, consumers wait. Empty(s):
 // each consumer warpgroup that reads the stage arrives when its wgmma has retired; the producer
 // waits. Filter slots, and k-blocks of the filter that stay in shared memory, have barriers of
 // their own.
-#ifndef JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
-#define JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
+#ifndef JAXCONV_CUDA_COMMON_RING_SM90_CUH_
+#define JAXCONV_CUDA_COMMON_RING_SM90_CUH_
 
 #include <cstdint>
 
 #include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 
-namespace jaxconv::igemm_wgmma {
+namespace jaxconv {
 
 // Whether a kernel lets the next one in the stream start while it still computes: its barriers and
 // tensor maps are then set up, and its first loads prefetched into L2, before this kernel has ended
-// (common/launch.cuh). This is the one switch of all kernels of the family.
+// (common/launch.cuh). This is the one switch of all these kernels.
 inline constexpr bool kLetsNextGridStart = true;
 
 // In every thread that reads or writes global memory, before it does.
@@ -82,6 +82,6 @@ struct RingPlace {
   }
 };
 
-}  // namespace jaxconv::igemm_wgmma
+}  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_IGEMM_WGMMA_RING_SM90_CUH_
+#endif  // JAXCONV_CUDA_COMMON_RING_SM90_CUH_

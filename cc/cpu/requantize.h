@@ -1,0 +1,30 @@
+// The epilogue of a convolution of 8-bit operands on the CPU, from int32 sums: core/epilogue.h, bit
+// for bit what the CUDA kernels compute.
+#ifndef JAXCONV_CPU_REQUANTIZE_H_
+#define JAXCONV_CPU_REQUANTIZE_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+
+namespace jaxconv::cpu {
+
+// The operands that Epilogue declares; absent ones are null.
+struct EpilogueTerms {
+  const float* scale = nullptr;     // one for each output channel, or for each image and channel
+  const int32_t* offset = nullptr;  // one for each output channel
+  const float* bias = nullptr;      // one for each output channel
+  const void* residual = nullptr;   // of the output's shape and type
+  const float* residual_scale = nullptr;  // one
+};
+
+// Writes elements [begin, begin + count) of a channels-last output, whole pixels, from their sums:
+// sums[0] is that of element `begin`; `out` and the terms are those of the whole output. `sums` may
+// be the output itself, if that is int32. Sets and restores the calling thread's floating-point
+// mode: XLA's threads flush denormal numbers to zero.
+void Requantize(const ConvProblem& problem, const EpilogueTerms& terms, const int32_t* sums,
+                int64_t begin, int64_t count, void* out);
+
+}  // namespace jaxconv::cpu
+
+#endif  // JAXCONV_CPU_REQUANTIZE_H_

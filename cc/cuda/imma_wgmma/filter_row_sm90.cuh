@@ -1,0 +1,213 @@
+// imma_wgmma, filter-row reuse: one copy of activations serves all taps of a filter row; two
+// consumer warpgroups in pingpong (sm_90a). The map from convolution to GEMM, the order of the
+// filter's rows and the epilogue are those of int8_sm90.cuh.
+//
+// TMA walks the padded rows of the image, output pixels and the padding between two rows, so that
+// the activations of tap s are those of tap 0, s * dilation pixels further on: a descriptor that
+// begins some rows later.
+//
+//     stage          | unit 0: (tile_m + 8) x unit_bytes | unit 1 | ...     one filter row each
+//     filter slots   | 128 bytes of tile_n packed rows | ...                a ring, or for good
+//
+// A stage of 1, 2 or 4 units meets as many k-blocks of the filter as a filter row has taps.
+// step_offset says for each 32 bytes of those k-blocks where in the stage its activations begin:
+// packed rows run over the taps of a filter row first, then over the next units, but with units of
+// 128 channels, where a k-block is a tap.
+//
+// Rows of a tile whose walked pixel lies in the padding are multiplied and not stored: 3 % of maps
+// 56 wide, 12 % of maps 7 wide. In return L2 and TMA deliver a third of the activations (3x3).
+//
+// Shared memory of 128x128: 4 stages of 17 KB, 8 slots of 16 KB; of 256x64: 4 stages of 33 KB, 9
+// slots of 8 KB, or weight-stationary 5 stages and 5 k-blocks. Registers: producer 40, consumers
+// 232.
+//
+// Full(s), Empty(s): as in int8_sm90.cuh, of activations. FullFilter(f), EmptyFilter(f): the same of
+// a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first tile.
+// Named barriers as in int8_sm90.cuh.
+//
+// Refused beside what int8_sm90.cuh refuses: strides, filters of one tap in a row or that reach over
+// more than 8 pixels, and channels in nhwc that are neither 32, 64 nor a multiple of 128;
+// weight-stationary also groups and filters of more k-blocks or channels than stay.
+#ifndef JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_
+#define JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/imma_wgmma/launch_sm90.cuh"
+#include "cuda/imma_wgmma/tile_sm90.cuh"
+
+namespace jaxconv::imma_wgmma {
+
+// Producer warps 1 to 3: the activations.
+template <class Tile>
+__device__ __forceinline__ void ProduceRows(const Params& params, const Maps& maps, uint32_t ring,
+                                            const Barriers<Tile>& barriers, int warp) {
+  RingPlace<Tile::kStages> stage;
+  const int32_t units_of_stage = kKBlockBytes / params.unit_bytes;
+  if (warp > units_of_stage) return;
+  const uint32_t unit_bytes = params.unit_bytes * Tile::kPixels;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const TilePlace place(params, index);
+    const BasePixel pixel(params, place.m_tile * Tile::kTileM);
+    Unit unit;
+    for (int32_t i = 0; i < params.k_blocks; ++i) {
+      const int32_t count = min(units_of_stage, params.units - i * units_of_stage);
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      if (warp == 1) BarrierArriveExpect(barrier, count * unit_bytes);
+      for (int32_t u = 0; u < count; ++u) {
+        if (u % 3 == warp - 1) {
+          LoadUnit(params, &maps.x, shared + u * unit_bytes, barrier, unit, pixel, place.group);
+        }
+        unit.Next(params);
+      }
+      stage.Next();
+    }
+  }
+}
+
+// Producer warp 0: the filter.
+template <class Tile>
+__device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& maps, uint32_t ring,
+                                              const Barriers<Tile>& barriers) {
+  RingPlace<Tile::kFilterSlots == 0 ? 1 : Tile::kFilterSlots> slot;
+  const uint32_t filter = ring + Tile::kFilterAt;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const TilePlace place(params, index);
+    const int32_t filter_block = (place.group * params.columns + place.n_tile * Tile::kTileN) / 32;
+    Unit unit;
+    int32_t k_block = 0;
+    for (int32_t i = 0; i < params.k_blocks; ++i) {
+      const int32_t taps =
+          i + 1 < params.k_blocks ? params.row_taps : (params.last_steps + kSteps - 1) / kSteps;
+      for (int32_t s = 0; s < taps; ++s, ++k_block) {
+        const int32_t from = params.tap_bytes == 0
+                                 ? k_block * kKBlockBytes
+                                 : (unit.Tap(params) * params.row_taps + s) * params.tap_bytes +
+                                       unit.channels * kKBlockBytes;
+        if constexpr (Tile::kStationary > 0) {
+          BarrierArriveExpect(barriers.Stationary(k_block), Tile::kBytesB);
+          CopyTile5d(filter + k_block * Tile::kBytesB, &maps.filter, barriers.Stationary(k_block),
+                     from, 0, 0, 0, filter_block);
+        } else {
+          BarrierWait(barriers.EmptyFilter(slot.slot), slot.parity ^ 1);
+          BarrierArriveExpect(barriers.FullFilter(slot.slot), Tile::kBytesB);
+          CopyTile5d(filter + slot.slot * Tile::kBytesB, &maps.filter,
+                     barriers.FullFilter(slot.slot), from, 0, 0, 0, filter_block);
+          slot.Next();
+        }
+      }
+      if (params.tap_bytes > 0) unit.Next(params);  // a unit a stage
+    }
+    if constexpr (Tile::kStationary > 0) return;
+  }
+}
+
+// A consumer warpgroup.
+template <typename T, class Tile>
+__device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
+                                            const Barriers<Tile>& barriers, int warpgroup) {
+  const Release release;
+  RingPlace<Tile::kStages> stage;
+  RingPlace<Tile::kFilterSlots == 0 ? 1 : Tile::kFilterSlots> slot;
+  const int32_t stride = gridDim.x;
+  const int32_t stages = params.k_blocks;
+  const int32_t steps_of_stage = params.row_taps * kSteps;
+  const int32_t filter_k_blocks =
+      (stages - 1) * params.row_taps + (params.last_steps + kSteps - 1) / kSteps;
+  const uint32_t filter = ring + Tile::kFilterAt;
+  if (warpgroup == 1) {
+    NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
+    stage.Skip(stages);
+    slot.Skip(filter_k_blocks);
+  }
+  TermsOfTiles<Tile> terms{params, ring, warpgroup};
+  int32_t index = blockIdx.x + warpgroup * stride;
+  terms.Begin(index);
+  for (; index < params.tiles; index += 2 * stride) {
+    const TilePlace place(params, index);
+    NamedBarrierSync(1 + warpgroup, 256);
+    typename Tile::Sums sums;
+    uint32_t last_stage = 0, last_slot = 0;
+    int32_t k_block = 0;
+    for (int32_t i = 0; i < stages; ++i) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      const uint64_t a = uint64_t{params.descriptor} << 32 | (shared & 0x3ffff) >> 4;
+      const int32_t steps = i + 1 < stages ? steps_of_stage : params.last_steps;
+      for (int32_t step = 0; step < steps; step += kSteps, ++k_block) {
+        uint32_t b_at = filter;
+        if constexpr (Tile::kStationary > 0) {
+          if (terms.turn == 0) BarrierWait(barriers.Stationary(k_block), 0);
+          b_at += k_block * Tile::kBytesB;
+        } else {
+          BarrierWait(barriers.FullFilter(slot.slot), slot.parity);
+          b_at += slot.slot * Tile::kBytesB;
+        }
+        const uint64_t b = KMajorDescriptor(b_at);
+        WgmmaFence();
+        MultiplyStep<T, Tile>(params, sums, a, b, params.step_offset[step], k_block > 0);
+#pragma unroll
+        for (int k = 1; k < kSteps; ++k) {
+          if (step + k < steps) {
+            MultiplyStep<T, Tile>(params, sums, a, b + k * (kStepBytes >> 4),
+                                  params.step_offset[step + k], true);
+          }
+        }
+        WgmmaCommit();
+        // Slots and stages are given back one k-block late, so that one wgmma is always in flight.
+        WgmmaWait<1>();
+        if constexpr (Tile::kStationary == 0) {
+          if (k_block > 0) release(barriers.EmptyFilter(last_slot));
+          last_slot = slot.slot;
+          slot.Next();
+        }
+        if (step == 0 && i > 0) release(barriers.Empty(last_stage));
+      }
+      last_stage = stage.slot;
+      stage.Next();
+    }
+    NamedBarrierArrive(2 - warpgroup, 256);
+    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM);
+    WgmmaWait<0>();
+    if constexpr (Tile::kStationary == 0) release(barriers.EmptyFilter(last_slot));
+    release(barriers.Empty(last_stage));
+    StoreTile<Tile>(params, place, terms.Take(place, index + 2 * stride), pixels, sums);
+    stage.Skip(stages);
+    if constexpr (Tile::kStationary == 0) slot.Skip(filter_k_blocks);
+  }
+}
+
+template <DType kType, class Tile_>
+struct FilterRowForm : Tile_, LaunchOf<kType> {
+  using Tile = Tile_;
+
+  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
+                                                 uint32_t ring, const Barriers<Tile>& barriers,
+                                                 int warp) {
+    WaitForPrecedingGrids();
+    if (warp == 0) {
+      ProduceFilter(params, maps, ring, barriers);
+    } else {
+      ProduceRows(params, maps, ring, barriers, warp);
+    }
+  }
+  template <typename T>
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers, int warpgroup) {
+    ConsumeRows<T, Tile>(params, ring, barriers, warpgroup);
+  }
+};
+
+template <Op kOp, DType kType, int kBlocks, int kTileN, int kStages, int kFilterSlots>
+struct FilterRow
+    : FilterRowForm<kType, Int8Tile<true, kBlocks, kTileN, kStages, true, kFilterSlots>> {};
+
+template <Op kOp, DType kType, int kBlocks, int kTileN, int kStages, int kStationary>
+struct WeightStationary
+    : FilterRowForm<kType, Int8Tile<true, kBlocks, kTileN, kStages, true, 0, kStationary>> {};
+
+}  // namespace jaxconv::imma_wgmma
+
+#endif  // JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_

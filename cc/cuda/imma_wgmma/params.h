@@ -1,0 +1,71 @@
+// The parameters of imma_wgmma. Plain data, made on the host without CUDA headers.
+#ifndef JAXCONV_CUDA_IMMA_WGMMA_PARAMS_H_
+#define JAXCONV_CUDA_IMMA_WGMMA_PARAMS_H_
+
+#include <cstdint>
+
+#include "core/fast_divmod.h"
+#include "cuda/common/requantize_params.h"
+
+namespace jaxconv::imma_wgmma {
+
+// A k-block: bytes of the reduction in a stage, and of one instruction.
+inline constexpr int32_t kKBlockBytes = 128;
+inline constexpr int32_t kStepBytes = 32;
+inline constexpr int32_t kSteps = kKBlockBytes / kStepBytes;
+// Filter-row reuse: the distance in pixels from a filter row's first tap to its last, at most. 8 keeps
+// the copies multiples of the swizzle's pattern.
+inline constexpr int32_t kMaxSpan = 8;
+inline constexpr int32_t kMaxRowTaps = kMaxSpan + 1;
+
+// The kernels' argument. Axes innermost first: w, h, d.
+//
+// A unit is what one TMA copy brings of every pixel of a tile: unit_bytes channels under one tap, or,
+// with filter-row reuse, under a row of taps. 128 / unit_bytes units lie one behind the other in a
+// stage, which meets one k-block of the filter, or row_taps of them.
+struct Params {
+  RequantizeParams requantize;
+  int32_t rows = 1;             // of gemm_m: images times walked pixels
+  int32_t columns = 1;          // output channels of a group
+  int32_t tiles = 0;            // of all groups
+  FastDivmod n_tiles, m_tiles;  // digits of a tile index, fastest first; then groups
+  int32_t rank = 2;             // spatial axes that TMA walks; 0: rows of a matrix
+  int32_t nchw32 = 0;           // coordinates are (w, h, channel block, image)
+  FastDivmod count[3];          // output pixels of an axis, as walked
+  int32_t width = 1;            // of count[0], the pixels that are outputs
+  int32_t lower[3] = {};        // first base pixel
+  int32_t step[3] = {1, 1, 1};  // base pixels from one output pixel to the next
+  int32_t offset0[3] = {}, offset_step[3] = {1, 1, 1};  // of a tap from the base pixel
+  int32_t taps[3] = {1, 1, 1};  // that units walk over: with filter-row reuse taps[0] is 1
+  int32_t channel_units = 1;    // of a tap
+  int32_t unit_channels = 1;    // from one unit to the next, as a coordinate
+  int32_t group_channels = 1;   // from one group to the next, as a coordinate
+  int32_t taps_first = 0;       // the order of units: taps fastest, or channels
+  int32_t units = 1;            // of the reduction
+  int32_t k_blocks = 1;         // stages of a tile
+  int32_t last_steps = kSteps;  // instructions of the last
+  int32_t row_taps = 1;         // taps of a unit
+  // Where the filter's bytes of a k-block begin in a packed row: 128 bytes further each time, or,
+  // of units of 128 bytes with taps fastest, tap * tap_bytes + channel unit * 128.
+  int32_t tap_bytes = 0;
+  int32_t unit_bytes = kKBlockBytes;
+  // Of the descriptors of A: the upper word; addresses / 16 from the stage's beginning to the 32
+  // bytes of each of its instructions, and from one 64 rows to the next.
+  uint32_t descriptor = 0;
+  uint32_t step_offset[kMaxRowTaps * kSteps] = {};
+  uint32_t block_offset = 0;
+};
+
+// What Launch needs beside it: the tensor maps' extents and the grid.
+struct LaunchParams {
+  Params kernel;
+  int64_t images = 1, channels = 1;  // of x
+  int64_t extent[3] = {1, 1, 1};     // of x, innermost first
+  int32_t upper[3] = {};
+  int64_t filters = 1, filter_row = 1;  // the packed filter: rows, and bytes of a row
+  int32_t ctas = 0;
+};
+
+}  // namespace jaxconv::imma_wgmma
+
+#endif  // JAXCONV_CUDA_IMMA_WGMMA_PARAMS_H_

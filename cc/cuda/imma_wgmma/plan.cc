@@ -1,0 +1,269 @@
+#include "cuda/imma_wgmma/plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "cuda/common/im2col_box.h"
+#include "cuda/common/instances.h"
+#include "cuda/imma_wgmma/params.h"
+
+namespace jaxconv::imma_wgmma {
+namespace {
+
+// One entry of kernels.def.
+struct Instance {
+  int64_t tile_m, tile_n;
+  bool pingpong = false;
+  bool filter_row = false;
+  int64_t stationary_k_blocks = 0;  // of the filter in shared memory, loaded once a CTA
+};
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Status CheckProblem(const KernelDesc& kernel, const ConvProblem& problem) {
+  if (problem.op != kernel.op || problem.x_dtype != kernel.dtype || problem.w_dtype != DType::kS8) {
+    return Status::Unimplemented(std::string("expected fprop of ") + Name(kernel.dtype) +
+                                 " and s8, got " + Name(problem.op) + " of " +
+                                 Name(problem.x_dtype) + " and " + Name(problem.w_dtype));
+  }
+  if (problem.filter_layout != FilterLayout::kPacked) {
+    return Status::Unimplemented(std::string("reads packed filters, got ") +
+                                 Name(problem.filter_layout));
+  }
+  if (problem.batch > 1) return Status::Unimplemented("batched filters");
+  if (problem.c_per_group() % 32 != 0 || problem.k_per_group() % 32 != 0) {
+    return Status::Unimplemented("expected channels of a group in multiples of 32, got " +
+                                 std::to_string(problem.c_per_group()) + " and " +
+                                 std::to_string(problem.k_per_group()));
+  }
+  for (int64_t dilation : problem.lhs_dilation) {
+    if (dilation > 1) return Status::Unimplemented("lhs_dilation");
+  }
+  return problem.RequireInt32();
+}
+
+// How TMA walks the pixels and the taps.
+Status MakeWalk(const Instance& instance, const ConvProblem& problem, LaunchParams* launch) {
+  Params& params = launch->kernel;
+  const Im2colLimits& limits = kIm2colLimits[problem.rank];
+  bool matrix = problem.taps() == 1 && !params.nchw32;
+  for (int i = 0; i < 3; ++i) {
+    const int axis = 2 - i;
+    const int64_t extent = problem.in[axis], outputs = problem.out[axis];
+    const int64_t stride = problem.stride[axis], pad = problem.pad_lo[axis];
+    // The box of base pixels begins in the padding or with the tensor, never inside it; the taps'
+    // offsets carry the distance.
+    const int64_t lower = std::min<int64_t>(0, -pad);
+    const int64_t offset0 = -pad - lower;
+    const int64_t offset = offset0 + (problem.filter[axis] - 1) * problem.dilation[axis];
+    int64_t walked = outputs;
+    if (i == 0 && instance.filter_row) {
+      if (stride != 1 || problem.filter[axis] == 1 || offset > kMaxSpan) {
+        return Status::Unimplemented(
+            "filter-row reuse needs a filter of several taps along the last axis, of stride 1, "
+            "that reach over at most " +
+            std::to_string(kMaxSpan) + " pixels");
+      }
+      walked = WalkedPixels(outputs, offset, extent, lower);
+    }
+    const int64_t upper = lower + (walked - 1) * stride + 1 - extent;
+    launch->extent[i] = extent;
+    launch->upper[i] = static_cast<int32_t>(upper);
+    params.count[i] = FastDivmod(walked);
+    params.taps[i] = static_cast<int32_t>(problem.filter[axis]);
+    params.step[i] = static_cast<int32_t>(stride);
+    params.offset_step[i] = static_cast<int32_t>(problem.dilation[axis]);
+    params.lower[i] = static_cast<int32_t>(lower);
+    params.offset0[i] = static_cast<int32_t>(offset0);
+    matrix = matrix && stride == 1 && outputs == extent && pad == 0;
+    if (i < problem.rank && (lower < limits.lower || upper < limits.lower || upper > limits.upper ||
+                             offset > limits.offset || stride > kMaxElementStride)) {
+      return Status::Unimplemented("a window of " + std::to_string(problem.filter[axis]) +
+                                   " taps, padding " + std::to_string(pad) + ", stride " +
+                                   std::to_string(stride) + ", wider than TMA's fields");
+    }
+  }
+  params.width = static_cast<int32_t>(problem.out[2]);
+  if (instance.filter_row) {
+    params.row_taps = params.taps[0];
+    params.taps[0] = 1;
+  }
+  params.rank = matrix ? 0 : problem.rank;
+  return {};
+}
+
+// How the reduction is cut into units and stages.
+Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* params) {
+  const int64_t channels = problem.c_per_group();
+  const int64_t unit = params->nchw32        ? 32
+                       : channels % 128 == 0 ? 128
+                       : channels % 64 == 0  ? 64
+                                             : 32;
+  if (instance.filter_row && !params->nchw32 && unit < 128 && unit != channels) {
+    return Status::Unimplemented(
+        "filter-row reuse needs 32 or 64 channels in nhwc, or a multiple of 128, got " +
+        std::to_string(channels));
+  }
+  const int64_t row_taps = params->row_taps;
+  params->unit_bytes = static_cast<int32_t>(unit);
+  params->channel_units = static_cast<int32_t>(channels / unit);
+  params->unit_channels = static_cast<int32_t>(params->nchw32 ? 1 : unit);
+  params->group_channels = static_cast<int32_t>(params->nchw32 ? channels / 32 : channels);
+  // Units of 128 bytes are k-blocks, in any order: with taps fastest the first reads of x are
+  // spread over the reduction. Other units follow the packed rows.
+  params->taps_first = params->nchw32 || unit == kKBlockBytes;
+  params->tap_bytes = !params->nchw32 && unit == kKBlockBytes ? static_cast<int32_t>(channels) : 0;
+  params->units = static_cast<int32_t>(problem.taps() * channels / unit / row_taps);
+  const int64_t bytes = problem.taps() * channels, stage = row_taps * kKBlockBytes;
+  params->k_blocks = static_cast<int32_t>(CeilDiv(bytes, stage));
+  params->last_steps = static_cast<int32_t>((bytes - 1) % stage / kStepBytes + 1);
+  if (instance.stationary_k_blocks > 0 &&
+      (CeilDiv(bytes, kKBlockBytes) > instance.stationary_k_blocks || problem.groups > 1 ||
+       problem.k > instance.tile_n)) {
+    return Status::Unimplemented("the filter does not fit in shared memory: expected at most " +
+                                 std::to_string(instance.tile_n) + " rows of " +
+                                 std::to_string(instance.stationary_k_blocks * kKBlockBytes) +
+                                 " bytes, got " + std::to_string(problem.k) + " of " +
+                                 std::to_string(bytes));
+  }
+  // cuda/ptx/wgmma_sm90.cuh has the descriptor.
+  const uint32_t layout = unit == 128 ? 1 : unit == 64 ? 2 : 3;
+  params->descriptor = static_cast<uint32_t>(8 * unit >> 4) | layout << 30;
+  const int64_t pixels = instance.tile_m + (instance.filter_row ? kMaxSpan : 0);
+  for (int64_t step = 0; step < row_taps * kSteps; ++step) {
+    // The packed rows run over a unit's channels, then over its taps, then over units; where units
+    // are k-blocks this is the order of a stage too.
+    const int64_t at = step * kStepBytes;
+    const int64_t channel = at % unit, tap = at / unit % row_taps, index = at / unit / row_taps;
+    params->step_offset[step] = static_cast<uint32_t>(
+        (index * pixels * unit + tap * problem.dilation[2] * unit + channel) >> 4);
+  }
+  params->block_offset = static_cast<uint32_t>(64 * unit >> 4);
+  return {};
+}
+
+// The predicted time, on the model of the GPU. A k-block passes through the tensor cores, through
+// shared memory and, row by row of its boxes, through TMA; the slowest of the three sets the
+// throughput. The epilogue adds to it; in pingpong one consumer stores while the other multiplies.
+// Fitted to 168 times of 26 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.2 % on
+// average against the best tile, 2.5 % at most. Terms stand in for each other; only their sum is to
+// be believed.
+constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
+constexpr double kWgmmaShare = 0.712;  // of the rate
+constexpr double kSharedBytesPerCycle = 128 / 1.088;
+// Of TMA for a row of a box of activations, by its bytes; for a row of the filter's.
+constexpr double kRow128Cycles = 1.18, kRow64Cycles = 1.815, kRow32Cycles = 0.815;
+constexpr double kFilterRowCycles = 3.99;
+constexpr double kKBlockCycles = 68;  // that every k-block adds
+constexpr double kReuseCycles = 45;   // and with filter-row reuse
+constexpr double kTileCycles = 1290;
+// Of a thread for one of its outputs, and how much more a residual or a wider output takes.
+constexpr double kOutputCycles = 23.1;
+constexpr double kResidualExcess = 1.5;
+constexpr double kStartCycles = 500;
+constexpr double kDramShare = 0.93;
+constexpr double kExposed = 0.1;  // of the shorter of SM and DRAM time
+
+double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
+                           const Params& params, int64_t tiles, int64_t ctas, const Gpu& gpu) {
+  const double m = static_cast<double>(instance.tile_m), n = static_cast<double>(instance.tile_n);
+  const double k_blocks =
+      static_cast<double>(problem.taps() * problem.c_per_group()) / kKBlockBytes;
+  const double loaded = (m + (instance.filter_row ? kMaxSpan : 0)) / params.row_taps;
+  const double filter_rows = instance.stationary_k_blocks > 0 ? 0 : n;
+  const double tensor = m * n * kKBlockBytes / (kWgmmaShare * kInt8Rate * gpu.wgmma_per_clock);
+  // Each 64 rows read their activations and the whole filter.
+  const double shared =
+      (m / 64 * kSteps * (64 + n) * kStepBytes + (loaded + filter_rows) * kKBlockBytes) /
+      kSharedBytesPerCycle;
+  const double row_cycles = params.unit_bytes == 128  ? kRow128Cycles
+                            : params.unit_bytes == 64 ? kRow64Cycles
+                                                      : kRow32Cycles;
+  const double tma =
+      loaded * (kKBlockBytes / params.unit_bytes) * row_cycles + filter_rows * kFilterRowCycles;
+  const double mainloop = k_blocks * (std::max({tensor, shared, tma}) + kKBlockCycles +
+                                      (instance.filter_row ? kReuseCycles : 0)) +
+                          kTileCycles;
+  const double outputs = m * n / (instance.pingpong ? 128 : 256);  // of a thread
+  const double epilogue = outputs * kOutputCycles *
+                          (1 + (problem.epilogue.residual ? kResidualExcess : 0) +
+                           0.25 * static_cast<double>(ByteWidth(problem.y_dtype) - 1));
+  const double waves = static_cast<double>(CeilDiv(tiles, ctas));
+  const double sm = instance.pingpong
+                        ? waves * std::max(mainloop, (mainloop + epilogue) / 2) + epilogue
+                        : waves * (mainloop + epilogue);
+  const double bytes = static_cast<double>(problem.x_elements() + problem.w_elements() +
+                                           problem.y_elements() * ByteWidth(problem.y_dtype) *
+                                               (problem.epilogue.residual ? 2 : 1));
+  const double dram = bytes / (kDramShare * gpu.dram_bytes_per_cycle());
+  const double cycles = std::max(sm, dram) + kExposed * std::min(sm, dram) + kStartCycles;
+  return cycles / gpu.cycles_per_us() + gpu.launch_us;
+}
+
+Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                     int64_t slices, Plan* plan) {
+  const Instance& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(CheckProblem(kernel, problem));
+  if (slices > 1) {
+    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
+  }
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
+  params.requantize = MakeRequantizeParams(problem);
+  params.nchw32 = problem.activation_layout == ActivationLayout::kNchw32;
+  JAXCONV_RETURN_IF_ERROR(MakeWalk(instance, problem, launch.get()));
+  JAXCONV_RETURN_IF_ERROR(MakeUnits(instance, problem, &params));
+  const int64_t rows = problem.n * params.count[0].divisor * problem.out[1] * problem.out[0];
+  const int64_t n_tiles = CeilDiv(problem.k_per_group(), instance.tile_n);
+  const int64_t m_tiles = CeilDiv(rows, instance.tile_m);
+  const int64_t tiles = n_tiles * m_tiles * problem.groups;
+  if (std::max(rows, problem.n * problem.in_pixels()) > kMaxIm2colRows) {
+    return Status::Unimplemented("more than 2^31 - 2^12 pixels");
+  }
+  if (tiles >= int64_t{1} << 30) {
+    return Status::Unimplemented("the grid has " + std::to_string(tiles) +
+                                 " tiles, expected less than 2^30");
+  }
+  params.rows = static_cast<int32_t>(rows);
+  params.columns = static_cast<int32_t>(problem.k_per_group());
+  params.tiles = static_cast<int32_t>(tiles);
+  params.n_tiles = FastDivmod(n_tiles);
+  params.m_tiles = FastDivmod(m_tiles);
+  launch->images = problem.n;
+  launch->channels = problem.c;
+  launch->filters = problem.k;
+  launch->filter_row = problem.packed_row();
+  launch->ctas = static_cast<int32_t>(std::min<int64_t>(tiles, gpu.sm_count));
+  plan->kernel = &kernel;
+  plan->slices = 1;
+  plan->workspace_bytes = 0;
+  plan->microseconds = PredictMicroseconds(instance, problem, params, tiles, launch->ctas, gpu);
+  plan->params = std::move(launch);
+  return {};
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define JAXCONV_ROW(op, dtype, variant)                                                       \
+  all.push_back({JAXCONV_NAME(op, imma_wgmma, dtype, variant), "imma_wgmma", JAXCONV_OP_##op, \
+                 JAXCONV_DTYPE_##dtype, /*min_cc=*/90, /*max_cc=*/90, PlanImmaWgmma, &instance});
+#define KERNEL(ops, types, variant, header, form, args, host) \
+  {                                                           \
+    static constexpr Instance instance{JAXCONV_UNPACK host};  \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)        \
+  }
+#define PADDED(ops, types, variant)
+#include "cuda/imma_wgmma/kernels.def"
+#undef KERNEL
+#undef PADDED
+#undef JAXCONV_ROW
+    return all;
+  }();
+  return kernels;
+}
+
+}  // namespace jaxconv::imma_wgmma

@@ -1,0 +1,15 @@
+// igemm on wgmma with 8-bit operands: which problems the instances take, and how.
+#ifndef JAXCONV_CUDA_IMMA_WGMMA_PLAN_H_
+#define JAXCONV_CUDA_IMMA_WGMMA_PLAN_H_
+
+#include <vector>
+
+#include "cuda/common/kernel.h"
+
+namespace jaxconv::imma_wgmma {
+
+const std::vector<KernelDesc>& Kernels();
+
+}  // namespace jaxconv::imma_wgmma
+
+#endif  // JAXCONV_CUDA_IMMA_WGMMA_PLAN_H_

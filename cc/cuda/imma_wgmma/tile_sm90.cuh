@@ -1,0 +1,247 @@
+// What the device kernels of imma_wgmma share: where a CTA is, the copies of a unit of activations,
+// the products of an instruction, and the way from the sums to the output (sm_90a).
+#ifndef JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_
+#define JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/requantize.cuh"
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/imma_wgmma/params.h"
+#include "cuda/imma_wgmma/tensor_maps.h"
+#include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv::imma_wgmma {
+
+// Shared memory and registers of a CTA with two consumer warpgroups, each of which multiplies
+// kBlocks x 64 pixels by kTileN channels: of one tile (cooperative), or of a tile of its own
+// (pingpong).
+//
+// kFilterRow: a stage holds the activations of a filter row's taps, kTileM pixels and kMaxSpan more,
+// and the filter has kFilterSlots slots of its own, or kStationary k-blocks that stay for good.
+template <bool kPingpong_, int kBlocks_, int kTileN_, int kStages_, bool kFilterRow_ = false,
+          int kFilterSlots_ = 0, int kStationary_ = 0>
+struct Int8Tile {
+  static constexpr bool kPingpong = kPingpong_, kFilterRow = kFilterRow_;
+  static constexpr int kBlocks = kBlocks_;  // of 64 rows, of a warpgroup
+  static constexpr int kTileM = (kPingpong ? 1 : 2) * kBlocks * 64, kTileN = kTileN_;
+  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // of a copy
+  static constexpr int kStages = kStages_;
+  static constexpr int kFilterSlots = kFilterSlots_, kStationary = kStationary_;
+  static constexpr int kThreads = 3 * 128;
+  static constexpr int kBytesA = kPixels * kKBlockBytes, kBytesB = kTileN * kKBlockBytes;
+  static constexpr int kStageBytes = kBytesA + (kFilterRow ? 0 : kBytesB);
+  static constexpr int kFilterAt = kStages * kStageBytes;
+  // Of each consumer warpgroup two buffers, for the tile that it stores and for the next.
+  using Terms = SharedTerms<kTileN>;
+  static constexpr int kTermsAt = kFilterAt + (kFilterSlots + kStationary) * kBytesB;
+  // 1024 to align the ring.
+  static constexpr int kSharedBytes = kTermsAt + 4 * Terms::kBytes + 1024;
+  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static constexpr int kAccumulators = kBlocks * kTileN / 2;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  using Sums = int32_t[kAccumulators];  // kTileN / 2 of each block
+};
+
+// A tile index as its digits.
+struct TilePlace {
+  int32_t n_tile, m_tile, group;
+  __device__ __forceinline__ TilePlace(const Params& params, int32_t index) {
+    params.n_tiles.Divmod(index, &index, &n_tile);
+    params.m_tiles.Divmod(index, &group, &m_tile);
+  }
+};
+
+// The base pixel of output pixel m, where a box begins.
+struct BasePixel {
+  int32_t x = 0, y = 0, z = 0, image = 0;
+  __device__ __forceinline__ BasePixel(const Params& params, int32_t m) {
+    if (params.rank == 0) {
+      x = m;
+    } else {
+      params.count[0].Divmod(m, &m, &x);
+      params.count[1].Divmod(m, &m, &y);
+      params.count[2].Divmod(m, &image, &z);
+      x = params.lower[0] + x * params.step[0];
+      y = params.lower[1] + y * params.step[1];
+      z = params.lower[2] + z * params.step[2];
+    }
+  }
+};
+
+// A unit of the reduction: a tap and a run of channels.
+struct Unit {
+  int32_t t0 = 0, t1 = 0, t2 = 0, channels = 0;
+
+  __device__ __forceinline__ void Next(const Params& params) {
+    if (!params.taps_first) {
+      if (++channels < params.channel_units) return;
+      channels = 0;
+    }
+    if (++t0 < params.taps[0]) return;
+    t0 = 0;
+    if (++t1 < params.taps[1]) return;
+    t1 = 0;
+    if (++t2 < params.taps[2]) return;
+    t2 = 0;
+    ++channels;
+  }
+  __device__ __forceinline__ int32_t Tap(const Params& params) const {
+    return (t2 * params.taps[1] + t1) * params.taps[0] + t0;
+  }
+};
+
+// One unit's box of pixels.
+__device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap* map,
+                                         uint32_t shared, uint32_t barrier, const Unit& unit,
+                                         const BasePixel& at, int32_t group) {
+  const int32_t c = group * params.group_channels + unit.channels * params.unit_channels;
+  const auto off0 = static_cast<uint16_t>(params.offset0[0] + unit.t0 * params.offset_step[0]);
+  const auto off1 = static_cast<uint16_t>(params.offset0[1] + unit.t1 * params.offset_step[1]);
+  if (params.nchw32) {
+    CopyIm2col2d(shared, map, barrier, at.x, at.y, c, at.image, off0, off1);
+    return;
+  }
+  switch (params.rank) {
+    case 0:
+      CopyTile2d(shared, map, barrier, c, at.x);
+      break;
+    case 1:
+      CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
+      break;
+    case 2:
+      CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
+      break;
+    default:
+      CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1,
+                   static_cast<uint16_t>(params.offset0[2] + unit.t2 * params.offset_step[2]));
+  }
+}
+
+// The products of 32 bytes of the reduction. `a`: descriptor of the warpgroup's first rows in a
+// stage, `step_offset`: to these bytes; `b`: descriptor of the filter.
+template <typename T, class Tile>
+__device__ __forceinline__ void MultiplyStep(const Params& params, typename Tile::Sums& sums,
+                                             uint64_t a, uint64_t b, uint32_t step_offset,
+                                             bool accumulate) {
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocks; ++i) {
+    WgmmaInt8(T{}, reinterpret_cast<int32_t (&)[Tile::kTileN / 2]>(sums[i * (Tile::kTileN / 2)]),
+              a + step_offset + i * params.block_offset, b, accumulate);
+  }
+}
+
+// The output pixel of row m, or -1. With filter-row reuse the rows are the pixels that TMA walks, some
+// of which lie between the ends of two rows of the output.
+template <class Tile>
+__device__ __forceinline__ int32_t OutputPixelOf(const Params& params, int32_t m) {
+  if (m >= params.rows) return -1;
+  if constexpr (Tile::kFilterRow) {
+    int32_t line, x;
+    params.count[0].Divmod(m, &line, &x);
+    return x < params.width ? line * params.width + x : -1;
+  }
+  return m;
+}
+
+// The scales and biases of a warpgroup's tiles: of one tile in use, of the next under way.
+template <class Tile>
+struct TermsOfTiles {
+  const Params& params;
+  const uint32_t ring;
+  const int warpgroup;
+  int32_t turn = 0;
+
+  // Begins to bring those of tile `index`, if there is one.
+  __device__ __forceinline__ void Begin(int32_t index) {
+    if (index < params.tiles) {
+      const TilePlace place(params, index);
+      At(place).Copy(params.requantize, threadIdx.x % 128, (place.group + 1) * params.columns);
+    }
+  }
+  // All threads of the warpgroup: those of tile `place` are there, those of tile `next` are begun.
+  __device__ __forceinline__ typename Tile::Terms Take(const TilePlace& place, int32_t next) {
+    const typename Tile::Terms terms = At(place);
+    terms.Wait(3 + warpgroup);
+    ++turn;
+    Begin(next);
+    return terms;
+  }
+
+ private:
+  __device__ __forceinline__ typename Tile::Terms At(const TilePlace& place) const {
+    return {ring + Tile::kTermsAt + (warpgroup * 2 + turn % 2) * Tile::Terms::kBytes,
+            place.group * params.columns + place.n_tile * Tile::kTileN};
+  }
+};
+
+// A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row.
+template <class Tile>
+struct PixelsOf {
+  static constexpr int kCount = 2 * Tile::kBlocks;
+  OutputPixel of[kCount];
+
+  __device__ __forceinline__ PixelsOf(const Params& params, int32_t m) {
+    const int32_t row = m + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int32_t at = OutputPixelOf<Tile>(params, row + i / 2 * 64 + i % 2 * 8);
+      of[i] = OutputPixel(params.requantize, at, at >= 0);
+    }
+  }
+};
+
+// A warpgroup's tile -> the output. The sums are lost.
+template <class Tile>
+__device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
+                                          const typename Tile::Terms& terms,
+                                          const PixelsOf<Tile>& pixels, typename Tile::Sums& sums) {
+  constexpr int kGroups = Tile::kTileN / 32, kPixels = PixelsOf<Tile>::kCount;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int32_t channel = terms.first + threadIdx.x % 4 * 8;
+  auto inside = [&](int group) { return n_first + group * 32 < params.columns; };
+  ForRequantizePath(params.requantize, [&](auto path) {
+    constexpr RequantizePath kPath = decltype(path)::value;
+    if constexpr (kPath == RequantizePath::kGeneral) {
+      // One copy of the code: the pixels and the sums move past it.
+      const uint32_t none[2][2] = {};
+      PixelsOf<Tile> left = pixels;
+#pragma unroll 1
+      for (int block = 0; block < Tile::kBlocks; ++block) {
+        const OutputPixel two[2] = {left.of[0], left.of[1]};
+#pragma unroll
+        for (int i = 0; i + 2 < kPixels; ++i) left.of[i] = left.of[i + 2];
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) {
+          RequantizeEight<kPath>(params.requantize, two, channel + group * 32, inside(group), terms,
+                                 none,
+                                 [&](int r, int e) { return sums[e / 2 * 4 + r * 2 + e % 2]; });
+#pragma unroll
+          for (int s = 0; s + 16 < Tile::kAccumulators; ++s) sums[s] = sums[s + 16];
+        }
+      }
+    } else {
+      uint32_t residual[kGroups][kPixels][2];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        LoadResidual<kPath>(params.requantize, pixels.of, channel + group * 32, inside(group),
+                            residual[group]);
+      }
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        // A branch, so that not all channels' terms are loaded at once: they would spill.
+        if (!inside(group)) break;
+        RequantizeEight<kPath>(
+            params.requantize, pixels.of, channel + group * 32, true, terms, residual[group],
+            [&](int i, int e) {
+              return sums[(i / 2 * kGroups + group) * 16 + e / 2 * 4 + i % 2 * 2 + e % 2];
+            });
+      }
+    }
+  });
+}
+
+}  // namespace jaxconv::imma_wgmma
+
+#endif  // JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_

@@ -1,0 +1,650 @@
+// The int8 kernels alone, without Python and XLA: exact, and their times.
+//
+//     int8_check check|time|plan PROBLEMS KERNEL...
+//
+// PROBLEMS: a problem key (ConvProblem::ToString writes it), or a file of lines "name<TAB>key".
+// KERNEL: part of an instance's name, or "native", the instance that the int8 families predict to be
+// fastest. In the environment LAYERS=text takes only the problems whose name contains the text.
+//
+//     check  random operands with extremes among them, scales of both signs, NaN, infinities, ties
+//            and sums that wrap; result filled with 0xa5 before, and the memory behind it; compared
+//            bit by bit with the definition (core/epilogue.h), computed element by element
+//     time   2 to 16 sets of operands (more than 300 MB), one CUDA graph over all, the median of 9
+//            replays: us, TOP/s, TB/s and the prediction; "*" marks the instance of "native"
+//     plan   the predictions alone, which needs no GPU: for the product MODEL (h200)
+//
+// SMS=n in the environment plans for a GPU of n SMs, so that persistent CTAs process several tiles.
+//
+// It is built as kernel_check.cu is (CONTRIBUTING.md). Exit status: 1 where a kernel fails or differs.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch_table.h"
+#include "cuda/common/query_gpu.h"
+#include "cuda/common/registry.h"
+
+namespace jaxconv {
+
+namespace {
+
+std::vector<KernelDesc> Int8Kernels() {
+  std::vector<KernelDesc> all;
+  for (const KernelDesc& kernel : Kernels()) {
+    if (ByteWidth(kernel.dtype) == 1) all.push_back(kernel);
+  }
+  return all;
+}
+
+void Require(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+__device__ uint32_t Random(uint64_t index, uint32_t seed) {
+  uint64_t z = index + seed * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return static_cast<uint32_t>((z ^ (z >> 31)) >> 16);
+}
+
+// In -1 to 1.
+__device__ float Uniform(uint64_t index, uint32_t seed) {
+  return static_cast<float>(static_cast<int32_t>(Random(index, seed))) * 0x1p-31f;
+}
+
+// Any byte; one in 16 is 0x80 or 0x7f.
+__global__ void FillBytes(uint8_t* tensor, int64_t elements, uint32_t seed) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const uint32_t bits = Random(i, seed);
+    tensor[i] = bits % 16 == 0 ? (bits & 16 ? 0x80 : 0x7f) : static_cast<uint8_t>(bits >> 8);
+  }
+}
+
+// A residual of a type: bytes of any value, or numbers about as large as an int8.
+__global__ void FillResidual(void* tensor, int64_t elements, DType dtype, uint32_t seed) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const float value = 100 * Uniform(i, seed);
+    switch (dtype) {
+      case DType::kF32:
+        static_cast<float*>(tensor)[i] = value;
+        break;
+      case DType::kS32:
+        static_cast<int32_t*>(tensor)[i] = static_cast<int32_t>(Random(i, seed)) >> (i % 32);
+        break;
+      case DType::kF16:
+        static_cast<__half*>(tensor)[i] = __float2half(value);
+        break;
+      case DType::kBF16:
+        static_cast<__nv_bfloat16*>(tensor)[i] = __float2bfloat16(value);
+        break;
+      default:
+        static_cast<uint8_t*>(tensor)[i] = static_cast<uint8_t>(Random(i, seed));
+    }
+  }
+}
+
+// Scales that spread the sums of `terms` products over several hundred; with `extremes` among them a
+// power of two (ties), 0, infinity, NaN and 1e30.
+__global__ void FillScales(float* scale, int64_t elements, float terms, bool extremes) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  const float unit = 100.0f / (5500.0f * sqrtf(terms));
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const uint32_t bits = Random(i, 11);
+    float value = unit * Uniform(i, 12);
+    if (extremes) {
+      switch (bits % 64) {
+        case 0:
+          value = 0;
+          break;
+        case 1:
+          value = INFINITY;
+          break;
+        case 2:
+          value = NAN;
+          break;
+        case 3:
+          value = -1e30f;
+          break;
+        default:
+          if (bits % 4 == 0) value = copysignf(exp2f(floorf(log2f(unit)) + bits / 64 % 5), value);
+      }
+    }
+    scale[i] = value;
+  }
+}
+
+__global__ void FillBias(float* bias, int32_t* offset, int64_t elements, bool extremes) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const uint32_t bits = Random(i, 13);
+    bias[i] = extremes && bits % 64 == 0 ? NAN
+              : extremes && bits % 4 == 0
+                  ? static_cast<float>(static_cast<int32_t>(bits >> 24)) - 127.5f
+                  : 60 * Uniform(i, 14);
+    offset[i] = static_cast<int32_t>(Random(i, 15)) >> (extremes && bits % 32 == 1 ? 0 : 12);
+  }
+}
+
+// What the definition needs of a problem, by value.
+struct Definition {
+  int64_t n, groups, c, k;
+  int64_t in[3], filter[3], out[3], stride[3], dilation[3], pad_lo[3];
+  int64_t row;  // of the packed filter
+  bool blocked, unsigned_x;
+  DType out_dtype;
+  Epilogue epilogue;
+
+  explicit Definition(const ConvProblem& p)
+      : n(p.n),
+        groups(p.groups),
+        c(p.c),
+        k(p.k),
+        row(p.packed_row()),
+        blocked(p.activation_layout == ActivationLayout::kNchw32),
+        unsigned_x(p.x_dtype == DType::kU8),
+        out_dtype(p.y_dtype),
+        epilogue(p.epilogue) {
+    for (int a = 0; a < 3; ++a) {
+      in[a] = p.in[a], filter[a] = p.filter[a], out[a] = p.out[a];
+      stride[a] = p.stride[a], dilation[a] = p.dilation[a], pad_lo[a] = p.pad_lo[a];
+    }
+  }
+
+  // Offset of an element of an activation of `channels` channels.
+  __device__ int64_t Offset(int64_t channels, const int64_t (&extent)[3], int64_t image,
+                            int64_t pixel, int64_t channel) const {
+    const int64_t pixels = extent[0] * extent[1] * extent[2];
+    if (!blocked) return (image * pixels + pixel) * channels + channel;
+    const int64_t block = channels == 4 ? 4 : 32;
+    return ((image * (channels / block) + channel / block) * pixels + pixel) * block +
+           channel % block;
+  }
+
+  // The sum of image, output pixel, channel, modulo 2^32.
+  __device__ int32_t Sum(const uint8_t* x, const int8_t* w, int64_t image, int64_t pixel,
+                         int64_t channel) const {
+    const int64_t c_group = c / groups, group = channel / (k / groups);
+    const int64_t taps = filter[0] * filter[1] * filter[2];
+    int64_t at[3] = {pixel / out[2] / out[1], pixel / out[2] % out[1], pixel % out[2]};
+    uint32_t sum = 0;
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t r[3] = {tap / filter[2] / filter[1], tap / filter[2] % filter[1],
+                            tap % filter[2]};
+      int64_t in_pixel = 0;
+      bool inside = true;
+      for (int a = 0; a < 3; ++a) {
+        const int64_t i = at[a] * stride[a] + r[a] * dilation[a] - pad_lo[a];
+        inside &= i >= 0 && i < in[a];
+        in_pixel = in_pixel * in[a] + i;
+      }
+      if (!inside) continue;
+      for (int64_t i = 0; i < c_group; ++i) {
+        const int64_t l =
+            blocked && c_group != 4 ? (i / 32 * taps + tap) * 32 + i % 32 : tap * c_group + i;
+        const uint8_t byte = x[Offset(c, in, image, in_pixel, group * c_group + i)];
+        const int32_t value = unsigned_x ? byte : static_cast<int8_t>(byte);
+        sum += static_cast<uint32_t>(value * w[channel * row + l]);
+      }
+    }
+    return static_cast<int32_t>(sum);
+  }
+};
+
+__device__ float ElementAsFloat(const void* tensor, int64_t at, DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return static_cast<const float*>(tensor)[at];
+    case DType::kS32:
+      return __int2float_rn(static_cast<const int32_t*>(tensor)[at]);
+    case DType::kF16:
+      return __half2float(static_cast<const __half*>(tensor)[at]);
+    case DType::kBF16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(tensor)[at]);
+    case DType::kS8:
+      return static_cast<const int8_t*>(tensor)[at];
+    default:
+      return static_cast<const uint8_t*>(tensor)[at];
+  }
+}
+
+// The bits of a result of the output's type. A NaN has the bits of one.
+__device__ uint32_t FloatBits(float t, DType dtype) {
+  if (dtype == DType::kF32) return isnan(t) ? 0x7fffffff : __float_as_uint(t);
+  if (isnan(t)) return 0x7fff;
+  if (dtype == DType::kF16) return __half_as_ushort(__float2half_rn(t));
+  return __bfloat16_as_ushort(__float2bfloat16_rn(t));
+}
+
+__device__ uint32_t Expected(const Definition& d, const Operands& args, int32_t sum, int64_t image,
+                             int64_t channel, int64_t at) {
+  const bool is_float =
+      d.out_dtype == DType::kF32 || d.out_dtype == DType::kF16 || d.out_dtype == DType::kBF16;
+  const bool byte = d.out_dtype == DType::kS8 || d.out_dtype == DType::kU8;
+  if (d.epilogue.scale == ScaleKind::kNone) {
+    if (is_float) return FloatBits(__int2float_rn(sum), d.out_dtype);
+    return byte ? static_cast<uint8_t>(sum) : static_cast<uint32_t>(sum);
+  }
+  if (d.epilogue.offset) {
+    sum = static_cast<int32_t>(static_cast<uint32_t>(sum) +
+                               static_cast<uint32_t>(args.offset[channel]));
+  }
+  const bool of_image = d.epilogue.scale == ScaleKind::kImage;
+  float t = __fmaf_rn(__int2float_rn(sum), args.scale[(of_image ? image * d.k : 0) + channel],
+                      d.epilogue.bias ? args.bias[channel] : 0.0f);
+  if (d.epilogue.residual) {
+    t = __fmaf_rn(*args.residual_scale, ElementAsFloat(args.residual, at, d.out_dtype), t);
+  }
+  if (d.epilogue.activation != Activation::kNone && t < 0) t = 0;
+  if (d.epilogue.activation == Activation::kRelu6 && t > 6) t = 6;
+  if (is_float) return FloatBits(t, d.out_dtype);
+  if (d.out_dtype == DType::kS32) {
+    return isnan(t) ? 0
+                    : static_cast<uint32_t>(t >= 0x1p31f    ? INT32_MAX
+                                            : t <= -0x1p31f ? INT32_MIN
+                                                            : static_cast<int32_t>(rintf(t)));
+  }
+  const double rounded = isnan(t) ? 0.0 : rint(static_cast<double>(t));
+  const double low = d.out_dtype == DType::kS8 ? -128 : 0, high = low + 255;
+  return static_cast<uint8_t>(static_cast<int32_t>(
+      fmin(fmax(rounded + static_cast<double>(d.epilogue.zero_point), low), high)));
+}
+
+__global__ void Define(Definition d, Operands args, int32_t* sums) {
+  const int64_t pixels = d.out[0] * d.out[1] * d.out[2], step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < d.n * pixels * d.k;
+       i += step) {
+    const int64_t channel = i % d.k, pixel = i / d.k % pixels, image = i / d.k / pixels;
+    sums[i] = d.Sum(static_cast<const uint8_t*>(args.lhs), static_cast<const int8_t*>(args.rhs),
+                    image, pixel, channel);
+  }
+}
+
+struct Mismatch {
+  unsigned long long count, first;  // first: image, pixel, channel as one row-major index
+  uint32_t got, expected;           // of `first`, written by Look
+};
+
+__device__ uint32_t Stored(const Definition& d, const void* out, int64_t at) {
+  switch (d.out_dtype) {
+    case DType::kF32: {
+      const float t = static_cast<const float*>(out)[at];
+      return FloatBits(t, DType::kF32);
+    }
+    case DType::kS32:
+      return static_cast<const uint32_t*>(out)[at];
+    case DType::kF16:
+    case DType::kBF16: {
+      const float t = ElementAsFloat(out, at, d.out_dtype);
+      return isnan(t) ? 0x7fff : static_cast<const uint16_t*>(out)[at];
+    }
+    default:
+      return static_cast<const uint8_t*>(out)[at];
+  }
+}
+
+__global__ void Compare(Definition d, Operands args, const int32_t* sums, Mismatch* found,
+                        bool look) {
+  const int64_t pixels = d.out[0] * d.out[1] * d.out[2], step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < d.n * pixels * d.k;
+       i += step) {
+    const int64_t channel = i % d.k, pixel = i / d.k % pixels, image = i / d.k / pixels;
+    const int64_t at = d.Offset(d.k, d.out, image, pixel, channel);
+    const uint32_t expected = Expected(d, args, sums[i], image, channel, at);
+    const uint32_t got = Stored(d, args.out, at);
+    if (look) {
+      if (static_cast<unsigned long long>(i) == found->first) {
+        found->got = got, found->expected = expected;
+      }
+    } else if (got != expected) {
+      atomicAdd(&found->count, 1ull);
+      atomicMin(&found->first, static_cast<unsigned long long>(i));
+    }
+  }
+}
+
+constexpr int kPoison = 0xa5;
+constexpr int64_t kGuardBytes = 4096;
+
+// Bytes that are no longer the poison.
+__global__ void CountTouched(const uint8_t* guard, int64_t bytes, Mismatch* found) {
+  for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) {
+    if (guard[i] != kPoison) atomicAdd(&found->count, 1ull);
+  }
+}
+
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes) {
+    Require(cudaMalloc(&data_, std::max<int64_t>(bytes, 16)), "memory");
+  }
+  ~Buffer() { cudaFree(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Where the operands of a problem lie in one allocation.
+struct Tensors {
+  int64_t x, w, y, residual, scale, channels, bytes;
+  const ConvProblem& problem;
+
+  static int64_t Aligned(int64_t bytes) { return (bytes + 1023) / 1024 * 1024; }
+  explicit Tensors(const ConvProblem& p)
+      : x(p.x_elements()),
+        w(p.k * p.packed_row()),
+        y(p.y_elements() * ByteWidth(p.y_dtype)),
+        residual(p.epilogue.residual ? y : 0),
+        scale((p.epilogue.scale == ScaleKind::kImage ? p.n : 1) * p.k * 4),
+        channels(p.k * 4),
+        problem(p) {
+    bytes = Aligned(x) + Aligned(w) + Aligned(y + kGuardBytes) + Aligned(residual) +
+            Aligned(scale) + 2 * Aligned(channels) + 1024;
+  }
+
+  Operands At(char* set) const {
+    const Epilogue& e = problem.epilogue;
+    Operands args;
+    auto take = [&](int64_t size) {
+      char* const at = set;
+      set += Aligned(size);
+      return at;
+    };
+    args.lhs = take(x);
+    args.rhs = take(w);
+    args.out = take(y + kGuardBytes);
+    args.residual = take(residual);
+    args.scale = reinterpret_cast<float*>(take(scale));
+    args.bias = reinterpret_cast<float*>(take(channels));
+    args.offset = reinterpret_cast<int32_t*>(take(channels));
+    args.residual_scale = reinterpret_cast<float*>(take(4));
+    if (!e.residual) args.residual = nullptr, args.residual_scale = nullptr;
+    if (e.scale == ScaleKind::kNone) args.scale = nullptr;
+    if (!e.bias) args.bias = nullptr;
+    if (!e.offset) args.offset = nullptr;
+    return args;
+  }
+
+  void Fill(char* set, uint32_t seed, bool extremes, cudaStream_t stream) const {
+    char* const all = set;
+    const Operands args = At(all);
+    FillBytes<<<2048, 256, 0, stream>>>(static_cast<uint8_t*>(const_cast<void*>(args.lhs)), x,
+                                        4 * seed + 1);
+    FillBytes<<<2048, 256, 0, stream>>>(static_cast<uint8_t*>(const_cast<void*>(args.rhs)), w,
+                                        4 * seed + 2);
+    // The zeros at the end of the filter's rows.
+    const int64_t length = problem.taps() * problem.c_per_group();
+    if (length < problem.packed_row()) {
+      Require(cudaMemset2DAsync(static_cast<char*>(const_cast<void*>(args.rhs)) + length,
+                                problem.packed_row(), 0, problem.packed_row() - length, problem.k,
+                                stream),
+              "zeros");
+    }
+    if (args.residual != nullptr) {
+      FillResidual<<<2048, 256, 0, stream>>>(const_cast<void*>(args.residual), problem.y_elements(),
+                                             problem.y_dtype, 4 * seed + 3);
+      const float factor = -0.37f;
+      Require(cudaMemcpyAsync(const_cast<float*>(args.residual_scale), &factor, 4,
+                              cudaMemcpyHostToDevice, stream),
+              "residual_scale");
+    }
+    // Of the arrays themselves, though a kernel gets a null for those that are absent.
+    char* const scales =
+        all + Aligned(x) + Aligned(w) + Aligned(y + kGuardBytes) + Aligned(residual);
+    FillScales<<<64, 256, 0, stream>>>(reinterpret_cast<float*>(scales), scale / 4,
+                                       static_cast<float>(length), extremes);
+    FillBias<<<64, 256, 0, stream>>>(
+        reinterpret_cast<float*>(scales + Aligned(scale)),
+        reinterpret_cast<int32_t*>(scales + Aligned(scale) + Aligned(channels)), problem.k,
+        extremes);
+  }
+};
+
+struct Candidate {
+  KernelDesc kernel;
+  Plan plan;
+  bool native = false;
+};
+
+std::vector<Candidate> Candidates(const ConvProblem& problem, const Gpu& gpu,
+                                  const std::vector<std::string>& wanted, bool explain) {
+  static const std::vector<KernelDesc> kernels = Int8Kernels();
+  std::vector<Candidate> all;
+  size_t best = 0;
+  for (const KernelDesc& kernel : kernels) {
+    Candidate candidate{kernel, Plan()};
+    const int capability = gpu.compute_capability();
+    if (capability < kernel.min_cc || capability > kernel.max_cc) continue;
+    const Status status = kernel.plan(kernel, problem, gpu, 0, &candidate.plan);
+    if (!status.ok()) {
+      if (explain && kernel.dtype == problem.x_dtype) {
+        std::printf("  %s: %s\n", kernel.name, status.message().c_str());
+      }
+      continue;
+    }
+    all.push_back(candidate);
+    if (all.back().plan.microseconds < all[best].plan.microseconds) best = all.size() - 1;
+  }
+  if (!all.empty()) all[best].native = true;
+  std::vector<Candidate> chosen;
+  for (const Candidate& candidate : all) {
+    const std::string name = candidate.kernel.name;
+    if (std::any_of(wanted.begin(), wanted.end(), [&](const std::string& part) {
+          return part == "native" ? candidate.native : name.find(part) != std::string::npos;
+        })) {
+      chosen.push_back(candidate);
+    }
+  }
+  return chosen;
+}
+
+Status Run(const Candidate& candidate, const Operands& operands, cudaStream_t stream) {
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(candidate.plan, operands));
+  return FindLaunch(candidate.plan.kernel->name)(candidate.plan, operands, stream);
+}
+
+int Check(const std::string& name, const ConvProblem& problem,
+          const std::vector<Candidate>& candidates, cudaStream_t stream) {
+  const Tensors tensors(problem);
+  const Buffer set(tensors.bytes), sums(problem.y_elements() * 4), found_buffer(sizeof(Mismatch));
+  tensors.Fill(set.data(), 0, true, stream);
+  Operands args = tensors.At(set.data());
+  const Definition definition(problem);
+  auto* const sums_at = reinterpret_cast<int32_t*>(sums.data());
+  auto* const found_at = reinterpret_cast<Mismatch*>(found_buffer.data());
+  Define<<<4096, 256, 0, stream>>>(definition, args, sums_at);
+  Require(cudaStreamSynchronize(stream), "definition");
+  int failures = 0;
+  for (const Candidate& candidate : candidates) {
+    const char* kernel = candidate.kernel.name;
+    const Buffer workspace(candidate.plan.workspace_bytes);
+    args.workspace = workspace.data();
+    args.workspace_bytes = candidate.plan.workspace_bytes;
+    Require(cudaMemsetAsync(args.out, kPoison, tensors.y + kGuardBytes, stream), "poison");
+    Require(cudaMemsetAsync(args.workspace, kPoison, args.workspace_bytes, stream), "poison");
+    if (const Status status = Run(candidate, args, stream); !status.ok()) {
+      ++failures;
+      std::printf("FAILED %s %s: %s\n", kernel, name.c_str(), status.message().c_str());
+      continue;
+    }
+    Mismatch found{0, ~0ull, 0, 0};
+    Require(cudaMemcpyAsync(found_at, &found, sizeof(found), cudaMemcpyHostToDevice, stream),
+            "copy");
+    Compare<<<2048, 256, 0, stream>>>(definition, args, sums_at, found_at, false);
+    Compare<<<2048, 256, 0, stream>>>(definition, args, sums_at, found_at, true);
+    CountTouched<<<1, 256, 0, stream>>>(static_cast<const uint8_t*>(args.out) + tensors.y,
+                                        kGuardBytes, found_at);
+    Require(cudaMemcpyAsync(&found, found_at, sizeof(found), cudaMemcpyDeviceToHost, stream),
+            "copy");
+    Require(cudaStreamSynchronize(stream), kernel);
+    if (found.count == 0) {
+      std::printf("ok %s %s\n", kernel, name.c_str());
+      continue;
+    }
+    ++failures;
+    if (found.first == ~0ull) {
+      std::printf("WRONG %s %s: %llu bytes written behind the output\n", kernel, name.c_str(),
+                  found.count);
+      continue;
+    }
+    const auto k = static_cast<unsigned long long>(problem.k);
+    const auto pixels = static_cast<unsigned long long>(problem.out_pixels());
+    std::printf(
+        "WRONG %s %s: %llu of %lld differ, first at image %llu pixel %llu channel %llu: "
+        "%x, expected %x\n    %s\n",
+        kernel, name.c_str(), found.count, static_cast<long long>(problem.y_elements()),
+        found.first / k / pixels, found.first / k % pixels, found.first % k, found.got,
+        found.expected, problem.ToString().c_str());
+  }
+  return failures;
+}
+
+int Time(const std::string& name, const ConvProblem& problem,
+         const std::vector<Candidate>& candidates, cudaStream_t stream) {
+  const Tensors tensors(problem);
+  const int sets = static_cast<int>(
+      std::clamp<int64_t>((300'000'000 + tensors.bytes - 1) / tensors.bytes, 2, 16));
+  const Buffer pool(sets * tensors.bytes);
+  for (int i = 0; i < sets; ++i) tensors.Fill(pool.data() + i * tensors.bytes, i, false, stream);
+  Require(cudaStreamSynchronize(stream), "operands");
+  int failures = 0;
+  for (const Candidate& candidate : candidates) {
+    const Plan& plan = candidate.plan;
+    const char* kernel = candidate.kernel.name;
+    const Buffer workspace(plan.workspace_bytes);
+    auto launch_all = [&]() -> Status {
+      for (int i = 0; i < sets; ++i) {
+        Operands args = tensors.At(pool.data() + i * tensors.bytes);
+        args.workspace = workspace.data();
+        args.workspace_bytes = plan.workspace_bytes;
+        JAXCONV_RETURN_IF_ERROR(Run(candidate, args, stream));
+      }
+      return {};
+    };
+    Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    const Status status = launch_all();
+    cudaGraph_t graph = nullptr;
+    Require(cudaStreamEndCapture(stream, &graph), "capture");
+    if (!status.ok()) {
+      ++failures;
+      std::printf("FAILED %s %s: %s\n", kernel, name.c_str(), status.message().c_str());
+      cudaGraphDestroy(graph);
+      continue;
+    }
+    cudaGraphExec_t replay;
+    cudaEvent_t start, stop;
+    Require(cudaGraphInstantiate(&replay, graph, 0), "graph");
+    Require(cudaEventCreate(&start), "event");
+    Require(cudaEventCreate(&stop), "event");
+    std::vector<float> times;
+    for (int run = 0; run < 12; ++run) {
+      float milliseconds = 0;
+      Require(cudaEventRecord(start, stream), "event");
+      Require(cudaGraphLaunch(replay, stream), "graph");
+      Require(cudaEventRecord(stop, stream), "event");
+      Require(cudaEventSynchronize(stop), kernel);
+      Require(cudaEventElapsedTime(&milliseconds, start, stop), "event");
+      if (run >= 3) times.push_back(milliseconds);  // three to warm up
+    }
+    std::sort(times.begin(), times.end());
+    const double us = times[times.size() / 2] * 1e3 / sets;
+    const int64_t bytes = tensors.x + tensors.w + tensors.y + tensors.residual;
+    std::printf("%-18s %9.1f us %7.1f TOP/s %6.2f TB/s  predicted %7.1f  slices %-2lld %s%s\n",
+                name.c_str(), us, static_cast<double>(problem.flops()) / us * 1e-6,
+                static_cast<double>(bytes) / us * 1e-6, plan.microseconds,
+                static_cast<long long>(plan.slices), kernel, candidate.native ? " *" : "");
+    cudaEventDestroy(start);
+    cudaEventDestroy(stop);
+    cudaGraphExecDestroy(replay);
+    cudaGraphDestroy(graph);
+  }
+  return failures;
+}
+
+void PrintPlans(const std::string& name, const ConvProblem& problem,
+                const std::vector<Candidate>& candidates) {
+  for (const Candidate& candidate : candidates) {
+    std::printf("%-18s predicted %7.1f us %7.1f TOP/s  %s%s\n", name.c_str(),
+                candidate.plan.microseconds,
+                static_cast<double>(problem.flops()) / candidate.plan.microseconds * 1e-6,
+                candidate.kernel.name, candidate.native ? " *" : "");
+  }
+}
+
+int Main(int argc, char** argv) {
+  const std::string mode = argc > 3 ? argv[1] : "";
+  if (mode != "check" && mode != "time" && mode != "plan") {
+    std::printf("int8_check check|time|plan PROBLEMS KERNEL...\n");
+    return 2;
+  }
+  const char* const model = std::getenv("MODEL");
+  const char* const layers = std::getenv("LAYERS");
+  Gpu gpu;
+  cudaStream_t stream = nullptr;
+  if (mode == "plan") {
+    if (!ModelOf(model != nullptr ? model : "h200", &gpu)) return 2;
+  } else {
+    if (Status status = QueryGpu(0, &gpu); !status.ok()) {
+      std::printf("%s\n", status.message().c_str());
+      return 2;
+    }
+    Require(cudaStreamCreate(&stream), "stream");
+  }
+  if (const char* sms = std::getenv("SMS")) gpu.sm_count = std::atoi(sms);
+  std::vector<std::string> lines;
+  if (std::string(argv[2]).rfind("fprop ", 0) == 0) {
+    lines.push_back(argv[2]);
+  } else {
+    std::ifstream file(argv[2]);
+    for (std::string line; std::getline(file, line);) lines.push_back(line);
+  }
+  int problems = 0, kernels = 0, failures = 0;
+  for (const std::string& line : lines) {
+    const size_t tab = line.find('\t');
+    const std::string name = tab == std::string::npos ? "" : line.substr(0, tab);
+    if (layers != nullptr && name.find(layers) == std::string::npos) continue;
+    ConvProblem problem;
+    const std::string key = line.substr(tab == std::string::npos ? 0 : tab + 1);
+    if (const Status status = ConvProblem::Parse(key, &problem); !status.ok()) {
+      std::printf("%s: %s\n", line.c_str(), status.message().c_str());
+      return 2;
+    }
+    if (problem.filter_layout != FilterLayout::kPacked || problem.batch != 1) {
+      std::printf("%s: expected a packed filter and one batch\n", line.c_str());
+      return 2;
+    }
+    const auto candidates =
+        Candidates(problem, gpu, {argv + 3, argv + argc}, mode == "plan" && lines.size() == 1);
+    ++problems;
+    kernels += static_cast<int>(candidates.size());
+    if (candidates.empty()) std::printf("no kernel takes %s\n", line.c_str());
+    if (mode == "check") failures += Check(name, problem, candidates, stream);
+    if (mode == "time") failures += Time(name, problem, candidates, stream);
+    if (mode == "plan") PrintPlans(name, problem, candidates);
+    std::fflush(stdout);
+  }
+  std::printf("%s: %d problems, %d kernels, %d failures\n", mode.c_str(), problems, kernels,
+              failures);
+  return failures != 0 || kernels == 0;
+}
+
+}  // namespace
+}  // namespace jaxconv
+
+int main(int argc, char** argv) { return jaxconv::Main(argc, argv); }

@@ -1,0 +1,152 @@
+"""The 8-bit problems of ``gpu_fuzz.py``: quantised convolutions with any terms of the epilogue."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import int8_reference
+import numpy as np
+from int8_reference import OUT_DTYPES
+from problems import Problem
+
+from jaxconv._src import int8_primitive, native
+from jaxconv._src.int8_primitive import Int8Spec
+from jaxconv._src.spec import Op, key_of
+
+X_DTYPES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
+BLOCK = 32  # what the channels of a group are a multiple of
+FEW = 4  # or this, of the input, in one group
+
+
+def draw_channels(rng: np.random.Generator, p: Problem, most: int) -> Problem:
+    """The problem with channels, groups and no dilation of the input as 8-bit operands have them.
+
+    ``most`` is the number of channels that all groups have together, about.
+    """
+    form = rng.choice(["dense", "groups", "few"], p=[0.6, 0.25, 0.15])
+    groups = int(rng.choice([2, 3, 4])) if form == "groups" else 1
+    blocks = max(1, most // BLOCK // groups)
+    c, k = (groups * BLOCK * int(rng.integers(1, blocks, endpoint=True)) for _ in range(2))
+    return dataclasses.replace(
+        p,
+        c=FEW if form == "few" else c,
+        k=k,
+        groups=groups,
+        lhs_dilation=(1,) * p.rank,
+        batch=None,
+    )
+
+
+def draw_call(rng: np.random.Generator, p: Problem) -> tuple[Int8Spec, str]:
+    """(a call that computes the problem, dtype of x): plain sums, some terms, or all of them."""
+    layout = str(rng.choice(["nhwc", "nchw32"])) if p.rank == 2 else "nhwc"
+    x_dtype, out = str(rng.choice(list(X_DTYPES))), str(rng.choice(list(OUT_DTYPES)))
+    spec = Int8Spec(conv=p.spec(algorithm="native"), layout=layout, out_dtype=OUT_DTYPES[out])
+    kind = rng.choice(["plain", "some", "all"], p=[0.2, 0.4, 0.4])
+    if kind == "plain":
+        return spec, x_dtype
+    offset, bias, residual = (bool(rng.random() < 0.5 or kind == "all") for _ in range(3))
+    zero_point = 0
+    if out in X_DTYPES and (kind == "all" or rng.random() < 0.5):
+        limits = np.iinfo(X_DTYPES[out])
+        zero_point = int(rng.integers(limits.min, limits.max, endpoint=True))
+    return dataclasses.replace(
+        spec,
+        scale=str(rng.choice(["scale", "image_scale"])),
+        offset=offset,
+        bias=bias,
+        residual=residual,
+        activation=[None, "relu", "relu6"][rng.integers(1 if kind == "all" else 0, 3)],
+        zero_point=zero_point,
+    ), x_dtype
+
+
+def _sizes(p: Problem, spec: Int8Spec):
+    """Of the convolution; the arrays of the layouts have the same."""
+    plain = dataclasses.replace(spec, layout="nhwc")
+    return plain.sizes(p.canonical_shape("x"), (p.k, 0))
+
+
+def line(p: Problem, spec: Int8Spec, x_dtype: str) -> str:
+    """The one-line repro."""
+    out = next(name for name, dtype in OUT_DTYPES.items() if dtype == spec.out_dtype)
+    words = spec.words("packed", spec.layout)
+    return key_of(Op.FPROP, (x_dtype, "s8", out), spec.conv, _sizes(p, spec), words)
+
+
+def features(p: Problem, spec: Int8Spec) -> list[str]:
+    """What the run counts."""
+    terms = [name for name in ("offset", "bias", "residual") if getattr(spec, name)]
+    return [
+        spec.scale or "no scale",
+        *terms,
+        *([spec.activation] if spec.activation else []),
+        *(["zero point"] if spec.zero_point else []),
+        *(["4 channels"] if p.c == FEW else []),
+        *(["groups"] if p.groups > 1 else []),
+        *(["padding cropped"] if any(min(pair) < 0 for pair in p.padding) else []),
+    ]
+
+
+def forced(spec: Int8Spec, algorithm: str) -> Int8Spec:
+    """The call by this instance."""
+    conv = dataclasses.replace(spec.conv, algorithm=(algorithm,) * len(Op))
+    return dataclasses.replace(spec, conv=conv)
+
+
+def accepting(p: Problem, spec: Int8Spec, x_dtype: str, platform: str) -> list[str]:
+    """Every instance that takes the call, by name."""
+    names = [n for n in native.load(platform).kernels() if n.startswith(f"{Op.FPROP.value}_")]
+    sizes = _sizes(p, spec)
+    return [
+        name
+        for name in names
+        if int8_primitive.select(platform, forced(spec, name), sizes, X_DTYPES[x_dtype])[0].instance
+        == name
+    ]
+
+
+def arrays(
+    p: Problem, spec: Int8Spec, x_dtype: str, seed: object
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """(operands in the layout of the call, its result channels last)."""
+    x, w = int8_reference.operands(p, X_DTYPES[x_dtype], seed)
+    given = {}
+    if spec.scale:
+        every = int8_reference.terms(p, spec.out_dtype, seed, of_image=spec.scale == "image_scale")
+        every["offset"] = np.random.default_rng(seed).integers(-9999, 9999, p.k, dtype=np.int32)
+        names = {"scale": True, "offset": spec.offset, "bias": spec.bias}
+        names |= dict.fromkeys(("residual", "residual_scale"), spec.residual)
+        given = {name: every[name] for name, has in names.items() if has}
+    expected = int8_reference.requantized(
+        int8_reference.sums(p, x, w),
+        spec.out_dtype,
+        activation=spec.activation,
+        zero_point=spec.zero_point,
+        **given,
+    )
+    blocked = spec.layout == "nchw32"
+    if spec.residual:
+        given["residual_scale"] = given["residual_scale"].reshape(1)
+        given["residual"] = (
+            int8_reference.nchw32(given["residual"]) if blocked else given["residual"]
+        )
+    operands = [int8_reference.nchw32(x) if blocked else x, int8_reference.rows(w, spec.layout)]
+    return [*operands, *(given[name] for name in spec.terms)], expected
+
+
+def canonical(p: Problem, spec: Int8Spec, y: np.ndarray) -> np.ndarray:
+    """A result of the call, channels last."""
+    return int8_reference.nhwc(y, p.k) if spec.layout == "nchw32" else y
+
+
+def calls(spec: Int8Spec, algorithms: list[str]) -> Callable:
+    """The function of (operands, poison) that computes the call by each of the algorithms."""
+    names = ("x", "w", *spec.terms)
+
+    def every(*operands):
+        given = dict(zip(names, operands[: len(names)], strict=True))
+        return tuple(int8_primitive.bind(forced(spec, a), **given) for a in algorithms)
+
+    return every

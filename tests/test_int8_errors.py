@@ -1,0 +1,414 @@
+"""Bad input of ``int8.conv``: an error that names the operand, what was expected and what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from int8_reference import OUT_DTYPES
+from problems import INT8_BY_NAME
+
+from jaxconv import int8
+from jaxconv._src import int8_primitive
+from jaxconv._src.int8_primitive import TARGET, Int8Spec
+
+X = np.zeros((2, 6, 5, 64), np.int8)
+W = np.zeros((3, 3, 64, 32), np.int8)
+S = np.ones(32, np.float32)
+PACKED, FILTERS = int8.pack(X), int8.pack_filter(W)
+NHWC = int8.pack_filter(W, layout="NHWC")
+NAN = np.where(np.arange(32) == 7, np.nan, 1).astype(np.float32)
+
+
+REFUSED = {
+    # scales and the other terms
+    "a scale of the wrong length": ((X, W, S[:31]), {}, ValueError, r"scale: .*\(32,\).*\(31,\)"),
+    "a scale of padded length": (
+        (X, W[..., :20], S),
+        {},
+        ValueError,
+        r"scale: expected .*\(20,\).*got shape \(32,\)",
+    ),
+    "a scale of other images": (
+        (X, W, np.ones((3, 32), np.float32)),
+        {},
+        ValueError,
+        r"scale: .*\(2, 32\).*\(3, 32\)",
+    ),
+    "a scale of three dimensions": ((X, W, S.reshape(1, 1, 32)), {}, ValueError, "scale: expected"),
+    "a scale that is NaN": ((X, W, NAN), {}, ValueError, "scale: expected finite.*nan"),
+    "a scale that is infinite": ((X, W, S * np.inf), {}, ValueError, "scale: .*finite.*inf"),
+    "a device's scale that is NaN": (
+        (X, W, jnp.asarray(NAN)),
+        {},
+        ValueError,
+        "scale: expected finite",
+    ),
+    "a complex scale": ((X, W, S * 1j), {}, TypeError, "scale: expected float32, got complex64"),
+    "a bias of the wrong length": ((X, W, S, S[:5]), {}, ValueError, r"bias: expected \(32,\)"),
+    "a bias that is a scalar": ((X, W, S, 1.0), {}, ValueError, r"bias: expected \(32,\)"),
+    "a bias that is infinite": ((X, W, S, S * np.inf), {}, ValueError, "bias: expected finite"),
+    "a residual_scale of 32": (
+        (X, W, S, None, np.zeros((2, 6, 5, 32), np.int8)),
+        dict(residual_scale=S),
+        ValueError,
+        "residual_scale: expected a scalar",
+    ),
+    "a residual_scale that is NaN": (
+        (X, W, S, None, np.zeros((2, 6, 5, 32), np.int8)),
+        dict(residual_scale=np.nan),
+        ValueError,
+        "residual_scale: expected finite",
+    ),
+    "a residual of another dtype": (
+        (X, W, S, None, np.zeros((2, 6, 5, 32), np.float32)),
+        {},
+        TypeError,
+        "residual: expected int8, got float32",
+    ),
+    "a residual of another shape": (
+        (X, W, S, None, np.zeros((2, 6, 5, 64), np.int8)),
+        {},
+        ValueError,
+        r"residual: expected shape \(2, 6, 5, 32\).*\(2, 6, 5, 64\)",
+    ),
+    "an unpacked residual": (
+        (PACKED, FILTERS, S, None, np.zeros((2, 6, 5, 32), np.int8)),
+        {},
+        TypeError,
+        "residual: expected a Packed.*int8.pack",
+    ),
+    "a packed residual of an array": (
+        (X, W, S, None, PACKED),
+        {},
+        TypeError,
+        "residual: .*got a Packed",
+    ),
+    "a bias without a scale": ((X, W, None, S), {}, ValueError, "bias: needs a scale"),
+    "an activation without a scale": (
+        (X, W),
+        dict(activation="relu"),
+        ValueError,
+        "activation: needs a scale",
+    ),
+    "an unknown activation": (
+        (X, W, S),
+        dict(activation="gelu"),
+        ValueError,
+        "activation: expected .*'gelu'",
+    ),
+    # layouts
+    "an unpacked array where a packed one is meant": (
+        (X, FILTERS, S),
+        {},
+        ValueError,
+        "w: packed for NCHW32 images, x is an array; pack x with jaxconv.int8.pack",
+    ),
+    "a packed array with a filter for NHWC": (
+        (PACKED, NHWC, S),
+        {},
+        ValueError,
+        "w: packed for NHWC images, x is a Packed",
+    ),
+    "a filter packed for other channels": (
+        (int8.pack(X[..., :40]), FILTERS, S),
+        {},
+        ValueError,
+        "w: packed for 64 input channels in 1 groups, x has 40",
+    ),
+    "a filter packed for another number of axes": (
+        (np.zeros((2, 6, 64), np.int8), NHWC, S),
+        {},
+        ValueError,
+        r"w: packed for windows \(3, 3\), x has 1 spatial",
+    ),
+    "a filter whose data is another's": (
+        (PACKED, dataclasses.replace(FILTERS, window=(5, 5)), S),
+        {},
+        ValueError,
+        r"w.data: expected shape \(32, 1600\).*\(32, 576\)",
+    ),
+    "images whose data is another's": (
+        (int8.Packed(PACKED.data, 20), FILTERS, S),
+        {},
+        ValueError,
+        "x.data: expected shape",
+    ),
+    "NCHW32 of one spatial axis": (
+        (np.zeros((2, 6, 64), np.int8), W[0], S),
+        dict(layout="NCHW32"),
+        ValueError,
+        "NCHW32 has two spatial axes",
+    ),
+    "an unknown layout": ((X, W, S), dict(layout="NCHW"), ValueError, "layout: expected"),
+    # dtypes
+    "float images": ((X.astype(np.float32), W, S), {}, TypeError, "x: expected int8 or uint8"),
+    "float filters": ((X, W.astype(np.float32), S), {}, TypeError, "w: expected int8"),
+    "uint8 filters": ((X, W.astype(np.uint8), S), {}, TypeError, "w: expected int8, got uint8"),
+    "float packed images": (
+        (int8.Packed(PACKED.data.astype(np.float32), 64), FILTERS, S),
+        {},
+        TypeError,
+        "x.data: expected int8 or uint8, got float32",
+    ),
+    "a result of float64": (
+        (X, W, S),
+        dict(out_dtype=np.float64),
+        TypeError,
+        "out_dtype: .*float64",
+    ),
+    "a result of no dtype": ((X, W, S), dict(out_dtype="int5"), TypeError, "out_dtype"),
+    # shapes
+    "images of 2 dimensions": ((X[0, 0], W, S), {}, ValueError, "x: expected 3 to 5 dimensions"),
+    "filters of another rank": ((X, W[0], S), {}, ValueError, "w: expected 4 dimensions"),
+    "channels that do not divide": (
+        (X, np.zeros((3, 3, 40, 32), np.int8), S),
+        {},
+        ValueError,
+        "w: expected input channels that divide the 64 of x, got 40",
+    ),
+    "narrow groups": (
+        (X, np.zeros((3, 3, 16, 64), np.int8), np.ones(64, np.float32)),
+        {},
+        ValueError,
+        "multiples of 32, got 16 and 16",
+    ),
+    # window
+    "a stride of zero": ((X, W, S), dict(stride=0), ValueError, "stride: expected at least 1"),
+    "strides of another rank": ((X, W, S), dict(stride=(1, 1, 1)), ValueError, "stride"),
+    "a dilation of zero": ((X, W, S), dict(dilation=0), ValueError, "dilation: expected"),
+    "padding by an unknown name": ((X, W, S), dict(padding="FULL"), ValueError, "padding"),
+    "padding that crops more than there is": (
+        (X, W, S),
+        dict(padding=((-7, 0), (0, 0))),
+        ValueError,
+        "padding: .*crops more than 6",
+    ),
+    # zero points
+    "a zero point beyond int8": (
+        (X, W, S),
+        dict(zero_point=128),
+        ValueError,
+        "zero_point: expected -128 to 127, a value of int8, got 128",
+    ),
+    "a zero point that is no integer": ((X, W, S), dict(zero_point=0.5), TypeError, "zero_point"),
+    "a zero point of a float result": (
+        (X, W, S),
+        dict(out_dtype=np.float32, out_zero_point=3),
+        ValueError,
+        "out_zero_point: expected 0",
+    ),
+    "a zero point beyond the result": (
+        (X, W, S),
+        dict(out_dtype=np.uint8, out_zero_point=-1),
+        ValueError,
+        "out_zero_point: expected 0 to 255",
+    ),
+    "a zero point without a scale": (
+        (X, W),
+        dict(out_zero_point=3),
+        ValueError,
+        "out_zero_point: needs a scale",
+    ),
+    # algorithms
+    "an unknown algorithm": ((X, W, S), dict(algorithm="fastest"), ValueError, "algorithm"),
+    "an algorithm for floats": (
+        (X, W, S),
+        dict(algorithm="gemm"),
+        ValueError,
+        "algorithm 'gemm' cannot serve",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_while_tracing(native_cpu, name):
+    operands, options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: int8.conv(*operands, **options))
+
+
+def test_a_traced_scale_is_not_looked_at():
+    jax.eval_shape(lambda s: int8.conv(X, W, s), S)
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_a_derivative_is_refused_and_names_fake_quant_conv(argument):
+    def loss(scale, bias, residual_scale):
+        residual = jnp.ones((2, 6, 5, 32), jnp.float32)
+        y = int8.conv(
+            X, W, scale, bias, residual, residual_scale=residual_scale, out_dtype=jnp.float32
+        )
+        return jnp.sum(y)
+
+    for differentiate in (jax.grad, jax.jacfwd):
+        with pytest.raises(TypeError, match=r"fake_quant_conv"):
+            differentiate(loss, argument)(S, S, 1.0)
+
+
+def test_stop_gradient_is_heard():
+    def loss(scale):
+        stopped = jax.lax.stop_gradient(scale)
+        return jnp.sum(int8.conv(X, W, stopped, out_dtype=jnp.float32)) + jnp.sum(scale)
+
+    np.testing.assert_array_equal(jax.grad(loss)(S), np.ones(32))
+
+
+# --- the handler ----------------------------------------------------------------------------------
+
+P = INT8_BY_NAME["int8"]
+
+
+def key_of(platform, **changes) -> tuple[str, Int8Spec, tuple]:
+    spec = Int8Spec(
+        conv=P.spec(),
+        layout="nhwc",
+        out_dtype=np.dtype(np.int8),
+        scale="scale",
+        bias=True,
+        residual=True,
+        **changes,
+    )
+    sizes = spec.sizes(P.canonical_shape("x"), (P.k, 0))
+    chosen, key = int8_primitive.select(platform, spec, sizes, np.dtype(np.int8))
+    return key, spec, chosen
+
+
+def call_handler(platform, **changes):
+    """Calls the handler as the lowering does, except for the given changes."""
+    key, _, chosen = key_of(platform)
+    assert chosen.instance
+    terms = 9 * P.c
+    w = (P.k, 3, 3, P.c) if platform == "cpu" else (P.k, terms)
+    y = P.canonical_shape("y")
+    given = dict(
+        x=np.zeros(P.canonical_shape("x"), np.int8),
+        w=np.zeros(w, np.int8),
+        scale=np.ones(P.k, np.float32),
+        offset=np.zeros(0, np.float32),
+        bias=np.ones(P.k, np.float32),
+        residual=np.zeros(y, np.int8),
+        residual_scale=np.ones(1, np.float32),
+        out=jax.ShapeDtypeStruct(y, np.int8),
+        workspace=jax.ShapeDtypeStruct((chosen.workspace_bytes,), np.uint8),
+        instance=chosen.instance,
+        problem=key,
+        slices=np.int64(chosen.slices),
+    )
+    given.update(changes)
+    results = given.pop("out"), given.pop("workspace")
+    attributes = {n: given.pop(n) for n in ("instance", "problem", "slices") if n in given}
+    call = jax.ffi.ffi_call(TARGET, results)
+    run = jax.jit(lambda *operands: call(*operands, **attributes))
+    return jax.block_until_ready(run(*given.values()))[0]
+
+
+ZEROS = np.zeros
+MISMATCHES = {
+    "x of another shape": (dict(x=ZEROS((2, 14, 13, 32), np.int8)), "x: expected shape"),
+    "x of another dtype": (dict(x=ZEROS((2, 14, 14, 32), np.uint8)), "x: expected dtype s8"),
+    "w of another shape": (dict(w=ZEROS((64, 3, 3), np.int8)), "w: expected shape"),
+    "w of another dtype": (dict(w=ZEROS((64, 288), np.float32)), "w: expected dtype s8"),
+    "scale too short": (dict(scale=ZEROS(63, np.float32)), "scale: expected shape"),
+    "scale of another dtype": (dict(scale=ZEROS(64, np.int32)), "scale: expected dtype f32"),
+    "no scale": (dict(scale=ZEROS(0, np.float32)), "scale: expected shape"),
+    "an offset that is not in the problem": (
+        dict(offset=ZEROS(64, np.int32)),
+        "offset: expected no elements",
+    ),
+    "bias too long": (dict(bias=ZEROS(65, np.float32)), "bias: expected shape"),
+    "residual of another shape": (
+        dict(residual=ZEROS((2, 14, 14, 32), np.int8)),
+        "residual: expected shape",
+    ),
+    "residual of another dtype": (
+        dict(residual=ZEROS((2, 14, 14, 64), np.float32)),
+        "residual: expected dtype s8",
+    ),
+    "no residual_scale": (dict(residual_scale=ZEROS(0, np.float32)), "residual_scale"),
+    "result of another shape": (
+        dict(out=jax.ShapeDtypeStruct((2, 14, 14, 32), np.int8)),
+        "y: expected shape",
+    ),
+    "result of another dtype": (
+        dict(out=jax.ShapeDtypeStruct((2, 14, 14, 64), np.int32)),
+        "y: expected dtype s8",
+    ),
+    "no slices": (dict(slices=np.int64(0)), "slices: expected at least 1"),
+    "unknown instance": (dict(instance="fprop_nothing_s8"), "fprop_nothing_s8"),
+    "unreadable problem": (dict(problem="quantise this"), "problem"),
+}
+
+
+def test_the_handler_accepts_what_the_lowering_sends(platform, native_kernels):
+    assert call_handler(platform).shape == P.canonical_shape("y")
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
+    platform, native_kernels, name
+):
+    changes, words = MISMATCHES[name]
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        call_handler(platform, **changes)
+    message = str(raised.value)
+    assert re.search("INVALID_ARGUMENT|UNIMPLEMENTED", message) and words in message, message
+
+
+def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels):
+    *_, chosen = key_of(platform)
+    if not chosen.workspace_bytes:
+        return
+    small = jax.ShapeDtypeStruct((chosen.workspace_bytes - 1,), np.uint8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*workspace"):
+        call_handler(platform, workspace=small)
+
+
+def test_the_plain_handler_takes_no_epilogue(platform, native_kernels):
+    key, _, chosen = key_of(platform)
+    shapes = [P.canonical_shape(role) for role in "xwy"]
+    call = jax.ffi.ffi_call(
+        "jaxconv_fprop",
+        (
+            jax.ShapeDtypeStruct(shapes[2], np.int8),
+            jax.ShapeDtypeStruct((chosen.workspace_bytes,), np.uint8),
+        ),
+    )
+    axes = {f"{n}_axes": np.arange(4) for n in ("lhs", "rhs", "out")}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*epilogue"):
+        jax.block_until_ready(
+            jax.jit(
+                lambda x, w: call(
+                    x, w, instance=chosen.instance, problem=key, slices=np.int64(1), **axes
+                )
+            )(*(np.zeros(s, np.int8) for s in shapes[:2]))
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bias", "a scale beside"),
+        ("scale gelu", "expected relu or relu6"),
+        ("scale z300", "zero point of -128 to 255"),
+        ("scale bias scale", "unexpected 'scale'"),
+    ],
+)
+def test_selection_refuses_what_it_cannot_read(platform, native_kernels, words, message):
+    key, *_ = key_of(platform)
+    key = key[: key.index(" scale")]
+    with pytest.raises(ValueError, match=message):
+        native_kernels.module.select(f"{key} {words}", "auto", "")
+
+
+def test_the_dtypes_are_those_of_the_reference():
+    from jaxconv._src.int8_layout import OUT_DTYPES as ACCEPTED
+
+    assert set(ACCEPTED) == set(OUT_DTYPES.values())

@@ -1,0 +1,220 @@
+"""Every kernel of 8-bit operands, forced by name, on every problem that it accepts: bit for bit.
+
+Each problem is computed in the layouts that hold it, as plain sums and with the whole epilogue.
+Problems of at least three tiles a CTA follow the tile in the instance's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import kernel_tables
+import numpy as np
+import pytest
+from int8_reference import OUT_DTYPES, nchw32, nhwc, operands, requantized, rows, sums, terms
+from numerics import TOGETHER, into_poison, mismatch
+from problems import INT8, Problem, problem
+
+from jaxconv._src import int8_primitive, native
+from jaxconv._src.int8_primitive import Int8Spec
+
+# A kernel that takes fewer of the problems than this would pass the tests below by refusing.
+LEAST_ACCEPTED = 4
+SMS = 132  # of an H100 or H200
+CPU = ("fprop_onednn_s8", "fprop_onednn_u8")
+CUDA = [each for each in kernel_tables.instances() if each.family in kernel_tables.INT8_FAMILIES]
+X_DTYPES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
+
+
+def instances() -> list:
+    """(platform, instance, dtype of x) of every kernel."""
+    cpu = native.load("cpu")
+    names = [] if isinstance(cpu, native.Refusal) else CPU
+    return [pytest.param("cpu", name, name[-2:], id=name) for name in names] + [
+        pytest.param("cuda", each.name, each.dtype, marks=pytest.mark.gpu, id=each.name)
+        for each in CUDA
+    ]
+
+
+def test_the_cpu_kernels_are_in_the_build(native_cpu):
+    assert set(CPU) <= set(native_cpu.kernels())
+
+
+@functools.lru_cache(maxsize=256)
+def case(p: Problem, x_dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    x, w = operands(p, X_DTYPES[x_dtype])
+    return x, w, sums(p, x, w)
+
+
+def layouts(p: Problem) -> tuple[str, ...]:
+    return ("nhwc", "nchw32") if p.rank == 2 else ("nhwc",)
+
+
+def spec_of(p: Problem, instance: str, layout: str, out: str, *, whole: bool, of_image: bool):
+    """The call: plain sums, or with every term of the epilogue."""
+    eight_bit = out in ("s8", "u8")
+    return Int8Spec(
+        conv=p.spec(algorithm=instance),
+        layout=layout,
+        out_dtype=OUT_DTYPES[out],
+        scale=("image_scale" if of_image else "scale") if whole else "",
+        offset=whole,
+        bias=whole,
+        residual=whole,
+        activation="relu6" if whole and not eight_bit else "relu" if whole else None,
+        zero_point=(3 if out == "u8" else -5) if whole and eight_bit else 0,
+    )
+
+
+def chosen_of(platform: str, p: Problem, spec: Int8Spec, x_dtype: str):
+    """``select`` on the whole problem."""
+    x = np.broadcast_to(np.int8(0), p.canonical_shape("x"))
+    one = nchw32(x[:1, :1, :1]) if spec.layout == "nchw32" else x
+    sizes = dataclasses.replace(spec.sizes(one.shape, (p.k, 0)), n=p.n)
+    return int8_primitive.select(platform, spec, sizes, X_DTYPES[x_dtype])
+
+
+def epilogue(p: Problem, spec: Int8Spec) -> dict:
+    """The terms, channels last, as the reference wants them."""
+    if not spec.scale:
+        return {}
+    given = terms(p, spec.out_dtype, of_image=spec.scale == "image_scale")
+    given["offset"] = np.random.default_rng(2).integers(-9999, 9999, p.k, dtype=np.int32)
+    return given
+
+
+def failures_of(
+    platform: str, p: Problem, specs: list[Int8Spec], x_dtype: str
+) -> tuple[int, list[str]]:
+    """How many of the calls the forced instance takes, and what is wrong with their results.
+
+    Some of them are one program.
+    """
+    taken, complaints = [], []
+    for spec in specs:
+        chosen, key = chosen_of(platform, p, spec, x_dtype)
+        if chosen.instance is None:
+            refusals = chosen.refusals
+            if not refusals or not all(r.reason.strip() for r in refusals):
+                complaints.append(f"{key}\n  refused without a reason: {refusals}")
+        elif chosen.instance != spec.algorithm:
+            complaints.append(f"{chosen.instance} {key}\n  asked for {spec.algorithm}")
+        else:
+            taken.append((spec, f"{chosen.instance} {key}"))
+    if not taken:
+        return 0, complaints
+    x, w, acc = case(p, x_dtype)
+    blocked = {"nchw32": nchw32, "nhwc": lambda array: array}
+    arrays, expected = [], {}
+    for spec, _ in taken:
+        plain = dataclasses.replace(spec, layout="nhwc")
+        given = epilogue(p, spec)
+        if plain not in expected:  # layouts have one reference
+            expected[plain] = requantized(
+                acc, spec.out_dtype, activation=spec.activation, zero_point=spec.zero_point, **given
+            )
+        into = blocked[spec.layout]
+        if given:
+            given["residual"] = into(given["residual"])
+            given["residual_scale"] = given["residual_scale"].reshape(1)
+        arrays.append(dict(given, x=into(x), w=rows(w, spec.layout)))
+
+    for at in range(0, len(taken), TOGETHER):
+        some = slice(at, at + TOGETHER)
+        results = into_poison(functools.partial(calls, taken[some]), *arrays[some])
+        for (spec, name), actual in zip(taken[some], results, strict=True):
+            y = nhwc(np.asarray(actual), p.k) if spec.layout == "nchw32" else actual
+            wrong = mismatch(y, expected[dataclasses.replace(spec, layout="nhwc")], name)
+            complaints += [wrong] if wrong else []
+    return len(taken), complaints
+
+
+def calls(taken: list[tuple[Int8Spec, str]], *operands: dict) -> list[jax.Array]:
+    return [
+        int8_primitive.bind(spec, **given) for (spec, _), given in zip(taken, operands, strict=True)
+    ]
+
+
+def device(platform: str):
+    return jax.default_device(jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform])[0])
+
+
+@pytest.mark.parametrize(("platform_name", "instance", "x_dtype"), instances())
+def test_exact_or_refused(platform_name, instance, x_dtype):
+    failures, accepted = [], 0
+    for number, p in enumerate(INT8):
+        # All types of results and both kinds of scales, over the problems.
+        outs = ["s32", "s8", list(OUT_DTYPES)[number % len(OUT_DTYPES)]]
+        specs = [
+            spec_of(p, instance, layout, out, whole=i > 0, of_image=(number + i) % 2 == 0)
+            for layout in layouts(p)
+            for i, out in enumerate(outs)
+        ]
+        with device(platform_name):
+            took, wrong = failures_of(platform_name, p, specs, x_dtype)
+        accepted += took
+        failures += wrong
+    assert not failures, "\n".join(failures)
+    assert accepted >= LEAST_ACCEPTED, f"{instance} took only {accepted} problems"
+
+
+def tile(instance: str) -> tuple[int, int]:
+    """(tile_m, tile_n), with which a variant's name begins."""
+    m, n = re.search(r"_(\d+)x(\d+)x\d+_", instance).groups()
+    return int(m), int(n)
+
+
+def steady(instance: str) -> list[Problem]:
+    """At least three tiles a CTA, with tails; two tiles along n, or one that holds the filter."""
+    tile_m, tile_n = tile(instance)
+    width, images = 61, 3
+    height = -(-(3 * SMS + 10) // 2 * tile_m // (images * width))
+    make = functools.partial(problem, n=images, k=tile_n + 32)
+    if instance.endswith("_few"):
+        return [make("few", (height, width), 3, c=4, padding=1)]
+    return [
+        make("row", (height, width), (1, 3), c=96, padding=((0, 0), (1, 1))),
+        make("long_row", (height, width), (1, 3), c=256, padding=((0, 0), (1, 1))),
+        make("square", (height, width), 3, c=64, padding=1),
+        make("pointwise", (height, width), 1, c=416),
+        make("strided", (2 * height, 2 * width), 3, c=32, stride=2, padding=1),
+        make("groups", (height, width), (2, 2), c=64, k=2 * (tile_n + 32), groups=2),
+        make("one_tile_wide", (2 * height, width), 3, c=64, k=tile_n, padding=1),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", CUDA, ids=[each.name for each in CUDA])
+def test_three_tiles_a_cta(each):
+    """Pipelines past their first tile, in both layouts."""
+    failures, accepted = [], 0
+    for p in steady(each.name):
+        specs = [
+            spec_of(p, each.name, layout, "s8", whole=True, of_image=p.name == "row")
+            for layout in layouts(p)
+        ]
+        took, wrong = failures_of("cuda", p, specs, each.dtype)
+        accepted += took
+        failures += wrong
+    case.cache_clear()
+    assert not failures, "\n".join(failures)
+    assert accepted >= 2, f"{each.name} took only {accepted}"
+
+
+@pytest.mark.gpu
+def test_every_problem_has_a_kernel():
+    """Nothing of 8 bits is left to XLA on a GPU."""
+    without = []
+    for p in INT8:
+        for layout in layouts(p):
+            spec = spec_of(p, "native", layout, "s8", whole=True, of_image=False)
+            x = np.empty(p.canonical_shape("x"), np.int8)
+            shape = nchw32(x).shape if layout == "nchw32" else x.shape
+            chosen, key = int8_primitive.select(
+                "cuda", spec, spec.sizes(shape, (p.k, 0)), np.dtype(np.int8)
+            )
+            without += [] if chosen.instance else [f"{key}: {chosen.refusals[-1:]}"]
+    assert not without, "\n".join(without)
