@@ -9,13 +9,13 @@ interface, and to XLA's own convolution where no kernel takes the problem.
 from jaxconv import checkpoint_policies as checkpoint_policies
 from jaxconv import export as export
 from jaxconv import int8 as int8
-from jaxconv.conv import conv as conv
-from jaxconv.conv import conv_general_dilated as conv_general_dilated
-from jaxconv.conv import conv_transpose as conv_transpose
-from jaxconv.explain import explain as explain
+from jaxconv._src.conv import conv as conv
+from jaxconv._src.conv import conv_general_dilated as conv_general_dilated
+from jaxconv._src.conv import conv_transpose as conv_transpose
+from jaxconv._src.explain import explain as explain
+from jaxconv._src.override import install as install
+from jaxconv._src.override import override as override
+from jaxconv._src.override import uninstall as uninstall
 from jaxconv.export import register as register
-from jaxconv.override import install as install
-from jaxconv.override import override as override
-from jaxconv.override import uninstall as uninstall
 
 __version__ = "0.1.0"

@@ -203,9 +203,9 @@ def test_inner_modules_import_upwards_only():
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("jaxconv/conv.py", "from jax._src import core"),
-        ("jaxconv/conv.py", "import _jaxconv.cpu"),
-        ("jaxconv/conv.py", "import importlib\nimportlib.import_module('_jaxconv.cpu')"),
+        ("jaxconv/doctor.py", "from jax._src import core"),
+        ("jaxconv/doctor.py", "import _jaxconv.cpu"),
+        ("jaxconv/doctor.py", "import importlib\nimportlib.import_module('_jaxconv.cpu')"),
         ("jaxconv/_src/xla.py", "from jaxconv import conv"),
         ("jaxconv/_src/compat.py", "from jaxconv._src import spec"),
         ("examples/train.py", "from jaxconv._src import primitives"),
