@@ -140,7 +140,8 @@ def command(arguments: list[str], text: str | None = None) -> str:
 
 def compiled(source: pathlib.Path, flags: list[str], folder: pathlib.Path) -> pathlib.Path:
     """The object file of a source, made again only when its preprocessed text changes."""
-    record = folder / f"{source.stem}-{digest(str(source), *flags)}.json"
+    # A unit of instances is one file for every checkout, whose headers differ.
+    record = folder / f"{source.stem}-{digest(str(source), *flags, *INCLUDES)}.json"
     if record.exists():
         target, files = json.loads(record.read_text())
         if files == {file: changed(file) for file in files}:

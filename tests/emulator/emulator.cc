@@ -262,7 +262,9 @@ std::unique_ptr<Cta> MakeCta(const Grid& grid, int rank, uint3 index) {
   cta->dynamic_bytes = grid.shared_bytes;
   static std::vector<unsigned char*> memories;  // by rank
   while (memories.size() <= static_cast<size_t>(rank)) {
-    memories.push_back(static_cast<unsigned char*>(std::aligned_alloc(1024, kCtaBytes)));
+    // The size must be a multiple of the alignment.
+    const size_t bytes = (kCtaBytes + 1023) / 1024 * 1024;
+    memories.push_back(static_cast<unsigned char*>(std::aligned_alloc(1024, bytes)));
   }
   cta->memory = memories[rank];
   std::memset(cta->memory + kFirst, kPoison, grid.shared_bytes);
