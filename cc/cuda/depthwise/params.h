@@ -48,11 +48,15 @@ struct Params {
   int32_t tap_stride = 1, channel_stride = 1;
   int64_t filter_stride = 0;
   int32_t flip = 0;
-  int32_t blocks_across = 1;  // thread blocks of outputs (of kRows x kStrip) of a tile's kWarps
+  // A tile's blocks of outputs, one a warp (toeplitz.cuh: strips, kChannels / 8 warps each).
+  int32_t blocks_across = 1, blocks_down = 1;
   FastDivmod box_columns;
   int32_t items = 0;  // channel tiles x images x tiles; wgrad: without the channel tiles
   int32_t steps = 1;  // of an item: depth taps x reduced channels (x filter rows)
   int32_t stage_bytes = 0;
+  // toeplitz.cuh: from a channel's plane to the next, from a row to the next, and the band in shared
+  // memory.
+  int32_t plane_bytes = 0, plane_row_bytes = 0, band_offset = 0;
   // wgrad: each slice takes every slices-th item.
   int32_t slices = 1;
   int32_t tap_parts = 1;  // groups of taps, each with CTAs of its own

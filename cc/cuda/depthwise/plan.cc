@@ -7,73 +7,30 @@
 
 #include "cuda/common/instances.h"
 #include "cuda/depthwise/params.h"
+#include "cuda/depthwise/toeplitz_plan.h"
+#include "cuda/depthwise/walk.h"
 
 namespace jaxconv::depthwise {
 namespace {
 
-// A line of kernels.def.
+// A line of kernels.def, of direct.cuh and wgrad.cuh.
 struct Instance {
   int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm;
   bool any() const { return filter_rows == 0; }
   int64_t channels() const { return 32 * vec; }
 };
 
-// Shared memory that the runtime keeps for each CTA.
-constexpr int64_t kReservedBytesOfCta = 1024;
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxSlices = 1024;
 // A slice shorter than this spends more time on filling its stages than on its sums.
 constexpr int64_t kMinItemsOfSlice = 4;
-constexpr int64_t kMaxItems = int64_t{1} << 30;
 
-// The prediction's shares of the DRAM's and of the issue slots' rates are assumptions: no GPU has run
-// these kernels yet, which are therefore chosen on request only.
-constexpr double kDramShare = 0.75, kIssueShare = 0.7;
+// An assumption, as kDramShare.
+constexpr double kIssueShare = 0.7;
 constexpr double kCopyInstructions = 14;  // of 16 bytes of a box
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The convolution as the kernels walk it (params.h).
-struct Walk {
-  Axis axis[3];
-  int64_t channels = 1, gathered_channels = 1, repeat = 1, reduce = 1;
-};
-
-Walk MakeWalk(const ConvProblem& problem) {
-  const bool dgrad = problem.op == Op::kDgrad;
-  Walk walk;
-  for (int a = 0; a < 3; ++a) {
-    Axis& axis = walk.axis[a];
-    axis.taps = static_cast<int32_t>(problem.filter[a]);
-    // One tap has no distance to the next.
-    axis.dilation = static_cast<int32_t>(problem.filter[a] > 1 ? problem.dilation[a] : 1);
-    axis.in = static_cast<int32_t>(dgrad ? problem.out[a] : problem.in[a]);
-    axis.out = static_cast<int32_t>(dgrad ? problem.in[a] : problem.out[a]);
-    axis.stride = static_cast<int32_t>(dgrad ? problem.lhs_dilation[a] : problem.stride[a]);
-    axis.in_dilation = FastDivmod(dgrad ? problem.stride[a] : problem.lhs_dilation[a]);
-    const int64_t reach = (problem.filter[a] - 1) * axis.dilation;
-    axis.pad = static_cast<int32_t>(dgrad ? reach - problem.pad_lo[a] : problem.pad_lo[a]);
-  }
-  const int64_t multiplier = problem.k / problem.c;
-  walk.channels = dgrad ? problem.c : problem.k;
-  walk.gathered_channels = dgrad ? problem.k : problem.c;
-  walk.repeat = dgrad ? 1 : multiplier;
-  walk.reduce = dgrad ? multiplier : 1;
-  return walk;
-}
-
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
-  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
-  if (problem.filter_layout != FilterLayout::kRsck &&
-      problem.filter_layout != FilterLayout::kKrsc) {
-    return Status::Unimplemented(std::string("reads filters stored as rsck or krsc, got ") +
-                                 Name(problem.filter_layout));
-  }
-  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
-  if (problem.groups != problem.c) {
-    return Status::Unimplemented("expected one input channel in a group, got " +
-                                 std::to_string(problem.c_per_group()));
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
   if (instance.any()) return {};
   const Walk walk = MakeWalk(problem);
   const Axis &rows = walk.axis[1], &columns = walk.axis[2];
@@ -82,14 +39,7 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
                                  "x" + std::to_string(instance.filter_columns) + ", got " +
                                  std::to_string(rows.taps) + "x" + std::to_string(columns.taps));
   }
-  // An axis without extent, as of rank 1, may have any stride.
-  const bool strides =
-      (rows.out == 1 || rows.stride == instance.stride) && columns.stride == instance.stride;
-  if (!strides || rows.dilation != 1 || columns.dilation != 1) {
-    return Status::Unimplemented("expected stride " + std::to_string(instance.stride) +
-                                 " and no dilation");
-  }
-  return {};
+  return CheckStride(walk, instance.stride);
 }
 
 // Pixels of a stage: of the box, and of wgrad's tile of dy.
@@ -111,11 +61,6 @@ int64_t SharedBytes(const Instance& instance, const Params& params, int64_t widt
   const int64_t taps =
       instance.any() ? instance.filter_columns : instance.filter_rows * instance.filter_columns;
   return std::max(stages, kWarps * taps * instance.channels() * int64_t{sizeof(float)});
-}
-
-int64_t CtasOfSm(const Instance& instance, int64_t shared_bytes, const Gpu& gpu) {
-  return std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
-                                            (shared_bytes + kReservedBytesOfCta));
 }
 
 // Tiles of 8 blocks side by side, or 2 x 4, ...: the shape that copies least of those that fit, an SM
@@ -146,7 +91,7 @@ Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu&
     shape.box_columns = FastDivmod(box_columns);
     const int64_t bytes = SharedBytes(instance, shape, width, wgrad);
     fewest_bytes = std::min(fewest_bytes, bytes);
-    const int64_t ctas = CtasOfSm(instance, bytes, gpu);
+    const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
     if (ctas == 0) continue;
     // An output costs about as much as a pixel of the box.
     const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
@@ -164,7 +109,6 @@ Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu&
                                            std::to_string(gpu.smem_per_block_optin));
   }
   *params = best;
-  params->axis[0].tiles = FastDivmod(params->axis[0].out);
   return {};
 }
 
@@ -191,41 +135,24 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
-  const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
+  const bool wgrad = problem.op == Op::kWgrad;
   const Walk walk = MakeWalk(problem);
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
-  for (int a = 0; a < 3; ++a) params.axis[a] = walk.axis[a];
-  const int64_t width = ByteWidth(kernel.dtype), out_channels = walk.channels;
+  DescribeOperands(problem, walk, kernel.dtype, &params);
+  const int64_t width = ByteWidth(kernel.dtype);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, width, wgrad, gpu, &params));
-  params.channels = static_cast<int32_t>(out_channels);
-  params.gathered_channels = static_cast<int32_t>(walk.gathered_channels);
-  params.repeat = FastDivmod(walk.repeat);
-  params.reduce = static_cast<int32_t>(walk.reduce);
-  params.vector = walk.repeat == 1 && walk.reduce == 1 && out_channels * width % 16 == 0;
-  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
-  params.tap_stride = static_cast<int32_t>(krsc ? 1 : problem.k);
-  params.channel_stride = static_cast<int32_t>(krsc ? problem.taps() : 1);
-  params.filter_stride = problem.taps() * problem.k;
-  params.flip = dgrad;
-  params.out_is_f32 = problem.output_dtype() == DType::kF32;
 
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int64_t stage_bytes = StagePixels(params, wgrad) * instance.channels() * width;
   params.stage_bytes = static_cast<int32_t>(stage_bytes);
   launch->shared_bytes = SharedBytes(instance, params, width, wgrad);
 
-  const int64_t images = problem.n, channel_tiles = CeilDiv(out_channels, instance.channels());
-  const int64_t tiles = int64_t{params.axis[0].out} * rows.tiles.divisor * columns.tiles.divisor;
-  const int64_t items_of_tile_channels = (wgrad ? 1 : problem.batch) * images * tiles;
-  params.channel_tiles = FastDivmod(channel_tiles);
-  params.images = static_cast<int32_t>((wgrad ? 1 : problem.batch) * images);
-  params.images_divmod = FastDivmod(images);
-  params.filters = static_cast<int32_t>(problem.batch);
-  if (items_of_tile_channels * channel_tiles * problem.batch > kMaxItems) {
-    return Status::Unimplemented("more than 2^30 tiles");
-  }
-  const int64_t resident = gpu.sm_count * CtasOfSm(instance, launch->shared_bytes, gpu);
+  int64_t items_of_tile_channels;
+  JAXCONV_RETURN_IF_ERROR(
+      CountItems(problem, instance.channels(), &params, &items_of_tile_channels));
+  const int64_t channel_tiles = params.channel_tiles.divisor;
+  const int64_t resident = gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   const double step = InstructionsOfStep(instance, params, stage_bytes, wgrad);
   const int64_t most_slices = wgrad ? items_of_tile_channels : 1;
   if (slices < 0 || slices > most_slices) {
@@ -269,16 +196,22 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   return {};
 }
 
+PlanFunction PlanOf(const Instance&) { return MakePlan; }
+PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
+
+using DirectInstance = Instance;
+using WgradInstance = Instance;
+
 std::vector<KernelDesc> MakeKernels() {
   std::vector<KernelDesc> kernels;
 #define JAXCONV_ROW(op, dtype, variant)                                                         \
   kernels.push_back({JAXCONV_NAME(op, depthwise, dtype, variant), "depthwise", JAXCONV_OP_##op, \
-                     JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});                    \
+                     JAXCONV_DTYPE_##dtype, 80, 1000, PlanOf(instance), &instance});            \
   kernels.back().on_request = true;
-#define KERNEL(ops, types, variant, header, form, args, ...)           \
-  {                                                                    \
-    static constexpr Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                 \
+#define KERNEL(ops, types, variant, header, form, args, ...)                 \
+  {                                                                          \
+    static constexpr form##Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                       \
   }
 #include "cuda/depthwise/kernels.def"
 #undef KERNEL

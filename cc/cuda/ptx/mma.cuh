@@ -23,7 +23,18 @@ __device__ __forceinline__ void LoadMatrices(uint32_t address, uint32_t (&matrix
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
                : "r"(address));
 }
-// The same, each matrix transposed.
+// The same of two matrices or one; the addresses of further lanes are not used.
+__device__ __forceinline__ void LoadMatrices(uint32_t address, uint32_t (&matrix)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(matrix[0]), "=r"(matrix[1])
+               : "r"(address));
+}
+__device__ __forceinline__ void LoadMatrices(uint32_t address, uint32_t (&matrix)[1]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+               : "=r"(matrix[0])
+               : "r"(address));
+}
+// Of four, each transposed.
 __device__ __forceinline__ void LoadMatricesTransposed(uint32_t address, uint32_t (&matrix)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])

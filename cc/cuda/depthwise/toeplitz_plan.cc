@@ -1,0 +1,152 @@
+#include "cuda/depthwise/toeplitz_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "cuda/depthwise/params.h"
+#include "cuda/depthwise/toeplitz_tile.h"
+#include "cuda/depthwise/walk.h"
+
+namespace jaxconv::depthwise {
+namespace {
+
+constexpr int64_t kWidth = 2;  // bytes of an element
+// Of the rates of shared memory and of mma.sync; an assumption, as kDramShare.
+constexpr double kOnChipShare = 0.6;
+constexpr double kSharedBytesOfCycle = 128;
+
+Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance, const Walk& walk,
+             const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
+  if (problem.k != problem.c) {
+    return Status::Unimplemented("expected K = C, got K " + std::to_string(problem.k) + " and C " +
+                                 std::to_string(problem.c));
+  }
+  if (problem.c % 8 != 0) {
+    return Status::Unimplemented("expected channels in multiples of 8, got " +
+                                 std::to_string(problem.c));
+  }
+  const int64_t most = ToeplitzFilterColumns(instance.blocks);
+  if (walk.axis[2].taps > most) {
+    return Status::Unimplemented("expected a filter of at most " + std::to_string(most) +
+                                 " columns, got " + std::to_string(walk.axis[2].taps));
+  }
+  return CheckStride(walk, 1);
+}
+
+int64_t BandBytes(const ToeplitzInstance& instance, const Params& params) {
+  return int64_t{instance.channels} * params.axis[1].taps * 2 * BandTaps(instance.blocks) * kWidth;
+}
+
+// Places the tile's parts in shared memory; the bytes of all.
+int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down, Params* params) {
+  Axis &rows = params->axis[1], &columns = params->axis[2];
+  const int64_t tile_rows = down * kStripRows, tile_columns = across * kStripColumns;
+  const int64_t box_rows = tile_rows + rows.taps - 1;
+  const int64_t box_columns = tile_columns - kStripColumns + 8 * ToeplitzMatrices(instance.blocks);
+  params->blocks_across = static_cast<int32_t>(across);
+  params->blocks_down = static_cast<int32_t>(down);
+  rows.tile = static_cast<int32_t>(tile_rows);
+  columns.tile = static_cast<int32_t>(tile_columns);
+  rows.box = static_cast<int32_t>(box_rows);
+  columns.box = static_cast<int32_t>(box_columns);
+  rows.tiles = FastDivmod(CeilDiv(rows.out, tile_rows));
+  columns.tiles = FastDivmod(CeilDiv(columns.out, tile_columns));
+  params->box_columns = FastDivmod(box_columns);
+  // An odd number of 16 bytes; 16 bytes more than a multiple of 128.
+  const int64_t row_bytes = (box_columns / 8 | 1) * 16;
+  const int64_t plane_bytes = CeilDiv(box_rows * row_bytes - 16, 128) * 128 + 16;
+  params->plane_row_bytes = static_cast<int32_t>(row_bytes);
+  params->plane_bytes = static_cast<int32_t>(plane_bytes);
+  const int64_t stage_bytes = box_rows * box_columns * instance.channels * kWidth;
+  params->stage_bytes = static_cast<int32_t>(stage_bytes);
+  const int64_t band_offset = stage_bytes + instance.channels * plane_bytes;
+  params->band_offset = static_cast<int32_t>(band_offset);
+  return band_offset + BandBytes(instance, *params);
+}
+
+// Cycles in which an SM's shared memory and tensor cores work on one item's depth tap.
+double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, const Gpu& gpu) {
+  const auto warps =
+      static_cast<double>(params.blocks_across * params.blocks_down) * (instance.channels / 8);
+  const double row_steps = warps * 8 * params.axis[1].taps;
+  const double products = row_steps * 2 * ToeplitzInstructions(instance.blocks);
+  const double loads = row_steps * (ToeplitzMatrices(instance.blocks) + instance.blocks);
+  // The box is written, read, and written to the planes.
+  const double copies = 3.0 * params.stage_bytes / kSharedBytesOfCycle;
+  const double stores = warps * 8 * kStripRows * kStripColumns * kWidth / (kSharedBytesOfCycle / 2);
+  return std::max(products * 16 * 8 * 16 / gpu.mma_sync_per_clock, loads + copies + stores);
+}
+
+Status ShapeTile(const ToeplitzInstance& instance, const Gpu& gpu, Params* params,
+                 int64_t* shared_bytes, double* cycles) {
+  const int64_t strips = kWarps / (instance.channels / 8);
+  *cycles = HUGE_VAL;
+  int64_t fewest_bytes = INT64_MAX;
+  Params best;
+  for (int64_t across = 1; across <= strips; ++across) {
+    for (int64_t down = 1; down <= strips / across; ++down) {
+      Params shape = *params;
+      const int64_t bytes = PlaceTile(instance, across, down, &shape);
+      fewest_bytes = std::min(fewest_bytes, bytes);
+      const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
+      if (ctas == 0) continue;
+      // Eight warps alone leave shared memory and tensor cores idle for about a third of the time.
+      const double busy = static_cast<double>(ctas * across * down) / strips >= 2 ? 1 : 1.5;
+      const double work = busy * CyclesOfItem(instance, shape, gpu) *
+                          static_cast<double>(shape.axis[1].tiles.divisor) *
+                          shape.axis[2].tiles.divisor;
+      if (work >= *cycles) continue;
+      *cycles = work;
+      *shared_bytes = bytes;
+      best = shape;
+    }
+  }
+  if (*cycles == HUGE_VAL) {
+    return Status::Unimplemented("the smallest tile needs " + std::to_string(fewest_bytes) +
+                                 " bytes of shared memory, the GPU has " +
+                                 std::to_string(gpu.smem_per_block_optin));
+  }
+  *params = best;
+  return {};
+}
+
+}  // namespace
+
+Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                    int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const ToeplitzInstance*>(kernel.instance);
+  const Walk walk = MakeWalk(problem);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, walk, problem));
+  if (slices < 0 || slices > 1) {
+    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
+  }
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
+  DescribeOperands(problem, walk, kernel.dtype, &params);
+  double cycles_of_image;
+  JAXCONV_RETURN_IF_ERROR(
+      ShapeTile(instance, gpu, &params, &launch->shared_bytes, &cycles_of_image));
+  int64_t items_of_channels;
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels, &params, &items_of_channels));
+  params.items = static_cast<int32_t>(items_of_channels * params.channel_tiles.divisor);
+  launch->ctas = std::min<int64_t>(
+      gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu), params.items);
+  launch->out_dtype = problem.output_dtype();
+  const double images = static_cast<double>(params.images) * params.channel_tiles.divisor *
+                        params.axis[0].out * params.axis[0].taps;
+  const double bytes = static_cast<double>(kWidth) *
+                       static_cast<double>(problem.x_elements() + problem.y_elements());
+  plan->microseconds =
+      gpu.launch_us +
+      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
+               images * cycles_of_image / (gpu.sm_count * gpu.cycles_per_us() * kOnChipShare));
+  plan->kernel = &kernel;
+  plan->slices = 1;
+  plan->params = std::move(launch);
+  return {};
+}
+
+}  // namespace jaxconv::depthwise
