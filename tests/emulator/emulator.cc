@@ -68,6 +68,8 @@ struct Context {
   void* stack_pointer = nullptr;
 };
 void Prepare(Context* context, unsigned char* stack, void (*entry)()) {
+  // The thread that had the stack before did not return from its frames.
+  ASAN_UNPOISON_MEMORY_REGION(stack, kStackBytes);
   auto** top = reinterpret_cast<void**>(stack + kStackBytes);
   *--top = nullptr;  // the entry does not return; this keeps the stack aligned as after a call
   *--top = reinterpret_cast<void*>(entry);
@@ -260,7 +262,7 @@ std::unique_ptr<Cta> MakeCta(const Grid& grid, int rank, uint3 index) {
   cta->rank = rank;
   cta->index = index;
   cta->dynamic_bytes = grid.shared_bytes;
-  static std::vector<unsigned char*> memories;  // by rank
+  static auto& memories = *new std::vector<unsigned char*>;  // by rank; never freed
   while (memories.size() <= static_cast<size_t>(rank)) {
     // The size must be a multiple of the alignment.
     const size_t bytes = (kCtaBytes + 1023) / 1024 * 1024;
