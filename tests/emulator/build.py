@@ -48,21 +48,25 @@ def forms() -> dict[str, tuple[str, ...]]:
 
 
 def units(names: list[str]) -> dict[str, str]:
-    """The translation units of some instances, as CMake writes them, and a registry of them alone.
+    """The translation units of some instances, one a family, and a registry of them alone.
 
-    Other families need not even compile.
+    Other families need not even compile. CMake writes more units; here most of a unit's time goes
+    to the headers of the standard library.
     """
     known = forms()
-    texts, declarations, kernels, launches, families = {}, [], [], [], set()
+    includes, instances = {}, {}
+    declarations, kernels, launches, families = [], [], [], set()
     for name in names:
         plain = name.removesuffix("_padded")
         if plain not in known:
             raise SystemExit(f"no kernel instance {name}")
         family, op, dtype, variant, header, form = known[plain]
         families.add(family)
-        head = f'#include "cuda/common/instances.h"\n#include "cuda/{family}/{header}.cuh"\n'
-        unit = texts.setdefault(f"{family}_{op}_{dtype}_{header}", [head + "namespace jaxconv {"])
+        lines = includes.setdefault(family, ['#include "cuda/common/instances.h"'])
+        if (line := f'#include "cuda/{family}/{header}.cuh"') not in lines:
+            lines.append(line)
         instance = f"JAXCONV_INSTANCE({op}, {family}, {dtype}, {variant}, {form})"
+        unit = instances.setdefault(family, [])
         if instance not in unit:
             unit.append(instance)
             declarations.append(f"Status Launch_{plain}(const Plan&, const Operands&, void*);")
@@ -77,7 +81,10 @@ def units(names: list[str]) -> dict[str, str]:
             launches.append(f'  if (name == "{name}") return LaunchPadded;')
             kernels.append(f'    static const KernelDesc padded = PaddedKernel(kernel, "{name}");')
             kernels.append("    return &padded;\n  }")
-    texts = {f"{unit}.cu": "\n".join([*lines, "}", ""]) for unit, lines in texts.items()}
+    texts = {
+        f"{family}.cu": "\n".join([*includes[family], "namespace jaxconv {", *unit, "}", ""])
+        for family, unit in instances.items()
+    }
     texts["registry.cc"] = "\n".join(
         [
             '#include "cuda/common/launch_table.h"',

@@ -136,6 +136,7 @@ SHARED = re.compile(
     r"(extern\s+)?\b__shared__\s+(?:alignas\s*\((\d+)\)\s*)?([\w\s:<>,]+?[\s>&*])(\w+)\s*((?:\[[^;]*\])?)\s*;"
 )
 SEMICOLON = re.compile(r"\s*;")
+MARKER = re.compile(r'^# \d+ "([^"\n]*)"(?: [124])*( 3)?', re.MULTILINE)
 CHEVRONS = re.compile(r"([\w:]+(?:<[^;{}()]*>)?)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
 
 
@@ -257,7 +258,22 @@ def shared_variable(found: re.Match) -> str:
 
 
 def translate(text: str) -> str:
-    """Preprocessed CUDA as C++; line numbers stay."""
+    """Preprocessed CUDA as C++; line numbers stay. System headers, most of the text, have none."""
+    markers = list(MARKER.finditer(text))
+    # A macro of a system header marks lines of the file that uses it as the system's too.
+    own = {found[1] for found in markers if not found[2]}
+    parts, start, translated = [], 0, True
+    for found in [*markers, None]:
+        if found is not None and (found[1] in own) == translated:
+            continue
+        end = len(text) if found is None else found.start()
+        parts.append(translate_own(text[start:end]) if translated else text[start:end])
+        start, translated = end, not translated
+    return "".join(parts)
+
+
+def translate_own(text: str) -> str:
+    """``translate``, of text without system headers."""
     parts, at = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         end = parenthesis(text, found.end())

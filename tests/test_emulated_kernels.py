@@ -1,0 +1,214 @@
+"""Device kernels on the host, in tests/emulator: exact results without a GPU.
+
+Of depthwise and winograd every line of the tables runs, its operations and types in turn; of the
+other families each device kernel's file. Each case runs twice. First copies arrive as late as the
+waits allow, then at once and with the threads of a CTA in reverse order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from problems import Problem, problem
+
+from jaxconv._src.spec import Op
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
+
+import build
+from kernel_tables import INT8_FAMILIES, instances
+
+# Families of which every line of the table runs.
+WHOLE = ("depthwise", "winograd")
+
+DEPTHWISE = [
+    problem("3x3", (9, 11), 3, c=72, k=72, groups=72, padding=1),
+    problem("3x3_stride2", (9, 12), 3, c=40, k=40, groups=40, padding=1, stride=2),
+    problem("5x5", (8, 15), 5, c=36, k=36, groups=36, padding=((0, 4), (2, 1))),
+    problem("5x5_stride2", (11, 9), 5, c=33, k=33, groups=33, padding=2, stride=2),
+    problem("7x7", (7, 10), 7, c=40, k=40, groups=40, padding=3),
+    problem("1x3", (2, 31), (1, 3), c=66, k=66, groups=66, padding=(0, 1)),
+    problem("1x4", (1, 33), (1, 4), c=70, k=70, groups=70, padding=((0, 0), (3, 0))),
+]
+# What the other instances do not take: dilation, two outputs of each channel, dilated inputs.
+DEPTHWISE_ANY = problem(
+    "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
+)
+
+WINOGRAD = [
+    # Three k-blocks of 64 channels, the last of them of 8.
+    problem("tails", (9, 7), 3, n=1, c=136, k=40, padding=1),
+    problem("groups", (5, 14), 3, n=1, c=48, k=32, groups=2, padding=((0, 2), (3, 1))),
+]
+# Outputs of a tile -> the largest error over the largest result; F(2, 3) is exact on integers.
+# Twice as much as is found; a tap that is left out makes 0.1.
+WINOGRAD_TOLERANCE = {"2": 0, "4": 0.015, "6": 0.03}
+
+DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
+STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
+POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
+ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
+GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
+WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
+IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
+EIGHT_BIT = [
+    problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
+    problem("nchw32", (6, 9), 3, n=1, c=64, k=32, padding=1),
+]
+TERMS = "scale bias residual relu"
+
+OTHERS = {
+    "fprop_igemm_simt_f32_128x64x8_vec": [DENSE, GROUPS],
+    "dgrad_igemm_simt_f32_128x32x8_scalar": [STRIDED],
+    "wgrad_igemm_simt_f16_128x32x8_scalar": [ODD],
+    "fprop_igemm_wmma_f16_64x64x64_3stage": [DENSE],
+    "dgrad_igemm_wmma_f32_64x64x32_3stage": [GROUPS],
+    "wgrad_igemm_wmma_bf16_128x16x64_3stage_align2": [ODD],
+    "fprop_few_channels_f16_128x64": [IMAGE],
+    "dgrad_few_channels_bf16_256x24": [IMAGE],
+    "wgrad_few_channels_f16_32x64": [IMAGE],
+    "fprop_igemm_wgmma_f16_128x128x64_cooperative": [STRIDED],
+    "dgrad_igemm_wgmma_bf16_128x64x64_pingpong": [STRIDED],
+    "fprop_igemm_wgmma_f32_128x64x32_pingpong": [DENSE],
+    "fprop_igemm_wgmma_f16_128x128x64_pingpong_filter_row": [DENSE],
+    "fprop_igemm_wgmma_bf16_256x64x64_swap_ab": [WIDE],
+    "dgrad_igemm_wgmma_f16_256x64x64_swap_ab_filter_row": [DENSE],
+    "fprop_igemm_wgmma_f16_128x128x64_pointwise": [POINTWISE],
+    "fprop_igemm_wgmma_bf16_64x64x64_cluster": [DENSE],
+    "wgrad_igemm_wgmma_f16_128x64x64_pingpong": [STRIDED],
+    "wgrad_igemm_wgmma_bf16_192x64x128_filter_row": [DENSE],
+    "wgrad_igemm_wgmma_f32_128x64x32_mma_sync": [WIDE],
+    "fprop_imma_nchw32_s8_64x64x64_4stage": EIGHT_BIT,
+    "fprop_imma_wgmma_s8_128x64x128_pingpong": EIGHT_BIT[:1],
+    "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": EIGHT_BIT[1:],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One instance on one problem key."""
+
+    instance: str
+    name: str
+    key: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def eight_bit(self) -> bool:
+        return build.forms()[self.instance][0] in INT8_FAMILIES
+
+
+def lines_of(family: str) -> list[str]:
+    """One instance of every line of a table: its operations and types in turn."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for name, (of, _, _, *line) in build.forms().items():
+        if of == family:
+            lines.setdefault(tuple(line), []).append(name)
+    return [names[i % len(names)] for i, names in enumerate(lines.values())]
+
+
+def depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
+    op, _, _, _, filter_and_stride = instance.split("_", 4)
+    for p in [*DEPTHWISE, DEPTHWISE_ANY]:
+        # dgrad walks dx: the stride is one of dy, whose zeros it does not multiply.
+        name = p.name.removesuffix("_stride2") if op == "dgrad" else p.name
+        if filter_and_stride == name or (filter_and_stride == "any" and p.window != (3, 3)):
+            yield p, ""
+
+
+def winograd(instance: str) -> Iterator[tuple[Problem, str]]:
+    yield WINOGRAD[0], ""
+    yield WINOGRAD[1], " krsc" if "_64x64x64" in instance else ""
+
+
+def cases() -> Iterator[Case]:
+    """Every case, in the order of the tables."""
+    for instance in [*lines_of("depthwise"), *lines_of("winograd"), *OTHERS]:
+        family, op, dtype, variant, *_ = build.forms()[instance]
+        options: tuple[str, ...] = ()
+        if family == "depthwise":
+            chosen = depthwise(instance)
+        elif family == "winograd":
+            chosen = winograd(instance)
+            tolerance = WINOGRAD_TOLERANCE[variant[0]]
+            options = (f"tolerance={tolerance}",)
+        else:
+            chosen = ((p, "") for p in OTHERS[instance])
+        for p, words in chosen:
+            if family in INT8_FAMILIES:
+                layout = " nchw32" if p.name == "nchw32" else ""
+                key = p.line(Op(op), "s8").replace("s8:s8:s32", f"{dtype}:s8:{dtype}")
+                key = f"{key} packed{layout} {TERMS}"
+            else:
+                key = p.line(Op(op), dtype) + words
+            yield Case(instance, p.name, key, options)
+
+
+CASES = list(cases())
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+    """While one process builds, others wait, and find the objects made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def programs() -> dict[bool, pathlib.Path]:
+    """The programs of the instances of 8-bit operands (True) and of the others."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        pytest.skip(f"the emulator runs on Linux x86-64, not {sys.platform} {os.uname().machine}")
+    sources = {True: build.TESTS / "cc" / "int8_check.cu", False: build.EMULATOR / "run_kernels.cc"}
+    folder = pathlib.Path(tempfile.gettempdir()) / f"jaxconv-emulator-{os.getuid()}"
+    with alone(folder):
+        return {
+            kind: build.build(
+                list(dict.fromkeys(c.instance for c in CASES if c.eight_bit == kind)),
+                folder,
+                source,
+            )
+            for kind, source in sources.items()
+        }
+
+
+def test_every_device_kernel_is_emulated():
+    """A new file of a device kernel needs a case here; a new line of ``WHOLE`` families has one."""
+    emulated = {build.forms()[c.instance][0::4] for c in CASES}
+    missing = {(i.family, i.source) for i in instances()} - emulated
+    assert not missing, f"no case in OTHERS runs {missing}"
+    for family in WHOLE:
+        of_family = [c.instance.split("_") for c in CASES if f"_{family}_" in c.instance]
+        tables = [i for i in instances() if i.family == family]
+        assert {name[0] for name in of_family} == {i.op for i in tables}
+        assert {name[2] for name in of_family} == {i.dtype for i in tables}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.instance}-{c.name}")
+def test_a_kernel_in_the_emulator(programs, case):
+    program = str(programs[case.eight_bit])
+    for seed in ("0", "1"):
+        if case.eight_bit:
+            command = [program, "check", case.key, case.instance]
+        else:
+            command = [program, case.instance, case.key, f"seed={seed}", *case.options]
+        environment = {**os.environ, "EMULATOR_SEED": seed, "SMS": "2"}
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+        output = (ran.stdout + ran.stderr)[-4000:]
+        repro = f"python tests/emulator/run.py {case.instance} '{case.key}' seed={seed}"
+        assert ran.returncode == 0, " ".join((repro, *case.options)) + f"\n{output}"
