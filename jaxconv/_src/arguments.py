@@ -9,9 +9,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import compat
+from jaxconv._src import canonical, compat, layouts
 from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.spec import Op, Pairs, dilated_extent
 
@@ -47,11 +48,13 @@ def checked_padding(
         raise ValueError(
             f"{groups_name}: {groups} does not divide the {c} input channels of {x_name} "
             f"{x.shape} and the {k} output channels of {w_name} {w.shape}"
+            + layouts.hint(x.shape, w.shape, lhs_spec, rhs_spec, groups, names)
         )
     if c_per_group != c // groups:
         raise ValueError(
             f"{w_name}: expected {c // groups} input channels per group ({x_name} has {c}, "
             f"{groups_name} is {groups}), got {c_per_group} in shape {w.shape}"
+            + layouts.hint(x.shape, w.shape, lhs_spec, rhs_spec, groups, names)
         )
     n = x.shape[lhs_spec[0]]
     if n % batch_groups or k % batch_groups:
@@ -81,12 +84,55 @@ def checked_padding(
     return pairs
 
 
-def operands(x_name: str, x: ArrayLike, w_name: str, w: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Both operands as arrays; a TypeError where their dtypes differ."""
-    x, w = jnp.asarray(x), jnp.asarray(w)
+def array(name: str, value: ArrayLike) -> jax.Array:
+    """An operand as an array of numbers.
+
+    Raises:
+        TypeError: ``value`` is none, and has no conversion to one.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name}: expected an array, got {value!r}, which has no values; jax.eval_shape, "
+            "jax.jit(...).lower and jaxconv.explain take such arguments of a function"
+        )
+    dtype = getattr(value, "dtype", None)
+    if dtype == jax.dtypes.float0:
+        raise TypeError(
+            f"{name}: expected numbers, got dtype float0 in shape {np.shape(value)}: JAX's gradient"
+            " with respect to integers"
+        )
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        got = f"dtype {dtype}" if isinstance(value, np.ndarray) else repr(value)
+        raise TypeError(f"{name}: expected an array of numbers, got {got}: {error}") from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name}: expected an array of numbers, got dtype {array.dtype}")
+    return array
+
+
+def operands(
+    x_name: str, x: ArrayLike, w_name: str, w: ArrayLike, *, promote: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Both operands as arrays of one dtype.
+
+    Args:
+        x_name, x, w_name, w: the operands, and what the caller calls them.
+        promote: convert operands of two dtypes to one by JAX's promotion; without it, as in lax,
+            a TypeError.
+
+    Raises:
+        TypeError: an operand is no array of numbers, or the dtypes differ; with ``promote``, JAX's
+            own TypePromotionError where the promotion that is set allows none.
+    """
+    x, w = array(x_name, x), array(w_name, w)
+    if x.dtype != w.dtype and promote:
+        common = jnp.promote_types(x.dtype, w.dtype)
+        x, w = (a if a.dtype == common else lax.convert_element_type(a, common) for a in (x, w))
     if x.dtype != w.dtype:
         raise TypeError(
-            f"{w_name}: expected the dtype of {x_name}, {x.dtype.name}, got {w.dtype.name}"
+            f"{w_name}: expected the dtype of {x_name}, {x.dtype.name}, got {w.dtype.name}; "
+            "jaxconv.conv promotes as jax.numpy does"
         )
     return x, w
 
@@ -114,6 +160,60 @@ def per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...
     if len(values) != rank:
         raise ValueError(f"{name}: expected one number or {rank}, got {values}")
     return values
+
+
+# What the input is continued by, in the words of ``jax.numpy.pad``.
+_CONTINUATIONS = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
+
+
+def continued(
+    x: jax.Array,
+    spatial: Sequence[int],
+    padding: Padding,
+    filter_spatial: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[jax.Array, Padding]:
+    """The input and the padding without the names that Flax adds to lax's.
+
+    The pads are those of ``flax.linen.Conv``: with a reach of r, (r - 1) // 2 elements on the low
+    side and r // 2 on the high side, whatever the stride.
+
+    Args:
+        x: the input.
+        spatial: its spatial axes.
+        padding: as the caller gave it.
+        filter_spatial, dilation: extents of the filter, and the step between its taps.
+    """
+    name = padding.upper() if isinstance(padding, str) else ""
+    reach = [max(dilated_extent(r, d), 1) for r, d in zip(filter_spatial, dilation, strict=True)]
+    if name == "CAUSAL":
+        if len(reach) != 1:
+            raise ValueError(
+                f"padding: 'CAUSAL' is for one spatial axis, got {len(reach)}; give pairs (low, "
+                "high) to say which axis is time"
+            )
+        return x, [(reach[0] - 1, 0)]
+    if name not in _CONTINUATIONS:
+        return x, padding
+    pads = [(0, 0)] * x.ndim
+    for axis, r in zip(spatial, reach, strict=True):
+        least = 1 if r == 1 or name == "CIRCULAR" else 2
+        if x.shape[axis] < least:
+            raise ValueError(
+                f"padding: {name!r} needs an extent of {least} or more on every spatial axis, x has"
+                f" {x.shape[axis]} on axis {axis}"
+            )
+        pads[axis] = ((r - 1) // 2, r // 2)
+    return jnp.pad(x, pads, mode=_CONTINUATIONS[name]), "VALID"
+
+
+def no_padding_by_name(padding: Padding, lhs_dilation: tuple[int, ...]) -> None:
+    """Refuses "SAME" and the like beside a dilated input, as lax does."""
+    if isinstance(padding, str) and any(d > 1 for d in lhs_dilation):
+        raise ValueError(
+            f"padding: {padding!r} has no meaning where lhs_dilation is {lhs_dilation}; give pairs "
+            "(low, high), or use conv_transpose"
+        )
 
 
 def padding_pairs(
@@ -174,23 +274,32 @@ def result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
     return np.dtype(result)
 
 
+def precision(value: Any) -> str:
+    """The name of a precision that is given in any form that lax takes."""
+    try:
+        return canonical.precision_name(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"precision: got {value!r}. {error}") from error
+
+
 def algorithms(algorithm: Algorithm) -> tuple[str, str, str]:
     """The demand for each direction, its names checked against this build."""
     directions = [op.value for op in Op]
     if isinstance(algorithm, str):
         chosen = dict.fromkeys(directions, algorithm)
     elif isinstance(algorithm, Mapping):
-        unknown = set(algorithm) - set(directions)
+        unknown = [key for key in algorithm if key not in directions]
         if unknown:
-            raise ValueError(
-                f"algorithm: expected the keys {', '.join(directions)}, got {sorted(unknown)}"
-            )
+            raise ValueError(f"algorithm: expected the keys {', '.join(directions)}, got {unknown}")
         chosen = {**dict.fromkeys(directions, "auto"), **algorithm}
     else:
         raise TypeError(f"algorithm: expected a string or a mapping, got {algorithm!r}")
-    for name in chosen.values():
+    for direction, name in chosen.items():
         if not isinstance(name, str):
-            raise TypeError(f"algorithm: expected names, got {name!r}")
+            raise TypeError(
+                f"algorithm: expected the name of an algorithm for {direction!r}, such as 'auto', "
+                f"got {name!r}"
+            )
         if name in UNCONDITIONAL or name in IN_JAX:
             continue
         known = {family for names in families().values() for family in names}

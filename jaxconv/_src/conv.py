@@ -10,20 +10,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import arguments, canonical, partition, primitives
+from jaxconv._src import arguments, canonical, layouts, partition, primitives
 from jaxconv._src.arguments import Algorithm, Padding
 from jaxconv._src.spec import ConvSpec, Op
-
-# Channel-last formats pair with filters (*spatial, C / groups, K), channel-first formats with
-# (K, C / groups, *spatial), as TensorFlow and PyTorch do.
-_FORMATS = {
-    "NWC": ("NWC", "WIO", "NWC"),
-    "NHWC": ("NHWC", "HWIO", "NHWC"),
-    "NDHWC": ("NDHWC", "DHWIO", "NDHWC"),
-    "NCW": ("NCW", "OIW", "NCW"),
-    "NCHW": ("NCHW", "OIHW", "NCHW"),
-    "NCDHW": ("NCDHW", "OIDHW", "NCDHW"),
-}
 
 
 def conv(
@@ -39,7 +28,7 @@ def conv(
     algorithm: Algorithm = "auto",
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """Convolves a batch of 1-D, 2-D or 3-D signals with a bank of filters.
+    """Convolves 1-D, 2-D or 3-D signals, a batch of them or one, with a bank of filters.
 
     With i = p * stride + r * dilation - pad_lo on every spatial axis,
 
@@ -49,17 +38,22 @@ def conv(
     Works inside jit, grad, jvp, vmap, scan and shard_map, and differentiates to any order.
 
     Args:
-        x: input, (N, *spatial, C) or, in channel-first formats, (N, C, *spatial).
+        x: input, (N, *spatial, C) or, in channel-first formats, (N, C, *spatial); or one example,
+            without N.
         w: filters, (*window, C / groups, K) or, in channel-first formats,
-            (K, C / groups, *window). Same dtype as x.
+            (K, C / groups, *window). Operands of two dtypes are converted to one by JAX's
+            promotion, as in ``jax.numpy``.
         stride: step of the window, one number or one per spatial axis.
         padding: "SAME", "SAME_LOWER", "VALID", one number for all sides, or per spatial axis a
-            number or a pair (low, high). Negative padding crops.
+            number or a pair (low, high). Negative padding crops. As in Flax: "CIRCULAR" continues
+            the input periodically and "REFLECT" by its mirror image, on a padded copy, where "SAME"
+            at stride 1 would pad with zeros; "CAUSAL", for one spatial axis, pads the low side
+            only, so that no output depends on later inputs.
         dilation: step between the taps of a filter, one number or one per spatial axis.
         groups: number of independent slices of the channels; divides C and K. ``groups=C`` is a
             depthwise convolution.
-        data_format: "NWC", "NHWC" or "NDHWC" (the default, by the rank of x), or "NCW", "NCHW",
-            "NCDHW".
+        data_format: "NWC", "NHWC" or "NDHWC", also called "channels_last" (the default, by the rank
+            of w), or "NCW", "NCHW" or "NCDHW", also called "channels_first"; in any case.
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
         algorithm: "auto", the kernel that is predicted to be fastest, or XLA's own convolution
             where that is predicted to be faster than every kernel; "native", the same without
@@ -76,34 +70,40 @@ def conv(
             accumulate exactly into int32.
 
     Returns:
-        (N, *out_spatial, K), or (N, K, *out_spatial) in channel-first formats.
+        (N, *out_spatial, K), or (N, K, *out_spatial) in channel-first formats; without N for one
+        example.
 
     Raises:
-        TypeError: operand dtypes differ, or cannot give ``preferred_element_type``.
-        ValueError: ranks, channels, groups, window parameters or format do not fit, or the
-            demanded algorithm cannot serve the problem (the message says why, and which can).
+        TypeError: an operand is no array of numbers, or the operands' dtype cannot give
+            ``preferred_element_type``.
+        ValueError: two dtypes do not promote (JAX's ``TypePromotionError``); ranks, channels,
+            groups, window parameters or format do not fit; or the demanded algorithm cannot serve
+            the problem (the message says why, and which can).
     """
-    x, w = arguments.operands("x", x, "w", w)
-    rank = x.ndim - 2
-    if data_format is None:
-        if not 1 <= rank <= 3:
-            raise ValueError(f"x: expected 3 to 5 dimensions, got shape {x.shape}")
-        data_format = ("NWC", "NHWC", "NDHWC")[rank - 1]
-    if data_format not in _FORMATS:
-        raise ValueError(f"data_format: expected one of {', '.join(_FORMATS)}, got {data_format!r}")
-    if x.ndim != len(data_format):
+    x, w = arguments.operands("x", x, "w", w, promote=True)
+    data_format = layouts.data_format(data_format, w.shape)
+    rank = len(data_format) - 2
+    if w.ndim != rank + 2:
         raise ValueError(
-            f"x: expected {len(data_format)} dimensions, data_format is {data_format}; got shape "
-            f"{x.shape}"
+            f"w: expected {rank + 2} dimensions, data_format is {data_format}; got shape {w.shape}"
         )
-    if w.ndim != x.ndim:
-        raise ValueError(f"w: expected {x.ndim} dimensions as x has, got shape {w.shape}")
-    lhs, rhs, out = lax.conv_dimension_numbers(x.shape, w.shape, _FORMATS[data_format])
+    if x.ndim not in (rank + 1, rank + 2):
+        raise ValueError(
+            f"x: expected {rank + 2} dimensions, {data_format}, or {rank + 1} for one example; got "
+            f"shape {x.shape} beside w of shape {w.shape}"
+        )
+    one_example = x.ndim == rank + 1
+    if one_example:
+        x = lax.expand_dims(x, (0,))
+    lhs, rhs, out = lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format))
     window = dict(
         stride=arguments.per_axis("stride", stride, rank),
         lhs_dilation=(1,) * rank,
         dilation=arguments.per_axis("dilation", dilation, rank),
         groups=arguments.integer("groups", groups, at_least=1),
+    )
+    x, padding = arguments.continued(
+        x, lhs[2:], padding, [w.shape[a] for a in rhs[2:]], window["dilation"]
     )
     spec = ConvSpec(
         **window,
@@ -115,12 +115,13 @@ def conv(
         x_axes=(lhs[0], *lhs[2:], lhs[1]),
         w_axes=(*rhs[2:], rhs[1], rhs[0]),
         y_axes=(out[0], *out[2:], out[1]),
-        precision=canonical.precision_name(precision),
+        precision=arguments.precision(precision),
         algorithm=arguments.algorithms(algorithm),
     )
-    return primitives.bind(
+    y = primitives.bind(
         Op.FPROP, x, w, spec, arguments.result_dtype(x.dtype, preferred_element_type)
     )
+    return lax.squeeze(y, (0,)) if one_example else y
 
 
 def conv_general_dilated(
@@ -170,11 +171,7 @@ def conv_general_dilated(
     lhs_dilation = arguments.per_axis(
         "lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank
     )
-    if isinstance(padding, str) and any(d > 1 for d in lhs_dilation):
-        raise ValueError(
-            f"padding: {padding!r} has no meaning where lhs_dilation is {lhs_dilation}; give pairs "
-            "(low, high), or use conv_transpose"
-        )
+    arguments.no_padding_by_name(padding, lhs_dilation)
     y = _convolve(
         lhs,
         rhs,
@@ -194,6 +191,42 @@ def conv_general_dilated(
     return partition.with_out_sharding(y, out_sharding)
 
 
+def conv_with_general_padding(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """``jax.lax.conv_with_general_padding``: ``conv_general_dilated`` in NCHW with OIHW filters.
+
+    Args:
+        lhs: input, (N, C, *spatial).
+        rhs: filters, (K, C, *window); same dtype as lhs.
+        window_strides, padding, lhs_dilation, rhs_dilation, precision, preferred_element_type: as
+            in ``conv_general_dilated``.
+
+    Returns:
+        The output, (N, K, *out_spatial).
+
+    Raises:
+        TypeError, ValueError: as ``conv_general_dilated``.
+    """
+    return conv_general_dilated(
+        lhs,
+        rhs,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+
+
 def conv_transpose(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -206,12 +239,25 @@ def conv_transpose(
     preferred_element_type: DTypeLike | None = None,
     use_consistent_padding: bool = False,
     *,
+    groups: int = 1,
+    output_padding: int | Sequence[int] | None = None,
     algorithm: Algorithm = "auto",
 ) -> jax.Array:
-    """``jax.lax.conv_transpose`` on this library's kernels, with the same parameters.
+    """``jax.lax.conv_transpose`` on this library's kernels, with two parameters more.
 
     The transpose of a convolution is its data gradient, and is computed as one: no zeros are
     inserted or multiplied.
+
+    ``torch.nn.functional.conv_transpose2d(x, w, None, s, p, output_padding, groups, d)`` is
+
+        conv_transpose(x, w, (s, s), [(p, p)] * 2, (d, d), ("NCHW", "OIHW", "NCHW"),
+                       transpose_kernel=True, use_consistent_padding=True,
+                       groups=groups, output_padding=output_padding)
+
+    with w as PyTorch stores it, (C, K / groups, R, S). ``tf.keras.layers.Conv2DTranspose`` is the
+    same with ("NHWC", "HWIO", "NHWC") and its filter (R, S, K, C). Its padding "same" is "SAME"
+    here; beside an ``output_padding`` it is the pairs (r // 2, r // 2) with r = (R - 1) d + 1, and
+    ``use_consistent_padding``.
 
     Args:
         lhs: input of n + 2 dimensions.
@@ -229,6 +275,11 @@ def conv_transpose(
         precision, preferred_element_type, algorithm: as in ``conv_general_dilated``; the algorithm
             is that of the direction "dgrad".
         use_consistent_padding: see ``padding``.
+        groups: number of independent slices of the channels. The filter's input channels are those
+            of one group or, with ``transpose_kernel``, its output channels, as in PyTorch.
+        output_padding: further outputs on the high side, one number or one per spatial axis, each
+            less than the stride or the dilation there. Of the sizes that the convolution of this
+            stride brings to the one of lhs, it chooses a larger one.
 
     Returns:
         The output, in the order of ``dimension_numbers``.
@@ -246,9 +297,11 @@ def conv_transpose(
     rank = lhs.ndim - 2
     strides = arguments.per_axis("strides", strides, rank)
     dilation = arguments.per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
-    reach = [
-        (rhs.shape[a] - 1) * d + 1 for a, d in zip(numbers.rhs_spec[2:], dilation, strict=True)
+    shapes = [
+        tuple(a.shape[axis] for axis in spec[2:])
+        for a, spec in ((lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec))
     ]
+    reach = [(r - 1) * d + 1 for r, d in zip(shapes[1], dilation, strict=True)]
     named = isinstance(padding, str)
     if named and padding in ("SAME", "VALID"):
         pads = []
@@ -266,8 +319,26 @@ def conv_transpose(
         pads = [(r - 1 - lo, r - 1 - hi) for r, (lo, hi) in zip(reach, pairs, strict=True)]
     else:
         pads = padding
+    if output_padding is not None:
+        extra = arguments.per_axis("output_padding", output_padding, rank)
+        for e, s, d in zip(extra, strides, dilation, strict=True):
+            if not 0 <= e < max(s, d, 1):
+                raise ValueError(
+                    "output_padding: expected less than the stride or the dilation of its axis, "
+                    f"got {extra} with strides {strides} and rhs_dilation {dilation}"
+                )
+        pads = arguments.padding_pairs(pads, *shapes, (1,) * rank, dilation)
+        pads = [(lo, hi + e) for (lo, hi), e in zip(pads, extra, strict=True)]
+    groups = arguments.integer("groups", groups, at_least=1)
     if transpose_kernel:
         out_features, in_features, *window = numbers.rhs_spec
+        if groups > 1:  # from the form of the other convolution's filter to lax's
+            if rhs.shape[out_features] % groups:
+                raise ValueError(
+                    f"groups: {groups} does not divide the {rhs.shape[out_features]} channels of "
+                    f"rhs {rhs.shape} that meet those of lhs {lhs.shape}"
+                )
+            rhs = partition.move_groups(rhs, out_features, in_features, groups)
         numbers = numbers._replace(rhs_spec=(in_features, out_features, *window))
     return _convolve(
         lhs,
@@ -277,7 +348,8 @@ def conv_transpose(
         padding=pads,
         lhs_dilation=strides,
         dilation=dilation,
-        groups=1,
+        groups=groups,
+        groups_name="groups",
         transposed=True,
         filter_reversed=transpose_kernel,
         precision=precision,
@@ -312,6 +384,7 @@ def _convolve(
     precision: Any,
     algorithm: Algorithm,
     preferred_element_type: DTypeLike | None,
+    groups_name: str = "feature_group_count",
     batch_groups: Any = 1,
     transposed: bool = False,
     filter_reversed: bool = False,
@@ -321,7 +394,7 @@ def _convolve(
     ``transposed`` asks for dgrad, which is also the form of a dilated input. With
     ``filter_reversed``, rhs is then the filter of the convolution that this one transposes.
     """
-    groups = arguments.integer("feature_group_count", groups, at_least=1)
+    groups = arguments.integer(groups_name, groups, at_least=1)
     batch_groups = arguments.integer("batch_group_count", batch_groups, at_least=1)
     window = dict(stride=stride, lhs_dilation=lhs_dilation, dilation=dilation)
     pairs = arguments.checked_padding(
@@ -329,7 +402,7 @@ def _convolve(
         rhs,
         numbers,
         padding,
-        ("lhs", "rhs", "feature_group_count"),
+        ("lhs", "rhs", groups_name),
         **window,
         groups=groups,
         batch_groups=batch_groups,
@@ -345,7 +418,7 @@ def _convolve(
         out_spec=tuple(out_spec),
         feature_group_count=groups,
         batch_group_count=batch_groups,
-        precision=canonical.precision_name(precision),
+        precision=arguments.precision(precision),
         algorithm=arguments.algorithms(algorithm),
     )
     out_dtype = arguments.result_dtype(lhs.dtype, preferred_element_type)
