@@ -13,6 +13,7 @@ from jaxconv._src.conv import conv as conv
 from jaxconv._src.conv import conv_general_dilated as conv_general_dilated
 from jaxconv._src.conv import conv_transpose as conv_transpose
 from jaxconv._src.conv import conv_with_general_padding as conv_with_general_padding
+from jaxconv._src.explain import Explanation as Explanation
 from jaxconv._src.explain import explain as explain
 from jaxconv._src.override import install as install
 from jaxconv._src.override import override as override

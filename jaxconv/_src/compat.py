@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +73,49 @@ is_constant_shape = _core.is_constant_shape
 _source_info.register_exclusion(os.path.dirname(os.path.dirname(__file__)))
 
 
+# Libraries between a user's model and jax.lax, by the module that each is imported as.
+_FRAMEWORKS = ("equinox", "flax", "haiku", "jaxtyping", "keras", "optax", "qwix")
+
+
 def user_location(ctx) -> str:
-    """File, line and function of the user's code that a lowering context stems from, or ""."""
-    frame = _source_info.user_frame(ctx.traceback)
-    if frame is None:
+    """File, line and function of the user's code that a lowering context stems from, or "".
+
+    That is the innermost frame outside of JAX, this package and the model libraries; of a model
+    library where there is no other.
+    """
+    found = list(_source_info.user_frames(ctx.traceback))
+    if not found:
         return ""
+    loaded = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
+    folders = tuple(os.path.dirname(file) + os.sep for file in loaded if file)
+    own = (frame for frame in found if not frame.file_name.startswith(folders))
+    frame = next(own, found[0])
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+# Scopes of a name stack that JAX adds: of functions and of constructs of control.
+_CONSTRUCT = re.compile(
+    r"jit\(.*\)|closed_call|while|body|body_pred|cond|branch_\d+_fun|checkpoint|shard_map"
+)
+
+
+def module_path(ctx) -> str:
+    """The named scopes that a lowering context stems from, such as Flax's modules, or ""."""
+    scopes = (e.name for e in ctx.name_stack.stack if isinstance(e, _source_info.Scope))
+    names = (name for scope in scopes for name in scope.split("/") if name not in ("", "~"))
+    return "/".join(name for name in names if not _CONSTRUCT.fullmatch(name))
+
+
+def lower_afresh(traced: jax.stages.Traced, **options) -> jax.stages.Lowered:
+    """``traced.lower``, also where JAX has this lowering of the program cached.
+
+    The cache has the program's identity as its key, so that a copy has an entry of its own, which
+    goes with the copy.
+    """
+    traced = copy.copy(traced)
+    traced._params = {**traced._params, "jaxpr": traced._params["jaxpr"].replace()}
+    traced._lojax = None
+    return traced.lower(**options)
 
 
 def set_attribute(value, name: str, number: int) -> None:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
-from jaxconv._src import compat, lax_lowering, lowering, record
+from jaxconv._src import compat, lax_lowering, lowering, record, staging
 from jaxconv._src.record import Convolution as Convolution
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The convolutions of a program; prints as a table.
+    """The convolutions of a program: a sequence of ``Convolution`` that prints as a table.
 
     Attributes:
         convolutions: one entry for each convolution of the lowered program, in its order.
     """
 
     convolutions: tuple[Convolution, ...]
+
+    def __len__(self) -> int:
+        """Number of entries; how often the program runs each is its ``count``."""
+        return len(self.convolutions)
+
+    def __iter__(self) -> Iterator[Convolution]:
+        """The entries, in the program's order."""
+        return iter(self.convolutions)
+
+    def __getitem__(self, index: int) -> Convolution:
+        """One entry."""
+        return self.convolutions[index]
 
     @property
     def flops(self) -> int:
@@ -33,6 +43,10 @@ class Explanation:
         """How many convolutions take one of this library's kernels."""
         return sum(c.count for c in self.convolutions if c.instance is not None)
 
+    def __repr__(self) -> str:
+        """The table, so that a prompt shows it."""
+        return str(self)
+
     def __str__(self) -> str:
         """The table, one line for each convolution, and the reasons of those left to XLA.
 
@@ -40,14 +54,16 @@ class Explanation:
         the convolutions that the algorithm of ``install`` or ``override`` does not compute.
 
         "us" and "XLA us" are the predicted times of the fastest kernel and of XLA's convolution in
-        microseconds, "-" where there is no prediction.
+        microseconds, "-" where there is no prediction. "share" is that of the row, with its count,
+        in the operations of all; the shares add up to 100 %.
         """
         total = sum(c.count for c in self.convolutions)
         if not total:
             return "no convolutions"
         header = ("count", "op", "operands", "result", "precision", "kernel", "us", "XLA us")
-        rows = [(*header, "workspace MB", "GFLOP", "MB", "source")]
-        for c in self.convolutions:
+        rows = [(*header, "workspace MB", "GFLOP", "share", "MB", "source")]
+        shares = _shares([c.count * c.flops for c in self.convolutions])
+        for c, share in zip(self.convolutions, shares, strict=True):
             rows.append(
                 (
                     str(c.count),
@@ -60,8 +76,9 @@ class Explanation:
                     _predicted(c.xla_microseconds),
                     f"{c.workspace_bytes / 1e6:.3g}",
                     _scaled(c.flops, 1e9),
+                    _percent(share),
                     _scaled(c.bytes, 1e6),
-                    c.source.rsplit("/", 1)[-1],
+                    " ".join(filter(None, (c.module, c.source.rsplit("/", 1)[-1]))),
                 )
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -71,14 +88,39 @@ class Explanation:
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines.append(f"{self.on_kernels} of {total} convolutions on jaxconv's kernels")
-        if isinstance(self.flops, int) and self.flops:
-            ours = sum(c.count * c.flops for c in self.convolutions if c.instance)
-            lines[-1] += f", {ours / self.flops:.0%} of {_scaled(self.flops, 1e9)} GFLOP"
+        if None not in shares:
+            ours = sum(s for s, c in zip(shares, self.convolutions, strict=True) if c.instance)
+            lines[-1] += f", {_percent(ours)} of {_scaled(self.flops, 1e9)} GFLOP"
         lines += _reasons("left to XLA:", [c.refusals for c in self.convolutions])
         lines += _reasons(
             "not by the algorithm asked for:", [c.declined for c in self.convolutions]
         )
         return "\n".join(lines)
+
+
+# Tenths of a per cent in the whole.
+_WHOLE = 1000
+
+
+def _shares(parts: Sequence[Any]) -> list[int | None]:
+    """Each part's share in the sum in tenths of a per cent, rounded so that they add up to all.
+
+    The parts with the largest remainders are rounded up. None where there is no sum: of symbolic
+    numbers, and of nothing but zeros.
+    """
+    if not all(isinstance(part, int) for part in parts) or not sum(parts):
+        return [None] * len(parts)
+    whole = sum(parts)
+    shares: list[int | None] = [part * _WHOLE // whole for part in parts]
+    missing = _WHOLE - sum(part * _WHOLE // whole for part in parts)
+    by_remainder = sorted(range(len(parts)), key=lambda i: -(parts[i] * _WHOLE % whole))
+    for i in by_remainder[:missing]:
+        shares[i] += 1
+    return shares
+
+
+def _percent(share: int | None) -> str:
+    return "-" if share is None else f"{share / 10:g}%"
 
 
 def _reasons(title: str, refusals: Sequence[Sequence[record.Refusal]]) -> list[str]:
@@ -147,11 +189,14 @@ def explain(fun: Callable, *args: Any, platform: str | None = None, **kwargs: An
 
     The program is traced and lowered as ``jax.jit`` would, and not run. Convolutions of ``jax.lax``
     appear too; whether our kernels take them depends on ``install`` or ``override`` being in force
-    here.
+    here. A convolution whose result is neither returned nor kept in an argument that ``fun``
+    changes is not part of the program, as under ``jax.jit``.
 
     Args:
-        fun: a function of arrays, jitted or not; what holds for ``jax.jit`` holds for it.
-        args, kwargs: its arguments, arrays or ``jax.ShapeDtypeStruct``.
+        fun: a function of arrays: a plain one, or one jitted by ``jax.jit``, ``nnx.jit`` or
+            ``eqx.filter_jit``, whose static arguments are static here too.
+        args, kwargs: its arguments, as for a call. Arrays may be ``jax.ShapeDtypeStruct``; of a
+            plain function, arguments that are no arrays are constants.
         platform: "cpu" or "cuda", by default where the arguments are. For a platform without a
             device here, set ``JAXCONV_TARGET`` to name one, such as "sm_90a".
 
@@ -160,19 +205,18 @@ def explain(fun: Callable, *args: Any, platform: str | None = None, **kwargs: An
         devices the shapes are the whole arrays', and the kernels those they would take.
 
     Raises:
+        TypeError: ``fun`` cannot be called.
         ValueError: ``platform`` is another one.
     """
     if platform not in (None, *lowering.PLATFORMS):
         raise ValueError(f"platform: expected 'cpu' or 'cuda', got {platform!r}")
+    if not callable(fun):
+        raise TypeError(f"fun: expected a function and then its arguments, got {fun!r}")
     lax_lowering.register()
-
-    def fresh(*args, **kwargs):  # a new function, of which JAX has nothing cached
-        return fun(*args, **kwargs)
-
-    traced = jax.jit(fresh).trace(*args, **kwargs)
+    traced = staging.trace(fun, args, kwargs)
     options = {} if platform is None else {"lowering_platforms": (platform,)}
     with record.recording(tagged=True) as found:
-        lowered = traced.lower(**options)
+        lowered = compat.lower_afresh(traced, **options)
     counts = _occurrences(lowered.compiler_ir())
     return Explanation(
         tuple(

@@ -34,8 +34,10 @@ class Convolution:
             predictions where a kernel accepts the problem and XLA is predicted to be faster.
         declined: why the algorithm that ``install`` or ``override`` asks for does not compute it,
             and ``auto`` chose; empty where it does.
-        source: file, line and function of the user's code.
+        source: file, line and function of the user's code; a model library's where none called it.
         count: how often the program calls it; the body of a loop counts once.
+        module: the named scopes around it, such as the path of Flax's and Haiku's modules,
+            "ResNet/Block_2/Conv_0"; "" where there are none.
     """
 
     op: str
@@ -54,6 +56,7 @@ class Convolution:
     source: str
     count: int = 1
     declined: tuple[Refusal, ...] = ()
+    module: str = ""
 
     @property
     def rms_error(self) -> float | None:
@@ -78,9 +81,9 @@ class Recording(list[Convolution]):
 
 
 _sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("sinks", default=())
-# Source location, and the reasons of a declined algorithm.
-_outer: contextvars.ContextVar[tuple[str, tuple[Refusal, ...]]] = contextvars.ContextVar(
-    "outer", default=("", ())
+# Source location and module path, and the reasons of a declined algorithm.
+_outer: contextvars.ContextVar[tuple[str, str, tuple[Refusal, ...]]] = contextvars.ContextVar(
+    "outer", default=("", "", ())
 )
 
 
@@ -118,7 +121,8 @@ def located(ctx, declined: tuple[Refusal, ...] = ()) -> Iterator[None]:
     if not _sinks.get():
         yield
         return
-    token = _outer.set((compat.user_location(ctx), declined or _outer.get()[1]))
+    where = compat.user_location(ctx), compat.module_path(ctx)
+    token = _outer.set((*where, declined or _outer.get()[-1]))
     try:
         yield
     finally:
@@ -153,7 +157,9 @@ def emit(
     """
     if not wanted():
         return results
-    source, declined = _outer.get()
+    source, module, declined = _outer.get()
+    if not source:
+        source, module = compat.user_location(ctx), compat.module_path(ctx)
     arrays = [*ctx.avals_in, ctx.avals_out[0]]
     lhs, rhs, out = (arrays[i].str_short(short_dtypes=True) for i in (0, 1, -1))
     convolution = Convolution(
@@ -170,8 +176,9 @@ def emit(
         flops=flops,
         bytes=sum(a.size * a.dtype.itemsize for a in arrays),
         refusals=() if chosen.instance else chosen.refusals,
-        source=source or compat.user_location(ctx),
+        source=source,
         declined=declined,
+        module=module,
     )
     for sink in _sinks.get():
         if sink.tagged:
