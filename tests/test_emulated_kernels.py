@@ -38,6 +38,9 @@ DEPTHWISE = [
     problem("7x7", (7, 10), 7, c=40, k=40, groups=40, padding=3),
     problem("1x3", (2, 31), (1, 3), c=66, k=66, groups=66, padding=(0, 1)),
     problem("1x4", (1, 33), (1, 4), c=70, k=70, groups=70, padding=((0, 0), (3, 0))),
+    problem("toeplitz_9", (9, 35), (7, 9), c=24, k=24, groups=24, padding=((3, 3), (4, 2))),
+    problem("toeplitz_17", (10, 20), (3, 15), c=24, k=24, groups=24, padding=((0, 2), (7, 7))),
+    problem("toeplitz_33", (5, 33), (5, 31), n=1, c=16, k=16, groups=16, padding=(2, 15)),
 ]
 # What the other instances do not take: dilation, two outputs of each channel, dilated inputs.
 DEPTHWISE_ANY = problem(
@@ -121,7 +124,8 @@ def depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
         # dgrad walks dx: the stride is one of dy, whose zeros it does not multiply.
         name = p.name.removesuffix("_stride2") if op == "dgrad" else p.name
-        if filter_and_stride == name or (filter_and_stride == "any" and p.window != (3, 3)):
+        general = filter_and_stride == "any" and p.window != (3, 3) and "toeplitz" not in name
+        if filter_and_stride == name or general:
             yield p, ""
 
 
