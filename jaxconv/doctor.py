@@ -37,7 +37,8 @@ _LAYER = Layer(2, (8, 8), 32, 64, (3, 3), (1, 1), (1, 1))
 
 _REBUILD = {
     "cpu": "`pip install .` in a checkout of jaxconv; the build brings oneDNN along",
-    "cuda": "`pip install . -C cmake.define.JAXCONV_CUDA=ON` in a checkout of jaxconv; needs nvcc",
+    "cuda": "`pip install .` in a checkout of jaxconv; the build brings nvcc along for drivers of "
+    "the 580 series and newer, and takes that of an installed toolkit otherwise",
 }
 _TITLE = {"cpu": "CPU kernels", "cuda": "CUDA kernels"}
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import importlib.metadata
+import importlib.resources
 import os
 import pathlib
 import re
@@ -71,6 +72,20 @@ def runtime_ffi_version() -> tuple[int, int]:
     return major, minor
 
 
+def _load_openmp() -> None:
+    """Makes libgomp, which oneDNN and our library name, known to the loader.
+
+    The machine's own comes first, as other packages may have opened it: two copies in a process
+    would be two thread pools. A wheel brings a copy for machines without one.
+    """
+    copy = importlib.resources.files("_jaxconv").joinpath("libgomp.so.1")
+    try:
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        if copy.is_file():
+            ctypes.CDLL(str(copy), mode=ctypes.RTLD_GLOBAL)
+
+
 def _load_onednn() -> None:
     """Makes oneDNN's shared object, a pip package outside any loader path, known to the loader."""
     for file in importlib.metadata.files("onednn-cpu-gomp") or ():
@@ -85,6 +100,7 @@ class Platform:
 
     def __init__(self, name: str):
         if name == "cpu":
+            _load_openmp()
             _load_onednn()
         self.name = name
         self.module = importlib.import_module(f"_jaxconv.{name}")
