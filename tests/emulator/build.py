@@ -22,6 +22,8 @@ import translate  # noqa: E402
 
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+# What nvcc defines, and includes in front of every CUDA source.
+CUDA = ["-D__CUDACC__", "-include", "cuda_runtime.h"]
 INCLUDES = [f"-I{folder}" for folder in (EMULATOR, CC, TESTS)]
 # Where the emulator stands in for the sources of the CUDA platform.
 REPLACED = {CC / "cuda" / name for name in ("registry.cc", "launch_table.cc")}
@@ -153,7 +155,8 @@ def compiled(source: pathlib.Path, flags: list[str], folder: pathlib.Path) -> pa
         target, files = json.loads(record.read_text())
         if files == {file: changed(file) for file in files}:
             return pathlib.Path(target)
-    text = command([compiler(), *flags, *INCLUDES, "-E", "-x", "c++", str(source)])
+    cuda = CUDA if source.suffix == ".cu" else []
+    text = command([compiler(), *flags, *INCLUDES, *cuda, "-E", "-x", "c++", str(source)])
     files = {
         *map(str, EMULATOR.glob("*.py")),
         *re.findall(r'^# \d+ "([^<"]+)"', text, re.MULTILINE),

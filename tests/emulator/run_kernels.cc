@@ -1,11 +1,14 @@
 // Runs kernel instances in the emulator and compares them with the definition (cc/naive_conv.h).
 //
-//     run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X]
+//     run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X] [weight=N]
 //
 // PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result must
 // be exact, or within `tolerance` of the largest element. With `float` they are uniform in [-1, 1) and
-// the error against float64 is printed. The result and the workspace begin as NaN. Exit status: 1 where the result differs, 2 where
-// the instance refuses the problem, 3 where the emulator stops the kernel.
+// the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1, those of the
+// second operand times the weight: a multiple of the denominators of Winograd's filter transform, so
+// that it is exact (F(4, 3): 15 for each axis that is transformed). The result and the workspace
+// begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses the problem, 3
+// where the emulator stops the kernel.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -71,6 +74,7 @@ struct Options {
   int sms = 2;
   bool floats = false;
   double tolerance = 0;
+  int weight = 1;
 };
 
 int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& options) {
@@ -93,18 +97,19 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   const Buffer out_buffer(out * ByteWidth(out_type));
   const Buffer workspace(plan.workspace_bytes);
   std::mt19937 random(options.seed + 1);
-  const auto fill = [&](const Buffer& buffer, int64_t elements, DType dtype) {
+  const int most = options.weight > 1 ? 1 : 4;
+  const auto fill = [&](const Buffer& buffer, int64_t elements, DType dtype, int factor) {
     std::vector<double> values(elements);
     for (int64_t i = 0; i < elements; ++i) {
-      const double value =
-          options.floats ? (random() / 2147483648.0 - 1) : static_cast<int>(random() / 256 % 9) - 4;
+      const int integer = static_cast<int>(random() / 256 % (2 * most + 1)) - most;
+      const double value = factor * (options.floats ? random() / 2147483648.0 - 1 : integer);
       values[i] = Rounded(value, dtype);
       Put(buffer.data(), i, dtype, value);
     }
     return values;
   };
-  const std::vector<double> lhs_values = fill(lhs_buffer, lhs, lhs_type);
-  const std::vector<double> rhs_values = fill(rhs_buffer, rhs, rhs_type);
+  const std::vector<double> lhs_values = fill(lhs_buffer, lhs, lhs_type, 1);
+  const std::vector<double> rhs_values = fill(rhs_buffer, rhs, rhs_type, options.weight);
   Operands operands;
   operands.lhs = lhs_buffer.data();
   operands.rhs = rhs_buffer.data();
@@ -156,7 +161,9 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
 
 int Main(int argc, char** argv) {
   if (argc < 3) {
-    std::printf("run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X]\n");
+    std::printf(
+        "run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X] "
+        "[weight=N]\n");
     return 3;
   }
   Options options;
@@ -173,6 +180,8 @@ int Main(int argc, char** argv) {
       options.floats = true;
     } else if (name == "tolerance") {
       options.tolerance = std::atof(value);
+    } else if (name == "weight") {
+      options.weight = std::atoi(value);
     } else {
       std::printf("unknown argument %s\n", argv[i]);
       return 3;
