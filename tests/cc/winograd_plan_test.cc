@@ -5,6 +5,7 @@
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
 #include "cuda/winograd/form_plan.h"
+#include "cuda/winograd/fused_row_plan.h"
 #include "cuda/winograd/params.h"
 #include "cuda/winograd/plan.h"
 
@@ -150,6 +151,67 @@ void TestWorkspace() {
          status.message());
 }
 
+void TestFusedRow() {
+  const std::string name = "fprop_winograd_f16_4x3_fused_row_64x128x64";
+  // Rows of 15 outputs: four tiles, and the position that is dropped.
+  const std::string layer =
+      "fprop f16:f16:f16 default b1 n2 g1 c72 k136 i13x15 f3x3 o13x15 s1x1 l1x1 d1x1 p1_1x1_1";
+  Plan plan;
+  Expect(PlanOf(name, layer, &plan).ok(), layer);
+  if (plan.params == nullptr) return;
+  const auto& launch = plan.As<LaunchParams>();
+  // Columns and the reduction filled up to 256 and 96.
+  constexpr int64_t kFilterBytes = 2 * 3 * 6 * 256 * 96;
+  Expect(plan.workspace_bytes == kFilterBytes, "U alone, filled up");
+  int32_t upper[2];
+  const winograd::RowParams params = winograd::MakeRowParams(launch, upper);
+  Expect(params.row_positions.divisor == 5 && params.rows.divisor == 13 && params.images == 2,
+         "positions of a row, rows, images");
+  Expect(params.lower_w == -1 && params.lower_h == -1 && params.offset_w == 0 &&
+             params.offset_h == 0 && upper[0] == -1 + 5 * 4 - 3 - 15 && upper[1] == -1,
+         "base pixels from the padding to the position past the last tile");
+  Expect(params.reduction_blocks == 3 && params.filter_columns == kFilterBytes / 2 &&
+             params.filter_group == kFilterBytes,
+         "blocks of the filter");
+  // 130 positions are two pairs of 64, the second almost empty.
+  Expect(params.n_tiles.divisor == 2 && params.m_tiles.divisor == 2 && params.tiles == 4 &&
+             launch.ctas == 8,
+         "a cluster for each tile while there are SMs");
+  Plan cropped;
+  const std::string negative =
+      "dgrad f32:f16:f16 default b1 n1 g2 c16 k128 i13x15 f3x3 o19x11 s1x1 l1x1 d1x1 p4_4x-1_-1";
+  Expect(PlanOf("dgrad_winograd_f16_2x3_fused_row_64x128x64", negative, &cropped).ok(), negative);
+  if (cropped.params == nullptr) return;
+  const winograd::RowParams moved = winograd::MakeRowParams(cropped.As<LaunchParams>(), upper);
+  Expect(moved.lower_h == 0 && moved.offset_h == 2 && moved.lower_w == -3 && moved.offset_w == 0 &&
+             upper[0] == -3 + 8 * 2 + 1 - 11 && upper[1] == 13 - 19,
+         "padding below zero goes to the offsets");
+  Plan prepared;
+  Expect(PlanOf(name, layer + " winograd4x3", &prepared).ok() && prepared.workspace_bytes == 0,
+         "a prepared filter needs no workspace");
+  auto refused = [&](const std::string& instance, const std::string& key,
+                     const std::string& reason) {
+    Plan none;
+    const Status status = PlanOf(instance, key, &none);
+    Expect(!status.ok() && status.message() == reason, key + ": " + status.message());
+  };
+  refused(name, With("g1 c72 k136", "g2 c144 k144", layer),
+          "expected one group, or groups whose channels are a multiple of 64, got 72");
+  refused(name,
+          With("i13x15 f3x3 o13x15 s1x1 l1x1 d1x1 p1_1x1_1",
+               "i13x15 f3x3 o13x213 s1x1 l1x1 d1x1 p1_1x200_0", layer),
+          "padding 200, wider than TMA's fields");
+  refused("fprop_winograd_f16_2x3_fused_row_64x128x64", layer + " winograd4x3",
+          "expected a filter prepared for the instance's tile, got winograd4x3");
+  // Fewer clusters than tiles: each takes several.
+  Gpu small = Model("h200");
+  small.sm_count = 5;
+  const KernelDesc* kernel = FindKernel(name);
+  Expect(kernel->plan(*kernel, Parse(layer), small, 0, &plan).ok() &&
+             plan.As<LaunchParams>().ctas == 4,
+         "clusters of two on five SMs");
+}
+
 void TestSelection() {
   const ConvProblem layer = Parse(
       "fprop f16:f16:f16 default b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1");
@@ -172,6 +234,13 @@ void TestSelection() {
   Expect(selected("winograd_f2x2").instance.find("fprop_winograd_f16_2x2_") == 0, "F(2x2)");
   Expect(selected("winograd_f4x4").instance.find("fprop_winograd_f16_4x4_") == 0, "F(4x4)");
   Expect(selected("winograd_f6x6").instance.find("fprop_winograd_f16_6x6_") == 0, "F(6x6)");
+  Selection row;
+  Expect(Select(layer, Model("h200"), "winograd_f4x3", &row).ok() &&
+             row.instance == "fprop_winograd_f16_4x3_fused_row_64x128x64",
+         "F(4, 3) along W");
+  Selection refused;
+  Expect(Select(layer, a100, "winograd_f4x3", &refused).ok() && refused.instance.empty(),
+         "which takes wgmma");
   const char* name = "fprop_winograd_f16_2x2_four_stage_64x64x64";
   Expect(selected(name).instance == name, name);
   Selection none;
@@ -191,6 +260,7 @@ int main() {
   jaxconv::TestRefusals();
   jaxconv::TestGeometry();
   jaxconv::TestWorkspace();
+  jaxconv::TestFusedRow();
   jaxconv::TestSelection();
   std::printf("winograd_plan_test: %d failures\n", jaxconv::failures);
   return jaxconv::failures != 0;

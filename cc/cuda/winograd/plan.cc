@@ -8,6 +8,7 @@
 #include "cuda/common/instances.h"
 #include "cuda/winograd/form_plan.h"
 #include "cuda/winograd/four_stage_plan.h"
+#include "cuda/winograd/fused_row_plan.h"
 #include "cuda/winograd/params.h"
 
 namespace jaxconv::winograd {
