@@ -52,6 +52,8 @@ WINOGRAD = [
     problem("tails", (9, 7), 3, n=1, c=136, k=40, padding=1),
     problem("groups", (5, 14), 3, n=1, c=48, k=32, groups=2, padding=((0, 2), (3, 1))),
 ]
+# A group of fused_row has whole blocks of 64 channels; a cluster has a tile in each group.
+WINOGRAD_ROWS = problem("rows", (5, 14), 3, n=1, c=128, k=128, groups=2, padding=((0, 2), (3, 1)))
 # Outputs of a tile -> the largest error over the largest result; F(2, 3) is exact on integers.
 # Twice as much as is found; a tap that is left out makes 0.1.
 WINOGRAD_TOLERANCE = {"2": 0, "4": 0.015, "6": 0.03}
@@ -131,7 +133,10 @@ def depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
 
 def winograd(instance: str) -> Iterator[tuple[Problem, str]]:
     yield WINOGRAD[0], ""
-    yield WINOGRAD[1], " krsc" if "_64x64x64" in instance else ""
+    if "_fused_row_" in instance:
+        yield WINOGRAD_ROWS, " krsc"
+    else:
+        yield WINOGRAD[1], " krsc" if "_64x64x64" in instance else ""
 
 
 def cases() -> Iterator[Case]:
