@@ -237,6 +237,9 @@ EDGE = [
     problem("pointwise_groups", 8, 1, groups=2, c=16, k=32),
     problem("depthwise", 11, 3, groups=24, c=24, k=24, padding=1),
     problem("depthwise_5x5_strided", 13, 5, groups=19, c=19, k=19, stride=2, padding=2),
+    problem("depthwise_long", (20, 41), (5, 31), n=1, groups=8, c=8, k=8, padding=(2, 15)),
+    problem("depthwise_1d_causal", (70,), 4, groups=40, c=40, k=40, padding=((3, 0),)),
+    problem("depthwise_3d", (4, 9, 8), (2, 3, 3), n=1, groups=16, c=16, k=16, padding=1),
     problem("depth_multiplier", 10, 3, groups=6, c=6, k=18, padding=1),
     problem("one_input_channel", 12, 5, c=1, k=16, padding=2),
     problem("three_input_channels", 19, 7, c=3, k=16, stride=2, padding=3),
@@ -294,6 +297,34 @@ EDGE = [
         padding=((1, 1), (1, 1), (3, 0)),
     ),
 ]
+
+
+def _depthwise_problems() -> list[Problem]:
+    """Of every window for which there are kernels of their own, four each."""
+    found = []
+    for window, stride in (
+        ((3, 3), 1),
+        ((3, 3), 2),
+        ((5, 5), 1),
+        ((5, 5), 2),
+        ((7, 7), 1),
+        ((1, 3), 1),
+        ((1, 4), 1),
+    ):
+        pads = tuple((r // 2, (r - 1) // 2) for r in window)
+        name = "depthwise_{}x{}_stride{}".format(*window, stride)
+        make = functools.partial(problem, window=window, stride=stride, padding=pads)
+        found += [
+            make(f"{name}_vectors", (17, 31), c=72, k=72, groups=72),
+            make(f"{name}_odd_channels", (9, 34), c=35, k=35, groups=35),
+            make(f"{name}_multiplier", (11, 12), c=6, k=12, groups=6),
+            make(f"{name}_batched", (10, 13), n=1, c=8, k=8, groups=8, batch=3),
+        ]
+    return found
+
+
+# For kernels of depthwise convolutions only.
+DEPTHWISE = _depthwise_problems()
 
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.
 BATCHED = [

@@ -10,7 +10,7 @@ import kernel_tables
 import numpy as np
 import pytest
 from numerics import TOGETHER, exact_operands, into_poison, mismatch
-from problems import DTYPES, LAYOUTS, PROBLEMS, REPRESENTATIVE, Problem
+from problems import DEPTHWISE, DTYPES, LAYOUTS, PROBLEMS, REPRESENTATIVE, Problem
 
 from jaxconv._src import native
 from jaxconv._src.lowering import select
@@ -53,7 +53,7 @@ def test_exact_or_refused(platform_name, instance):
     op = Op(instance.split("_")[0])
     device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform_name])[0]
     failures, calls = [], []
-    for problem in PROBLEMS:
+    for problem in PROBLEMS + DEPTHWISE * ("_depthwise_" in instance):
         for dtype, (operand, result) in DTYPES.items():
             for layout in LAYOUTS if problem in REPRESENTATIVE else ("last", "krsc"):
                 spec = problem.spec(algorithm=instance, layout=layout)

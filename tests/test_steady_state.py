@@ -27,7 +27,9 @@ TILES = 3 * SMS + 10
 FEW_CTAS = 5  # of few_channels on an SM, at most; with 48 columns of dgrad's z, 2
 
 INSTANCES = kernel_tables.instances()
-PERSISTENT = [each for each in INSTANCES if each.family in ("igemm_wgmma", "few_channels")]
+PERSISTENT = [
+    each for each in INSTANCES if each.family in ("igemm_wgmma", "few_channels", "depthwise")
+]
 
 
 def ids(instances: list[Instance]) -> list[str]:
@@ -186,9 +188,36 @@ def few_channels_problems(each: Instance) -> list[Problem]:
     ]
 
 
+def depthwise_problems(each: Instance) -> list[Problem]:
+    """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM."""
+    channels, form = re.match(r"(\d+)ch_(.*)", each.variant).groups()
+    windows = {
+        "any": (3, 6),
+        "toeplitz_9": (7, 9),
+        "toeplitz_17": (3, 17),
+        "toeplitz_33": (5, 33),
+    }
+    window = windows.get(form) or tuple(map(int, form.removesuffix("_stride2").split("x")))
+    stride = 2 if form.endswith("_stride2") else 1
+    pads = tuple((r // 2, (r - 1) // 2) for r in window)
+    images = -(-2 * TILES // 30)
+    make = functools.partial(
+        problem, spatial=(35 * stride, 75 * stride), window=window, stride=stride, padding=pads
+    )
+    c = 4 * int(channels) + 8
+    problems = [make("vectors", n=images, c=c, k=c, groups=c)]
+    if form == "any":
+        problems.append(make("multiplier", n=images, c=c // 4, k=c // 2, groups=c // 4))
+    if not form.startswith("toeplitz"):
+        problems.append(make("odd_channels", n=images, c=c - 3, k=c - 3, groups=c - 3))
+    return problems
+
+
 def steady_problems(each: Instance) -> list[Problem]:
     if each.family == "few_channels":
         return few_channels_problems(each)
+    if each.family == "depthwise":
+        return depthwise_problems(each)
     return wgrad_problems(each) if each.op == "wgrad" else gather_problems(each)
 
 
@@ -201,6 +230,8 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
     if each.family == "few_channels":
         return problem("split", (90, 61), 3, c=3, k=72, padding=1), range(9, 6, -1)
+    if each.family == "depthwise":
+        return depthwise_problems(each)[0], (31, 30, 29)
     if each.op == "wgrad":
         # 321 k-blocks of 64 pixels, 641 of 32: with these slices none is empty.
         return (
@@ -289,9 +320,9 @@ def test_three_tiles_a_cta(each):
 
 def unsplittable(each: Instance) -> bool:
     """Whether the kernel sums every output in one CTA."""
-    if each.family in ("igemm_simt", "few_channels"):
+    if each.family in ("igemm_simt", "few_channels", "depthwise"):
         return each.op != "wgrad"
-    if each.family in kernel_tables.INT8_FAMILIES:
+    if each.family in (*kernel_tables.INT8_FAMILIES, "winograd"):
         return True
     return "weight_stationary" in each.variant or "pointwise" in each.variant
 

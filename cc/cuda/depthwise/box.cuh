@@ -89,22 +89,25 @@ __device__ __forceinline__ int32_t ElementAt(const Axis& axis, int32_t u) {
   return u >= 0 && rest == 0 && element < axis.in ? element : -1;
 }
 
-// Begins to copy the box of a tile and a step to `stage`: axis[1].box x axis[2].box pixels from the
-// tile's first u, zeros where the gathered tensor has no element. P: the pixels' layout.
+// Begins to copy `box_rows` rows of the box of a tile and a step to `stage`, from row first_box_row on:
+// axis[2].box pixels each from the tile's first u, zeros where the gathered tensor has no element. P:
+// the pixels' layout.
 template <typename T, class P>
 __device__ __forceinline__ void FillBox(const Params& params, const TilePlace& tile,
-                                        const Step& step, unsigned char* stage) {
+                                        const Step& step, int32_t first_box_row, int32_t box_rows,
+                                        unsigned char* stage) {
   const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
   const int32_t depth =
       ElementAt(depths, tile.depth * depths.stride + step.depth_tap * depths.dilation - depths.pad);
-  const int32_t first_row = tile.row * rows.stride + step.row_tap * rows.dilation - rows.pad;
+  const int32_t first_row =
+      tile.row * rows.stride + step.row_tap * rows.dilation - rows.pad + first_box_row;
   const int32_t first_column = tile.column * columns.stride - columns.pad;
   const int chunk = threadIdx.x % P::kChunks;
   const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
   const T* plane =
       static_cast<const T*>(params.gathered) + (int64_t{tile.image} * depths.in + max(depth, 0)) *
                                                    rows.in * columns.in * params.gathered_channels;
-  const int32_t pixels = rows.box * columns.box;
+  const int32_t pixels = box_rows * columns.box;
   for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kThreads / P::kChunks) {
     int32_t row, column;
     params.box_columns.Divmod(i, &row, &column);

@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   auto fill = [&](const Cursor& at, int stage) {
     if (at.item >= params.items) return;
     const TilePlace tile(params, at.item, kChannels);
-    FillBox<T, Pixel<T, kVec>>(params, tile, at.step, dynamic + stage * params.stage_bytes);
+    FillBox<T, Pixel<T, kVec>>(params, tile, at.step, 0, params.axis[1].box,
+                               dynamic + stage * params.stage_bytes);
     const int64_t wanted =
         ((int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
              params.axis[0].taps +

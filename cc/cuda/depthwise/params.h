@@ -54,9 +54,9 @@ struct Params {
   int32_t items = 0;  // channel tiles x images x tiles; wgrad: without the channel tiles
   int32_t steps = 1;  // of an item: depth taps x reduced channels (x filter rows)
   int32_t stage_bytes = 0;
-  // toeplitz.cuh: from a channel's plane to the next, from a row to the next, and the band in shared
-  // memory.
-  int32_t plane_bytes = 0, plane_row_bytes = 0, band_offset = 0;
+  // toeplitz.cuh: box rows of a stage; bytes from a channel's plane to the next and from a row to the
+  // next; where the band lies in shared memory.
+  int32_t stage_rows = 0, plane_bytes = 0, plane_row_bytes = 0, band_offset = 0;
   // wgrad: each slice takes every slices-th item.
   int32_t slices = 1;
   int32_t tap_parts = 1;  // groups of taps, each with CTAs of its own

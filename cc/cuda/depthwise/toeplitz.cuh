@@ -23,7 +23,8 @@
 // Tile: strips of 8 rows x 32 columns and kChannels channels, blocks_across strips side by side and
 // blocks_down below each other; a warp has one strip and 8 channels. Its two products share the columns
 // of x between them (kMatrices of 8 x 8), and each thread ends with 8 neighbouring channels of a pixel
-// and stores 16 bytes. The next box is copied while this one is multiplied; two barriers an item.
+// and stores 16 bytes. Where shared memory is short, a box comes in pieces of stage_rows rows. The next
+// item's first piece is copied while this item is multiplied. Two barriers a piece.
 //
 // Shared memory of 7x7 and 16 channels, 32 x 32 outputs: box and planes 38 x 40 x 32 bytes each, 98 KB,
 // band 11 KB, so that two CTAs share an SM. Of a filter row, channel and strip: 7 wavefronts of loads
@@ -70,8 +71,9 @@ struct Toeplitz {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr int kChannels = kChannels_, kBlocks = kBlocks_, kCtasPerSm = kCtasPerSm_;
-  // Filter rows at a time. A CTA alone on its SM has the registers to load a row early.
-  static constexpr int kUnroll = kCtasPerSm == 1 ? 2 : 1;
+  // A CTA alone on its SM has the registers for several pieces, and to load a filter row early.
+  static constexpr bool kPieces = kCtasPerSm == 1;
+  static constexpr int kUnroll = kPieces ? 2 : 1;  // filter rows at a time
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
@@ -100,13 +102,14 @@ __device__ __forceinline__ void FillBand(const Params& params, const TilePlace& 
   }
 }
 
-// box [pixel][channel] -> planes [channel][row][column]. Columns are a multiple of 8: eight pixels in
-// a row are a matrix, four matrices a pass.
+// `box_rows` rows of a box [pixel][channel] -> planes [channel][row][column]. Columns are a multiple of
+// 8: eight pixels in a row are a matrix, four matrices a pass.
 template <class Tag>
-__device__ __forceinline__ void TransposeBox(const Params& params, uint32_t box, uint32_t planes) {
+__device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_rows, uint32_t box,
+                                             uint32_t planes) {
   using P = NarrowPixel<Tag::kChannels>;
   const int lane = threadIdx.x % 32;
-  const int32_t pixels = params.axis[1].box * params.axis[2].box;
+  const int32_t pixels = box_rows * params.axis[2].box;
   const int32_t passes = (pixels + 31) / 32 * P::kChunks;
   for (int32_t i = threadIdx.x / 32; i < passes; i += kWarps) {
     const int32_t chunk = i % P::kChunks, first = i / P::kChunks * 32;
@@ -182,29 +185,39 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   int64_t held = -1;
   Cursor at{static_cast<int32_t>(blockIdx.x), Step()};
-  auto fill = [&](const Cursor& cursor) {
+  const int32_t box_rows = params.axis[1].box;
+  auto rows_from = [&](int32_t row) {
+    return Tag::kPieces ? min(params.stage_rows, box_rows - row) : box_rows;
+  };
+  auto fill = [&](const Cursor& cursor, int32_t row) {
     if (cursor.item < params.items) {
-      FillBox<T, P>(params, TilePlace(params, cursor.item, Tag::kChannels), cursor.step, dynamic);
+      FillBox<T, P>(params, TilePlace(params, cursor.item, Tag::kChannels), cursor.step, row,
+                    rows_from(row), dynamic);
     }
     CopyAsyncCommit();
   };
-  fill(at);
+  fill(at, 0);
   float sums[2][8][4] = {};
   while (at.item < params.items) {
     Cursor next = at;
     next.Next(params, 1);
-    CopyAsyncWait<0>();
-    __syncthreads();
     const TilePlace tile(params, at.item, Tag::kChannels);
-    TransposeBox<Tag>(params, box, planes);
-    const int64_t wanted =
-        (int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
-            params.axis[0].taps +
-        at.step.depth_tap;
-    if (wanted != held) FillBand<Tag>(params, tile, at.step, band);
-    held = wanted;
-    __syncthreads();
-    fill(next);
+    for (int32_t row = 0;; row += params.stage_rows) {
+      CopyAsyncWait<0>();
+      __syncthreads();
+      TransposeBox<Tag>(params, rows_from(row), box, planes + row * params.plane_row_bytes);
+      const int64_t wanted =
+          (int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
+              params.axis[0].taps +
+          at.step.depth_tap;
+      if (wanted != held) FillBand<Tag>(params, tile, at.step, band);
+      held = wanted;
+      __syncthreads();
+      const int32_t copied = Tag::kPieces ? row + params.stage_rows : box_rows;
+      if (copied >= box_rows) break;
+      fill(at, copied);
+    }
+    fill(next, 0);
     const int32_t channel = tile.first_channel + group * 8;
     const bool busy = strip < params.blocks_across * params.blocks_down &&
                       tile.row + strip_row < params.axis[1].out &&

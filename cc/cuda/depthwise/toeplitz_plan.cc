@@ -16,6 +16,8 @@ constexpr int64_t kWidth = 2;  // bytes of an element
 // Of the rates of shared memory and of mma.sync; an assumption, as kDramShare.
 constexpr double kOnChipShare = 0.6;
 constexpr double kSharedBytesOfCycle = 128;
+constexpr double kCyclesOfPiece = 1500;
+constexpr int64_t kMostPieces = 4;
 
 Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance, const Walk& walk,
              const ConvProblem& problem) {
@@ -40,8 +42,9 @@ int64_t BandBytes(const ToeplitzInstance& instance, const Params& params) {
   return int64_t{instance.channels} * params.axis[1].taps * 2 * BandTaps(instance.blocks) * kWidth;
 }
 
-// Places the tile's parts in shared memory; the bytes of all.
-int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down, Params* params) {
+// Places the parts of a tile of down x across strips in shared memory; the bytes of all.
+int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down, int64_t pieces,
+                  Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const int64_t tile_rows = down * kStripRows, tile_columns = across * kStripColumns;
   const int64_t box_rows = tile_rows + rows.taps - 1;
@@ -60,7 +63,9 @@ int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down
   const int64_t plane_bytes = CeilDiv(box_rows * row_bytes - 16, 128) * 128 + 16;
   params->plane_row_bytes = static_cast<int32_t>(row_bytes);
   params->plane_bytes = static_cast<int32_t>(plane_bytes);
-  const int64_t stage_bytes = box_rows * box_columns * instance.channels * kWidth;
+  const int64_t stage_rows = CeilDiv(box_rows, pieces);
+  params->stage_rows = static_cast<int32_t>(stage_rows);
+  const int64_t stage_bytes = stage_rows * box_columns * instance.channels * kWidth;
   params->stage_bytes = static_cast<int32_t>(stage_bytes);
   const int64_t band_offset = stage_bytes + instance.channels * plane_bytes;
   params->band_offset = static_cast<int32_t>(band_offset);
@@ -74,8 +79,10 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, cons
   const double row_steps = warps * 8 * params.axis[1].taps;
   const double products = row_steps * 2 * ToeplitzInstructions(instance.blocks);
   const double loads = row_steps * (ToeplitzMatrices(instance.blocks) + instance.blocks);
-  // The box is written, read, and written to the planes.
-  const double copies = 3.0 * params.stage_bytes / kSharedBytesOfCycle;
+  // The box is written, read, and written to the planes. Pieces but the first are waited for.
+  const double pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
+  const double copies =
+      3.0 * pieces * params.stage_bytes / kSharedBytesOfCycle + (pieces - 1) * kCyclesOfPiece;
   const double stores = warps * 8 * kStripRows * kStripColumns * kWidth / (kSharedBytesOfCycle / 2);
   return std::max(products * 16 * 8 * 16 / gpu.mma_sync_per_clock, loads + copies + stores);
 }
@@ -83,18 +90,23 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, cons
 Status ShapeTile(const ToeplitzInstance& instance, const Gpu& gpu, Params* params,
                  int64_t* shared_bytes, double* cycles) {
   const int64_t strips = kWarps / (instance.channels / 8);
+  // Kernels of which two CTAs share an SM take a box whole (Toeplitz::kPieces).
+  const int64_t most_pieces = instance.ctas_per_sm == 1 ? kMostPieces : 1;
   *cycles = HUGE_VAL;
   int64_t fewest_bytes = INT64_MAX;
   Params best;
   for (int64_t across = 1; across <= strips; ++across) {
-    for (int64_t down = 1; down <= strips / across; ++down) {
+    for (int64_t i = 0; i < strips / across * most_pieces; ++i) {
+      const int64_t down = i / most_pieces + 1;
       Params shape = *params;
-      const int64_t bytes = PlaceTile(instance, across, down, &shape);
+      const int64_t bytes = PlaceTile(instance, across, down, i % most_pieces + 1, &shape);
       fewest_bytes = std::min(fewest_bytes, bytes);
       const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
       if (ctas == 0) continue;
-      // Eight warps alone leave shared memory and tensor cores idle for about a third of the time.
-      const double busy = static_cast<double>(ctas * across * down) / strips >= 2 ? 1 : 1.5;
+      // Sixteen warps hide each other's latencies, eight leave the SM idle for about a third of
+      // the time.
+      const auto warps = static_cast<double>(ctas * across * down * (instance.channels / 8));
+      const double busy = std::max(1.0, std::pow(16 / warps, 0.6));
       const double work = busy * CyclesOfItem(instance, shape, gpu) *
                           static_cast<double>(shape.axis[1].tiles.divisor) *
                           shape.axis[2].tiles.divisor;

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     tile.first_channel = share.first_channel;
     tile.image += share.filter * params.images;
     unsigned char* to = dynamic + stage * params.stage_bytes;
-    FillBox<T, Pixel<T, kVec>>(params, tile, step, to);
+    FillBox<T, Pixel<T, kVec>>(params, tile, step, 0, params.axis[1].box, to);
     FillWalked<T, kVec>(params, tile, to + rows.box * columns.box * kBytes);
   };
 
