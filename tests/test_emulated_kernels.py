@@ -24,7 +24,7 @@ from jaxconv._src.spec import Op
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
 
-import build
+import host_build
 from kernel_tables import INT8_FAMILIES, instances
 
 # Families of which every line of the table runs.
@@ -109,13 +109,13 @@ class Case:
 
     @property
     def eight_bit(self) -> bool:
-        return build.forms()[self.instance][0] in INT8_FAMILIES
+        return host_build.forms()[self.instance][0] in INT8_FAMILIES
 
 
 def lines_of(family: str) -> list[str]:
     """One instance of every line of a table: its operations and types in turn."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for name, (of, _, _, *line) in build.forms().items():
+    for name, (of, _, _, *line) in host_build.forms().items():
         if of == family:
             lines.setdefault(tuple(line), []).append(name)
     return [names[i % len(names)] for i, names in enumerate(lines.values())]
@@ -142,7 +142,7 @@ def winograd(instance: str) -> Iterator[tuple[Problem, str]]:
 def cases() -> Iterator[Case]:
     """Every case, in the order of the tables."""
     for instance in [*lines_of("depthwise"), *lines_of("winograd"), *OTHERS]:
-        family, op, dtype, variant, *_ = build.forms()[instance]
+        family, op, dtype, variant, *_ = host_build.forms()[instance]
         options: tuple[str, ...] = ()
         if family == "depthwise":
             chosen = depthwise(instance)
@@ -177,15 +177,18 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def programs() -> dict[bool, pathlib.Path]:
     """The programs of the instances of 8-bit operands (True) and of the others."""
-    if build.compiler() is None:
+    if host_build.compiler() is None:
         pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip(f"the emulator runs on Linux x86-64, not {sys.platform} {os.uname().machine}")
-    sources = {True: build.TESTS / "cc" / "int8_check.cu", False: build.EMULATOR / "run_kernels.cc"}
+    sources = {
+        True: host_build.TESTS / "cc" / "int8_check.cu",
+        False: host_build.EMULATOR / "run_kernels.cc",
+    }
     folder = pathlib.Path(tempfile.gettempdir()) / f"jaxconv-emulator-{os.getuid()}"
     with alone(folder):
         return {
-            kind: build.build(
+            kind: host_build.build(
                 list(dict.fromkeys(c.instance for c in CASES if c.eight_bit == kind)),
                 folder,
                 source,
@@ -196,7 +199,7 @@ def programs() -> dict[bool, pathlib.Path]:
 
 def test_every_device_kernel_is_emulated():
     """A new file of a device kernel needs a case here; a new line of ``WHOLE`` families has one."""
-    emulated = {build.forms()[c.instance][0::4] for c in CASES}
+    emulated = {host_build.forms()[c.instance][0::4] for c in CASES}
     missing = {(i.family, i.source) for i in instances()} - emulated
     assert not missing, f"no case in OTHERS runs {missing}"
     for family in WHOLE:

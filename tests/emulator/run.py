@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from build import EMULATOR, TESTS, build, forms
+from host_build import EMULATOR, TESTS, build, forms
 from kernel_tables import INT8_FAMILIES
 
 
