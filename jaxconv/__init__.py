@@ -1,25 +1,70 @@
-"""jaxconv: convolution for JAX on kernels of its own.
+"""Convolution for JAX on kernels of its own.
 
     y = jaxconv.conv(x, w, stride=2, padding="SAME")
 
-``conv`` and ``conv_general_dilated`` lower to compiled kernels through XLA's foreign function
-interface, and to XLA's own convolution where no kernel takes the problem.
+Each call is a custom call of a compiled kernel, through XLA's foreign function interface, or XLA's
+own convolution where no kernel takes the problem or XLA is predicted to be faster.
+
+Convolutions
+    conv                          channels last, one number or one for each axis, groups
+    conv_general_dilated          the parameters of ``jax.lax``, here and below
+    conv_with_general_padding
+    conv_transpose                a data gradient: no zeros are inserted
+    conv_general_dilated_patches
+    conv_general_dilated_local
+    int8                          the module of quantised inference
+
+A whole program, without a change of its code
+    install, uninstall            every convolution of ``jax.lax``, in the process
+    override                      in the body of a ``with`` statement, in one thread
+    installed                     which of them is in force
+
+What happens
+    explain                       the kernel of each convolution of a function, or why it has none
+    Explanation, Convolution      what ``explain`` returns, and its rows
+    kernels                       every kernel of this installation, and what it takes
+    python -m jaxconv.doctor      what works on this machine
+    python -m jaxconv.bench       layers and networks beside lax
+
+With other parts of JAX
+    checkpoint_policies           for ``jax.checkpoint``
+    export, register              for ``jax.export``
 """
 
-from jaxconv import checkpoint_policies as checkpoint_policies
-from jaxconv import export as export
-from jaxconv import int8 as int8
-from jaxconv._src.conv import conv as conv
-from jaxconv._src.conv import conv_general_dilated as conv_general_dilated
-from jaxconv._src.conv import conv_transpose as conv_transpose
-from jaxconv._src.conv import conv_with_general_padding as conv_with_general_padding
-from jaxconv._src.explain import Explanation as Explanation
-from jaxconv._src.explain import explain as explain
-from jaxconv._src.override import install as install
-from jaxconv._src.override import override as override
-from jaxconv._src.override import uninstall as uninstall
-from jaxconv._src.patches import conv_general_dilated_local as conv_general_dilated_local
-from jaxconv._src.patches import conv_general_dilated_patches as conv_general_dilated_patches
-from jaxconv.export import register as register
+from jaxconv import checkpoint_policies, export, int8
+from jaxconv._src.conv import (
+    conv,
+    conv_general_dilated,
+    conv_transpose,
+    conv_with_general_padding,
+)
+from jaxconv._src.explain import Convolution, Explanation, explain
+from jaxconv._src.kernel_table import Kernel, Kernels, kernels
+from jaxconv._src.override import install, installed, override, uninstall
+from jaxconv._src.patches import conv_general_dilated_local, conv_general_dilated_patches
+from jaxconv.export import register
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Convolution",
+    "Explanation",
+    "Kernel",
+    "Kernels",
+    "checkpoint_policies",
+    "conv",
+    "conv_general_dilated",
+    "conv_general_dilated_local",
+    "conv_general_dilated_patches",
+    "conv_transpose",
+    "conv_with_general_padding",
+    "explain",
+    "export",
+    "install",
+    "installed",
+    "int8",
+    "kernels",
+    "override",
+    "register",
+    "uninstall",
+]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxconv._src import compat, lax_lowering, lowering, record, staging
+from jaxconv._src import compat, lax_lowering, lowering, record, staging, table
 from jaxconv._src.record import Convolution as Convolution
 
 
@@ -61,7 +61,8 @@ class Explanation:
         if not total:
             return "no convolutions"
         header = ("count", "op", "operands", "result", "precision", "kernel", "us", "XLA us")
-        rows = [(*header, "workspace MB", "GFLOP", "share", "MB", "source")]
+        header += ("workspace MB", "GFLOP", "share", "MB", "source")
+        rows = []
         shares = _shares([c.count * c.flops for c in self.convolutions])
         for c, share in zip(self.convolutions, shares, strict=True):
             rows.append(
@@ -81,12 +82,7 @@ class Explanation:
                     " ".join(filter(None, (c.module, c.source.rsplit("/", 1)[-1]))),
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = table.lines(header, rows)
         lines.append(f"{self.on_kernels} of {total} convolutions on jaxconv's kernels")
         if None not in shares:
             ours = sum(s for s, c in zip(shares, self.convolutions, strict=True) if c.instance)

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from jaxconv._src import arguments, compat, lax_lowering, lowering
 from jaxconv._src.arguments import Algorithm
+from jaxconv._src.spec import Op
+
+# The global value, of which JAX tells only what it is in this thread.
+_global: tuple[str, str, str] | None = None
+_changing = threading.Lock()
 
 
-def install(*, algorithm: Algorithm = "auto") -> None:
+def _set_global(algorithms: tuple[str, str, str] | None) -> tuple[str, str, str] | None:
+    """Sets the algorithms of all threads, and returns those before."""
+    global _global
+    with _changing:
+        previous, _global = _global, algorithms
+        compat.set_global(lowering.override_in_force, algorithms)
+    return previous
+
+
+class Installation:
+    """What ``install`` returns. As the context of a ``with`` statement it ends with its body."""
+
+    def __init__(
+        self, algorithms: tuple[str, str, str], previous: tuple[str, str, str] | None
+    ) -> None:
+        self._algorithms = algorithms
+        self._previous = previous
+
+    def __repr__(self) -> str:
+        """The algorithms, by direction."""
+        return f"<jaxconv installed: {_by_direction(self._algorithms)}>"
+
+    def __enter__(self) -> None:
+        """Begins the body; the kernels have been installed since the call of ``install``."""
+
+    def __exit__(self, *_: object) -> None:
+        """Puts back what was installed before."""
+        _set_global(self._previous)
+
+
+def _by_direction(algorithms: tuple[str, str, str]) -> dict[str, str]:
+    return dict(zip((op.value for op in Op), algorithms, strict=True))
+
+
+def install(*, algorithm: Algorithm = "auto") -> Installation:
     """Computes every ``jax.lax`` convolution of this process with this library's kernels.
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
@@ -17,8 +57,14 @@ def install(*, algorithm: Algorithm = "auto") -> None:
     recognized as forward pass, data gradient or weight gradient. What no kernel takes
     stays XLA's (``jaxconv.explain`` says which and why).
 
+        jaxconv.install()  # until the process ends, or uninstall()
+
+        with jaxconv.install():  # for the body, in all threads
+            train()
+
     The setting is part of JAX's cache keys: functions compiled before are compiled again when next
-    called. May be called any number of times, from any thread; the last call counts.
+    called. May be called any number of times, from any thread; the last call counts. ``override``
+    does the same for one thread.
 
     Args:
         algorithm: as in ``jaxconv.conv``. "auto" leaves a convolution to XLA also where XLA's own
@@ -27,17 +73,33 @@ def install(*, algorithm: Algorithm = "auto") -> None:
             convolution that another algorithm, such as "winograd", does not take is computed as
             with "auto"; ``jaxconv.explain`` shows why.
 
+    Returns:
+        A context manager that puts back, at the end of its body, what was installed before. Without
+        a ``with`` statement it has no effect.
+
     Raises:
         TypeError, ValueError: there is no such algorithm.
     """
     algorithms = arguments.algorithms(algorithm)
     lax_lowering.register()
-    compat.set_global(lowering.override_in_force, algorithms)
+    return Installation(algorithms, _set_global(algorithms))
 
 
 def uninstall() -> None:
     """Undoes ``install``: convolutions compiled from now on are XLA's again."""
-    compat.set_global(lowering.override_in_force, None)
+    _set_global(None)
+
+
+def installed() -> dict[str, str] | None:
+    """Whether ``jax.lax``'s convolutions go to this library's kernels, here and now.
+
+    Returns:
+        The algorithm of each direction, such as ``{"fprop": "auto", "dgrad": "auto", "wgrad":
+        "auto"}``, under ``install`` and under this thread's ``override``; None where they are lax's
+        own.
+    """
+    algorithms = lowering.override_in_force.value
+    return None if algorithms is None else _by_direction(algorithms)
 
 
 @contextlib.contextmanager
