@@ -16,7 +16,14 @@ import pytest
 import jaxconv
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("adopting.md", "precision.md", "export.md", "sharding.md", "quantised_inference.md")
+PAGES = (
+    "adopting.md",
+    "index.md",
+    "precision.md",
+    "export.md",
+    "sharding.md",
+    "quantised_inference.md",
+)
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # In a comment right above a block: what it cannot run without, or that the block before printed it.
 COMMENT = re.compile(r"<!-- (needs: (?P<needs>.+)|(?P<printed>printed)) -->\n\Z")

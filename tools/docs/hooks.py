@@ -1,0 +1,131 @@
+"""What mkdocs adds to the pages of docs/: tables made from the sources, and the API's names.
+
+A page asks for it by a comment of its own line:
+
+    <!-- kernels.def -->    every CUDA instance, from cc/cuda/*/kernels.def
+    <!-- choices.tsv -->    what selection takes on several GPUs, from tests/cc/choices.tsv
+    <!-- public names -->   the documentation of every public name of jaxconv
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+import kernel_tables  # noqa: E402
+
+_OUTWARDS = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
+_PLATFORM_CHOICE = {"=": "", "xla": "XLA"}
+
+
+def searchable(header: Sequence[str], rows: Iterable[Sequence[str]], hint: str) -> str:
+    """An HTML table with a field that filters its rows (docs/assets/search_table.js)."""
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    body = "\n".join(row(cells, "td") for cells in rows)
+    return (
+        f'<div class="searchable" data-search-exclude data-hint="{html.escape(hint)}">\n<table>\n'
+        f"<thead>{row(header, 'th')}</thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>"
+    )
+
+
+def instances_table() -> str:
+    """One row an instance."""
+    rows = [
+        (i.name, i.op, i.family, i.dtype, "sm_90" if i.source.endswith("_sm90") else "sm_80+")
+        for i in kernel_tables.instances()
+    ]
+    if not rows:
+        raise ValueError("no kernel tables in cc/cuda")
+    return searchable(
+        ("instance", "operation", "family", "operands", "GPU"),
+        rows,
+        "for example: wgrad bf16 sm_80+",
+    )
+
+
+def _layer(key: str) -> tuple[str, ...]:
+    """Operation, operands, precision, and the layer in words, of a problem key."""
+    op, dtypes, precision, *facts = key.split()
+    fact = {m[1]: m[2] for m in map(re.compile(r"([a-z])(-?\d.*)").match, facts) if m}
+    layer = f"N{fact['n']} {fact['i']} {fact['c']}->{fact['k']} {fact['f']}"
+    for letter, word in (("s", "stride"), ("d", "dilation"), ("l", "input dilation")):
+        if set(fact[letter].split("x")) != {"1"}:
+            layer += f" {word} {fact[letter]}"
+    if fact["g"] != "1":
+        layer += f" groups {fact['g']}"
+    if fact["b"] != "1":
+        layer += f" batched {fact['b']}"
+    extra = [f for f in facts if not re.match(r"[bngckifosldp]-?\d", f)]
+    return op, dtypes.split(":")[0], precision, " ".join([layer, *extra])
+
+
+def choices_table() -> str:
+    """One row a layer and GPU."""
+    rows = []
+    for line in (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines():
+        gpu, key, native, automatic = line.split("\t")
+        kernel, _, slices = native.partition("/")
+        rows.append((gpu, *_layer(key), kernel, slices, _PLATFORM_CHOICE.get(automatic, automatic)))
+    header = ("GPU", "operation", "operands", "precision", "layer", "kernel", "slices", "auto")
+    return searchable(header, rows, "for example: h200 fprop bf16 3x3")
+
+
+def _reexported(file: pathlib.Path) -> list[str]:
+    """The names that a module gives on: those of __all__ or, without one, ``import a as a``."""
+    names = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return list(ast.literal_eval(node.value))
+        if isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names if alias.asname == alias.name]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            names.append(node.name)
+    return names
+
+
+def public_names() -> str:
+    """mkdocstrings' directives: functions and classes of jaxconv, then those of its modules."""
+    package = REPOSITORY / "jaxconv"
+    names = [n for n in _reexported(package / "__init__.py") if not n.startswith("_")]
+    modules = [n for n in names if (package / f"{n}.py").exists()]
+    text = ["## jaxconv", *(f"::: jaxconv.{name}" for name in names if name not in modules)]
+    for module in modules:
+        file = package / f"{module}.py"
+        text += [f"## jaxconv.{module}", (ast.get_docstring(ast.parse(file.read_text())) or "")]
+        text += [f"::: jaxconv.{module}.{name}" for name in _reexported(file)]
+    return "\n\n".join(text)
+
+
+MADE = {
+    "kernels.def": instances_table,
+    "choices.tsv": choices_table,
+    "public names": public_names,
+}
+
+
+def _outwards(match: re.Match, page: pathlib.Path) -> str:
+    """A link to a file outside docs/, which the site does not have: its text."""
+    target = (page.parent / match[2]).resolve()
+    if not target.exists():
+        raise ValueError(f"{page}: no such file: {match[2]}")
+    return match[1]
+
+
+def on_page_markdown(markdown: str, *, page, config, files) -> str:
+    """mkdocs' hook: the page's text with what it asks for."""
+    source = pathlib.Path(page.file.abs_src_path)
+    markdown = _OUTWARDS.sub(lambda match: _outwards(match, source), markdown)
+    for name, make in MADE.items():
+        marker = f"<!-- {name} -->"
+        if marker in markdown:
+            markdown = markdown.replace(marker, make())
+    return markdown
