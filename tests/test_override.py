@@ -410,19 +410,23 @@ def test_other_dtypes_stay_lax_s_and_say_so():
     assert convolution.refusals == (("jaxconv", "no kernel for dtype int16"),)
 
 
+K = (None, None, None, "data")
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
-    ("split", "out", "taken"),
+    ("split", "filter_split", "out", "taken"),
     [
-        (("data",), None, True),
-        ((None, None, None, "data"), (), True),
-        (("data",), (None, None, None, "data"), True),
-        ((None, "data"), None, False),
+        (("data",), (), None, True),
+        (K, (), (), True),
+        (("data",), (), K, True),
+        ((None, "data"), (), None, True),
+        (("data",), K, K, False),
     ],
     ids=str,
 )
-def test_explicit_meshes(native_cpu, devices, split, out, taken):
-    """lax splits spatial axes too: such a convolution stays lax's."""
+def test_explicit_meshes(native_cpu, devices, split, filter_split, out, taken):
+    """With `out_sharding`, lax takes operands that ask for one mesh axis twice: they stay lax's."""
     kind = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((devices,), ("data",), kind, devices=jax.devices("cpu")[:devices])
     x, w = integers(14, (2, 8, 8, 4), (3, 3, 4, 6))
@@ -431,14 +435,14 @@ def test_explicit_meshes(native_cpu, devices, split, out, taken):
     f = functools.partial(same, out_sharding=None if out is None else P(*out))
     with jax.set_mesh(mesh):
         x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*split)))
-        w = jax.device_put(w, jax.sharding.NamedSharding(mesh, P()))
+        w = jax.device_put(w, jax.sharding.NamedSharding(mesh, P(*filter_split)))
         with jaxconv.override():
             y = jax.jit(f)(x, w)
             (c,) = jaxconv.explain(f, x, w).convolutions
         assert y.sharding == jax.jit(f)(x, w).sharding
     assert_exact(y, expected, f"{split} to {out} on {devices} devices")
     assert (c.instance is not None) == taken
-    assert taken or "axis 1 of x cannot be split" in c.refusals[0].reason
+    assert taken or "axis 3 of w conflicts with another axis" in c.refusals[0].reason
 
 
 def test_a_complex_convolution_is_three_real_ones(platform, native_kernels):

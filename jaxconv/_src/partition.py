@@ -1,10 +1,12 @@
 """How the three operations are split over devices: one algebra, under every way JAX has to shard.
 
-A convolution has the *factors* batch, n, c and k; spatial axes are never split. With groups, the
-channel axes of x and y and the filter's k run group by group, and only whole groups are split: the
-factor g stands for all three, and the filter's c stays whole. Each operation has one factor that
-its result lacks (fprop: c, dgrad: k, wgrad: n; none for channels in groups). Splitting any other
-one needs no communication, splitting that one needs a sum of the partial results over devices.
+A convolution has the *factors* batch, n, c, k and one for every spatial axis of x and y (s0, s1,
+s2); those of the filter are never split. With groups, the channel axes of x and y and the filter's
+k run group by group, and only whole groups are split: the factor g stands for all three, and the
+filter's c stays whole. Each operation has factors that its result lacks (fprop: c, dgrad: k, wgrad:
+n and the spatial ones; no channels in groups). Splitting those needs a sum of the partial results
+over devices, and splitting spatial ones an exchange of the rows that windows share (``halo``);
+splitting any other one needs no communication.
 
 Three kinds of meshes lead here:
 
@@ -37,15 +39,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxconv._src import compat
+from jaxconv._src import compat, halo
 from jaxconv._src.spec import ConvSpec, Op
 
 # Mesh axes per array axis, and per factor.
 Partitions = tuple[tuple[str, ...], ...]
 Split = dict[str, tuple[str, ...]]
 
-# The axes of each tensor that can be split at all.
+# The axes of each tensor that can be split at all, besides the spatial ones of x and y.
 _AXES = {"x": ("batch", "n", "c"), "w": ("batch", "c", "k"), "y": ("batch", "n", "k")}
+_SPATIAL = ("s0", "s1", "s2")  # the factors of spatial axes
 
 
 def factors(spec: ConvSpec, role: str) -> dict[str, int]:
@@ -58,13 +61,19 @@ def factors(spec: ConvSpec, role: str) -> dict[str, int]:
             continue
         grouped = spec.groups > 1 and name in ("c", "k")
         found["g" if grouped else name] = spec.axis(role, name)
+    if role != "w":
+        found |= zip(_SPATIAL, spec.axes(role)[-1 - spec.rank : -1], strict=False)
     return found
 
 
-def contracted(op: Op, spec: ConvSpec) -> str | None:
-    """The factor that is summed over, or None where that is the channels of one group."""
+def contracted(op: Op, spec: ConvSpec) -> tuple[str, ...]:
+    """The factors that are summed over; the channels of one group are none."""
     lhs, rhs, out = (factors(spec, role) for role in op.roles)
-    return next((name for name in lhs if name in rhs and name not in out), None)
+    return tuple(name for name in lhs if name in rhs and name not in out)
+
+
+def _parts(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in axes)
 
 
 def _extents(op: Op, spec: ConvSpec, lhs_shape, rhs_shape) -> dict[str, int]:
@@ -83,21 +92,38 @@ def dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple
 
 
 def choose(
-    op: Op, spec: ConvSpec, extents: Mapping[str, int], mesh: Mapping[str, int], given: Sequence
+    op: Op,
+    spec: ConvSpec,
+    extents: Mapping[str, int],
+    mesh: Mapping[str, int],
+    given: Sequence,
+    even: bool = False,
 ) -> Split:
     """The mesh axes of every factor, from how the operands, and perhaps the result, are split.
 
-    A mesh axis serves one factor. Where two ask for it, batch and n come first (the activations
-    stay where they are, a filter is gathered), then the contracted channels if an activation is
-    split over them, then the other channels. Of two tensors that split one factor differently, the
-    finer split is kept; of equal ones, that of x or y.
+    A mesh axis serves one factor. Where two ask for it, batch, n and spatial axes come first (the
+    activations stay where they are, a filter is gathered), then the contracted channels if an
+    activation is split over them, then the other channels. Of two tensors that split one factor
+    differently, the finer split is kept; of equal ones, that of x or y.
 
     Args:
         op, spec: the operation.
-        extents: extent of every factor.
+        extents: extent of every factor but the spatial ones.
         mesh: size of every mesh axis.
         given: ``Partitions`` of the left operand, the right one and the result (None: open).
+        even: whether spatial axes, too, are only split where their extents divide.
     """
+
+    def fitting(name: str, axes: Sequence[str]) -> tuple[str, ...]:
+        """The longest prefix of free mesh axes over which the factor splits."""
+        axes = tuple(itertools.takewhile(lambda a: a not in used, axes))
+        if name not in _SPATIAL:
+            return dividing(axes, extents[name], mesh)
+        at = _SPATIAL.index(name)
+        while axes and halo.plan(op, spec, at, _parts(axes, mesh), even) is None:
+            axes = axes[:-1]
+        return axes
+
     tensors = [
         (role, factors(spec, role), split)
         for role, split in zip(op.roles, given, strict=True)
@@ -105,24 +131,16 @@ def choose(
     ]
     tensors.sort(key=lambda tensor: tensor[0] == "w")
     summed = contracted(op, spec)
-    order = ["batch", "n", "g", "c", "k"]
-    if summed in ("c", "k"):
-        order.remove(summed)
-        held = any(split[at[summed]] for role, at, split in tensors if role != "w" and summed in at)
-        order.insert(3 if held else 4, summed)
+    channels = ["c", "k"]
+    for name in {"c", "k"}.intersection(summed):
+        held = any(split[at[name]] for role, at, split in tensors if role != "w" and name in at)
+        channels.sort(key=lambda other: (other == name) != held)
+    order = ["batch", "n", *_SPATIAL, "g", *channels]
     used: set[str] = set()
     chosen: Split = {}
     for name in order:
-        candidates = [
-            dividing(
-                tuple(itertools.takewhile(lambda a: a not in used, split[at[name]])),
-                extents[name],
-                mesh,
-            )
-            for _, at, split in tensors
-            if name in at
-        ]
-        best = max(candidates, key=lambda axes: math.prod(mesh[a] for a in axes), default=())
+        candidates = [fitting(name, split[at[name]]) for _, at, split in tensors if name in at]
+        best = max(candidates, key=lambda axes: _parts(axes, mesh), default=())
         if best:
             chosen[name] = best
             used.update(best)
@@ -144,12 +162,26 @@ def partition_spec(partitions: Partitions) -> PartitionSpec:
 
 
 def _local(primitive, op: Op, split: Split, mesh: Mapping[str, int], lhs, rhs, *, spec, out_dtype):
-    """One device's part: the operation on local arrays, and the sum if its contraction is split."""
-    parts = math.prod(mesh[axis] for axis in split.get("g", ()))
-    spec = dataclasses.replace(spec, groups=spec.groups // parts)
-    out = primitive.bind(*compat.match_varying(lhs, rhs), spec=spec, out_dtype=out_dtype)
-    summed = split.get(contracted(op, spec) or "", ())
-    return lax.psum(out, summed) if summed else out
+    """One device's part: rows exchanged, the operation on local arrays, partial results summed."""
+    summed = [axis for name in contracted(op, spec) for axis in split.get(name, ())]
+    lhs_at, rhs_at, out_at = (factors(spec, role) for role in op.roles)
+    plans = {}
+    for at, name in enumerate(_SPATIAL):
+        names = split.get(name, ())
+        if (parts := _parts(names, mesh)) == 1:
+            continue
+        plan = plans[at] = halo.plan(op, spec, at, parts)
+        lhs = halo.exchange(lhs, lhs_at[name], names, plan)
+        if op is Op.WGRAD and plan.result_extent < parts * plan.result:
+            rhs = halo.existing(rhs, rhs_at[name], names, plan.result_extent)
+    groups = spec.groups // _parts(split.get("g", ()), mesh)
+    local = dataclasses.replace(halo.local_spec(spec, plans), groups=groups)
+    out = primitive.bind(*compat.match_varying(lhs, rhs), spec=local, out_dtype=out_dtype)
+    if op is not Op.WGRAD:
+        for at, plan in plans.items():
+            name = _SPATIAL[at]
+            out = halo.own_rows(out, out_at[name], split[name], plan)
+    return lax.psum(out, tuple(summed)) if summed else out
 
 
 # --- automatic sharding ---
@@ -287,15 +319,14 @@ class _Call:
         *operands, out = mappings
         if any("g" in names for names in mappings):  # its size is then that of an axis
             sizes.pop("g", None)
-        free = {"batch", "n", "g", "c", "k"}
-        summed = contracted(self.op, self.spec)
+        free = {"batch", "n", "g", "c", "k", *_SPATIAL}
         # Shardy wants the special factors in the order of their first appearance.
         flat = [f for names in mappings for n in names for f in ([n] if isinstance(n, str) else n)]
         return SdyShardingRule(
             tuple(operands),
             (out,),
             need_replication_factors=tuple(dict.fromkeys(f for f in flat if f not in free)),
-            reduction_factors=(summed,) if summed else (),
+            reduction_factors=contracted(self.op, self.spec),
             **sizes,
         )
 
@@ -351,9 +382,8 @@ def given_partitions(aval) -> Partitions:
 
 def _choose_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs) -> Split:
     extents = _extents(op, spec, lhs.shape, rhs.shape)
-    return choose(
-        op, spec, extents, mesh.shape, [given_partitions(lhs), given_partitions(rhs), None]
-    )
+    given = [given_partitions(lhs), given_partitions(rhs), None]
+    return choose(op, spec, extents, mesh.shape, given, even=True)
 
 
 def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split: Split) -> None:
@@ -364,6 +394,7 @@ def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split:
     """
     if op is not Op.FPROP:
         return
+    rows = dict(zip(_SPATIAL, spec.out_spatial, strict=False))
     for role, aval in zip(op.roles, (lhs, rhs), strict=False):
         given, at = given_partitions(aval), factors(spec, role)
         names = {axis: name for name, axis in at.items()}
@@ -372,17 +403,23 @@ def _check_explicit(op: Op, spec: ConvSpec, mesh: AbstractMesh, lhs, rhs, split:
             got = split.get(name, ()) if name else ()
             if not wanted or got == wanted or (role, name) == ("w", "c"):
                 continue
+            parts = _parts(wanted, mesh.shape)
             if name is None:
                 reason = f"axis {axis} of {role} cannot be split"
-            elif name == "g" and spec.groups % math.prod(mesh.shape[a] for a in wanted):
+            elif name == "g" and spec.groups % parts:
                 reason = f"axis {axis} of {role} splits into whole groups only, of {spec.groups}"
+            elif name in _SPATIAL and rows[name] % parts:
+                reason = (
+                    f"axis {axis} of x is split {parts} ways, which does not divide the "
+                    f"{rows[name]} positions of the result"
+                )
             else:
                 reason = f"axis {axis} of {role} conflicts with another axis"
             raise compat.ShardingTypeError(
                 f"convolution: {reason}. Got x of type {described(lhs)}, w of type "
                 f"{described(rhs)}, {spec.groups} groups. Change an operand's sharding with "
-                "jax.sharding.reshard; batch, output channels, whole groups, and input channels "
-                "can be split, each over mesh axes of its own."
+                "jax.sharding.reshard; batch, spatial axes of x, output channels, whole groups and "
+                "input channels can be split, each over mesh axes of its own."
             )
 
 
