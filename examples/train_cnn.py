@@ -96,9 +96,14 @@ class Run(NamedTuple):
     """What one training gave."""
 
     losses: np.ndarray  # one per step
-    accuracy: float  # on the test images
-    seconds: float  # of all steps, without compilation
+    accuracies: np.ndarray  # on the test images, one per epoch
+    seconds: float  # of all steps, without compilation and tests
     kernels: list[str]  # jaxconv's kernel instances in the training step
+
+    @property
+    def accuracy(self) -> float:
+        """On the test images, after the last epoch."""
+        return float(self.accuracies[-1])
 
 
 def load_data(seed: int) -> Data:
@@ -133,44 +138,73 @@ def train(name: str, conv_general_dilated: Callable, data: Data, args: argparse.
     kernels = re.findall(r'instance = "(\w+)"', lowered.as_text())
     compiled = lowered.compile()
 
-    losses = []
-    start = time.perf_counter()
+    losses, accuracies, seconds = [], [], 0.0
     with tqdm(total=args.epochs * batches_per_epoch, desc=name, unit="step") as progress:
         for _ in range(args.epochs):
+            start = time.perf_counter()
             for images, labels in batches():
                 losses.append(compiled(model, optimizer, images, labels))
                 progress.update()
-            progress.set_postfix(loss=f"{float(losses[-1]):.4f}")
-    losses = np.asarray(jax.block_until_ready(losses))
-    seconds = time.perf_counter() - start
-    correct = float(accuracy(model, data.test_images, data.test_labels))
-    return Run(losses, correct, seconds, kernels)
+            jax.block_until_ready(losses)
+            seconds += time.perf_counter() - start
+            accuracies.append(float(accuracy(model, data.test_images, data.test_labels)))
+            progress.set_postfix(loss=f"{float(losses[-1]):.4f}", accuracy=f"{accuracies[-1]:.2%}")
+    return Run(np.asarray(losses), np.asarray(accuracies), seconds, kernels)
+
+
+def running_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of each value and up to ``width - 1`` before it."""
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def plot(ours: Run, theirs: Run, path: str) -> None:
-    """Draws both loss curves and, below, their difference."""
+    """Draws both loss curves, the accuracies, and the difference of the losses."""
     matplotlib.use("Agg")  # draws into a file, with or without a display
     from matplotlib import pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, sharex=True, figsize=(7, 5.5), height_ratios=(3, 1), layout="constrained"
+    figure, (top, middle, bottom) = plt.subplots(
+        3, 1, sharex=True, figsize=(7, 7), height_ratios=(3, 1.5, 1.5), layout="constrained"
     )
-    top.semilogy(theirs.losses, color="0.6", linewidth=3, label=f"lax, {theirs.seconds:.1f} s")
-    top.semilogy(ours.losses, color="C0", linewidth=1, label=f"jaxconv, {ours.seconds:.1f} s")
-    top.set_ylabel("training loss")
+    steps = np.arange(1, len(ours.losses) + 1)
+    epoch = len(steps) // len(ours.accuracies)
+    # lax's curve is wide, as ours often lies on it.
+    for name, run, color, width in (("lax", theirs, "0.6", 4), ("jaxconv", ours, "C0", 1.5)):
+        top.semilogy(steps, run.losses, color=color, linewidth=0.5, alpha=0.4)
+        label = f"{name}, {run.seconds:.1f} s"
+        top.semilogy(steps, running_mean(run.losses, epoch), color=color, lw=width, label=label)
+        middle.plot(
+            steps[epoch - 1 :: epoch], run.accuracies, color=color, lw=width, marker=".", label=name
+        )
+    top.set_ylabel("training loss, mean of an epoch")
     top.set_title(
         f"Digits on {jax.devices()[0].device_kind}: test accuracy {ours.accuracy:.2%} with "
         f"jaxconv, {theirs.accuracy:.2%} with lax",
         fontsize=10,
     )
     top.legend()
+    middle.axhline(REQUIRED_ACCURACY, color="0.3", linewidth=0.8, linestyle=":")
+    middle.set_ylabel("test accuracy")
+    middle.set_ylim(min(0.9, *ours.accuracies, *theirs.accuracies), 1.0)
     difference = np.abs(ours.losses - theirs.losses)
-    bottom.plot(difference, color="C3", linewidth=1)
-    if difference.any():
-        bottom.set_yscale("log")
-    bottom.set_ylabel("|difference|")
+    equal = difference == 0
+    if not equal.all():
+        bottom.semilogy(steps[~equal], difference[~equal], ".", color="C3", markersize=2)
+    if equal.any():
+        # A logarithmic axis has no zero: marks on its lower edge.
+        edge = bottom.get_xaxis_transform()
+        label = f"equal to the last bit: {equal.sum()} of {len(steps)} steps"
+        zeros = np.zeros(equal.sum())
+        bottom.plot(
+            steps[equal], zeros, "|", color="C2", transform=edge, clip_on=False, label=label
+        )
+        bottom.legend(fontsize=8)
+    bottom.set_ylabel("|difference of losses|")
     bottom.set_xlabel("step")
     figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def main() -> int:

@@ -6,17 +6,19 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from jaxconv import doctor
 from jaxconv._src import native
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
-from jaxconv.bench import environment, layers, networks, regret
+from jaxconv.bench import environment, layers, networks, progress, regret
 from jaxconv.bench.problem import Problem
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -84,6 +86,21 @@ def test_bench_reports_the_regret_of_selection(tmp_path, capsys, monkeypatch):
         assert row["chosen"] in times and len(times) > 1 and min(times.values()) > 0
         assert times[row["best"]] == min(times.values())
         assert row["regret"] == pytest.approx(times[row["chosen"]] / times[row["best"]] - 1)
+
+
+def test_progress_is_said_without_a_terminal(capsys, monkeypatch):
+    clock = iter([0.0, 30.0, 60.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    found = progress.each(
+        progress.Progress(3), ["a", "b", "c"], lambda i: f"row {i}", str.upper, lambda r: r
+    )
+    said = capsys.readouterr()
+    assert found == ["A", "B", "C"] and said.out.split() == found
+    assert said.err.splitlines() == [
+        "[1/3] row a",
+        "[2/3] row b (30 s, about 60 s left)",
+        "[3/3] row c (60 s, about 30 s left)",
+    ]
 
 
 def test_random_layers_are_the_same_for_a_seed_and_dense():
@@ -196,6 +213,27 @@ def test_the_training_example_learns(tmp_path):
     assert float(accuracies["jaxconv"]) > 85, done.stdout
     assert abs(float(accuracies["jaxconv"]) - float(accuracies["lax"])) < 3, done.stdout
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_the_training_examples_plot_marks_what_is_equal(tmp_path, monkeypatch):
+    for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"the example needs {package}")
+    import matplotlib.figure
+
+    example = runpy.run_path(str(REPOSITORY / "examples" / "train_cnn.py"))
+    losses = np.linspace(2, 1, 12)
+    other = losses + np.where(np.arange(12) < 5, 0, 1e-3)
+    ours = example["Run"](losses, np.array([0.5, 0.8, 0.98]), 1.0, [])
+    theirs = example["Run"](other, np.array([0.5, 0.8, 0.97]), 1.0, [])
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda f, *_, **__: figures.append(f))
+    example["plot"](ours, theirs, str(tmp_path / "plot.png"))
+    top, middle, bottom = figures[0].axes
+    smoothed = {line.get_label(): line.get_ydata() for line in top.lines}["jaxconv, 1.0 s"]
+    np.testing.assert_allclose(smoothed[[0, 1, 11]], [2, losses[:2].mean(), losses[8:].mean()])
+    assert [tuple(line.get_xdata()) for line in middle.lines[:2]] == [(4, 8, 12)] * 2
+    marks = {line.get_label(): line.get_xdata() for line in bottom.lines}
+    assert list(marks["equal to the last bit: 5 of 12 steps"]) == [1, 2, 3, 4, 5]
 
 
 INT8_DTYPES = ["int8", "int8_nhwc", "int8_nchw32"]

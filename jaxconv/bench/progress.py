@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -16,11 +17,12 @@ R = TypeVar("R")
 class Progress:
     """A progress bar on standard error: tqdm's where it is installed, else a counter.
 
-    Nothing is drawn where standard error is not a terminal; ``write`` prints in any case.
+    Where standard error is no terminal, each row has a line of its own there when it starts.
     """
 
     def __init__(self, total: int):
         self.total, self.done, self.bar = total, 0, None
+        self.started = time.monotonic()
         self.shown = sys.stderr.isatty()
         if self.shown and importlib.util.find_spec("tqdm"):
             import tqdm
@@ -31,8 +33,16 @@ class Progress:
         """Names what is being measured."""
         if self.bar is not None:
             self.bar.set_postfix_str(label)
-        elif self.shown:
-            print(f"\r\x1b[K[{self.done + 1}/{self.total}] {label}", end="", file=sys.stderr)
+            return
+        text = f"[{self.done + 1}/{self.total}] {label}"
+        if self.shown:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            return
+        if self.done:
+            elapsed = time.monotonic() - self.started
+            left = elapsed / self.done * (self.total - self.done)
+            text += f" ({elapsed:.0f} s, about {left:.0f} s left)"
+        print(text, file=sys.stderr, flush=True)
 
     def write(self, line: str) -> None:
         """Prints a line above the bar."""
