@@ -13,6 +13,7 @@ Convolutions
     conv_general_dilated_patches
     conv_general_dilated_local
     int8                          the module of quantised inference
+    winograd                      the module of filters transformed ahead of the calls
 
 A whole program, without a change of its code
     install, uninstall            every convolution of ``jax.lax``, in the process
@@ -31,7 +32,7 @@ With other parts of JAX
     export, register              for ``jax.export``
 """
 
-from jaxconv import checkpoint_policies, export, int8
+from jaxconv import checkpoint_policies, export, int8, winograd
 from jaxconv._src.conv import (
     conv,
     conv_general_dilated,
@@ -67,4 +68,5 @@ __all__ = [
     "override",
     "register",
     "uninstall",
+    "winograd",
 ]

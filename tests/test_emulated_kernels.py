@@ -17,9 +17,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 import pytest
-from problems import Problem, problem
+from numerics import error
+from problems import DTYPES, Problem, problem
 
+import jaxconv
+from jaxconv import winograd
+from jaxconv._src import winograd_filter
 from jaxconv._src.spec import Op
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
@@ -121,7 +127,7 @@ def lines_of(family: str) -> list[str]:
     return [names[i % len(names)] for i, names in enumerate(lines.values())]
 
 
-def depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
+def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
     op, _, _, _, filter_and_stride = instance.split("_", 4)
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
         # dgrad walks dx: the stride is one of dy, whose zeros it does not multiply.
@@ -131,7 +137,7 @@ def depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
             yield p, ""
 
 
-def winograd(instance: str) -> Iterator[tuple[Problem, str]]:
+def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
     yield WINOGRAD[0], ""
     if "_fused_row_" in instance:
         yield WINOGRAD_ROWS, " krsc"
@@ -145,9 +151,9 @@ def cases() -> Iterator[Case]:
         family, op, dtype, variant, *_ = host_build.forms()[instance]
         options: tuple[str, ...] = ()
         if family == "depthwise":
-            chosen = depthwise(instance)
+            chosen = problems_of_depthwise(instance)
         elif family == "winograd":
-            chosen = winograd(instance)
+            chosen = problems_of_winograd(instance)
             tolerance = WINOGRAD_TOLERANCE[variant[0]]
             options = (f"tolerance={tolerance}",)
         else:
@@ -163,6 +169,17 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
+
+# One reader of prepared filters for each tile.
+READERS = [
+    next(n for n in host_build.forms() if n.startswith("fprop_winograd_") and part in n)
+    for part in (
+        "_bf16_2x2_four_stage_64",
+        "_f16_4x4_four_stage_64",
+        "_bf16_6x6_four_stage_64",
+        "_f16_4x3_",
+    )
+]
 
 
 @contextlib.contextmanager
@@ -181,19 +198,19 @@ def programs() -> dict[bool, pathlib.Path]:
         pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip(f"the emulator runs on Linux x86-64, not {sys.platform} {os.uname().machine}")
-    sources = {
-        True: host_build.TESTS / "cc" / "int8_check.cu",
-        False: host_build.EMULATOR / "run_kernels.cc",
-    }
+    sources = [
+        (True, host_build.TESTS / "cc" / "int8_check.cu", []),
+        (False, host_build.EMULATOR / "run_kernels.cc", READERS),
+    ]
     folder = pathlib.Path(tempfile.gettempdir()) / f"jaxconv-emulator-{os.getuid()}"
     with alone(folder):
         return {
             kind: host_build.build(
-                list(dict.fromkeys(c.instance for c in CASES if c.eight_bit == kind)),
+                list(dict.fromkeys([*(c.instance for c in CASES if c.eight_bit == kind), *others])),
                 folder,
                 source,
             )
-            for kind, source in sources.items()
+            for kind, source, others in sources
         }
 
 
@@ -224,3 +241,27 @@ def test_a_kernel_in_the_emulator(programs, case):
         output = (ran.stdout + ran.stderr)[-4000:]
         repro = f"python tests/emulator/run.py {case.instance} '{case.key}' seed={seed}"
         assert ran.returncode == 0, " ".join((repro, *case.options)) + f"\n{output}"
+
+
+@pytest.mark.parametrize("instance", READERS)
+def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):
+    """The vector that ``jaxconv.winograd.prepare`` makes, which needs no C++ to be written."""
+    dtype, tile = instance.split("_")[2:4]
+    x, w = (np.random.default_rng(5).standard_normal(s) for s in ((1, 6, 5, 128), (3, 3, 64, 128)))
+    x, w = x.astype(DTYPES[dtype][0]), w.astype(DTYPES[dtype][0])
+    prepared = winograd.prepare(w, f"f{tile}", groups=2)
+    key = (
+        f"fprop {dtype}:f16:f32 default b1 n1 g2 c128 k128 i6x5 f3x3 o6x5 s1x1 l1x1 d1x1 p1_1x1_1 "
+        f"{winograd_filter.LAYOUTS[prepared.tile]}"
+    )
+    (tmp_path / "lhs").write_bytes(x.tobytes())
+    (tmp_path / "rhs").write_bytes(np.asarray(prepared.data).tobytes())
+    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
+    command = [str(programs[False]), instance, key, *files]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"
+    actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(1, 6, 5, 128)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jaxconv.conv(x, prepared, groups=2, preferred_element_type=np.float32)
+    # The same U, but V is rounded at other places: fused_row computes it in float16.
+    assert error(actual, np.asarray(expected, np.float64)) < 3e-3

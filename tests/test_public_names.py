@@ -34,7 +34,7 @@ def test_all_is_what_is_public():
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     modules = {name for name in jaxconv.__all__ if isinstance(getattr(jaxconv, name), type(jax))}
-    assert modules == {"checkpoint_policies", "export", "int8"}
+    assert modules == {"checkpoint_policies", "export", "int8", "winograd"}
     assert set(jaxconv.__all__) == given | modules
     assert jaxconv.__all__ == sorted(jaxconv.__all__)
 

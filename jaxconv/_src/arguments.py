@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxconv._src import canonical, compat, layouts
 from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.spec import Op, Pairs, dilated_extent
+from jaxconv._src.winograd_filter import PreparedFilter
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -90,6 +91,11 @@ def array(name: str, value: ArrayLike) -> jax.Array:
     Raises:
         TypeError: ``value`` is none, and has no conversion to one.
     """
+    if isinstance(value, PreparedFilter):
+        raise TypeError(
+            f"{name}: expected an array, got a filter prepared for {value.tile}; those are the "
+            "argument w of jaxconv.conv"
+        )
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{name}: expected an array, got {value!r}, which has no values; jax.eval_shape, "

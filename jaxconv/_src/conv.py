@@ -10,14 +10,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import arguments, canonical, layouts, partition, primitives
+from jaxconv._src import arguments, canonical, layouts, partition, primitives, winograd_prepared
 from jaxconv._src.arguments import Algorithm, Padding
 from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.winograd_filter import PreparedFilter
 
 
 def conv(
     x: ArrayLike,
-    w: ArrayLike,
+    w: ArrayLike | PreparedFilter,
     *,
     stride: int | Sequence[int] = 1,
     padding: Padding = "SAME",
@@ -42,7 +43,9 @@ def conv(
             without N.
         w: filters, (*window, C / groups, K) or, in channel-first formats,
             (K, C / groups, *window). Operands of two dtypes are converted to one by JAX's
-            promotion, as in ``jax.numpy``.
+            promotion, as in ``jax.numpy``. Or a filter that ``jaxconv.winograd.prepare`` made, from
+            the dtype of x: Winograd with its tile is then the algorithm, and the result has no
+            derivative.
         stride: step of the window, one number or one per spatial axis.
         padding: "SAME", "SAME_LOWER", "VALID", one number for all sides, or per spatial axis a
             number or a pair (low, high). Negative padding crops. As in Flax: "CIRCULAR" continues
@@ -80,8 +83,16 @@ def conv(
             groups, window parameters or format do not fit; or the demanded algorithm cannot serve
             the problem (the message says why, and which can).
     """
-    x, w = arguments.operands("x", x, "w", w, promote=True)
-    data_format = layouts.data_format(data_format, w.shape)
+    prepared = w if isinstance(w, PreparedFilter) else None
+    if prepared is None:
+        x, w = arguments.operands("x", x, "w", w, promote=True)
+        data_format = layouts.data_format(data_format, w.shape)
+    else:
+        x = arguments.array("x", x)
+        winograd_prepared.check(x, prepared)
+        data_format = layouts.data_format(data_format, prepared.shape)
+        filter_format = layouts.numbers(data_format)[1]
+        w = jax.ShapeDtypeStruct(prepared.shape_in(filter_format), x.dtype)
     rank = len(data_format) - 2
     if w.ndim != rank + 2:
         raise ValueError(
@@ -118,9 +129,11 @@ def conv(
         precision=arguments.precision(precision),
         algorithm=arguments.algorithms(algorithm),
     )
-    y = primitives.bind(
-        Op.FPROP, x, w, spec, arguments.result_dtype(x.dtype, preferred_element_type)
-    )
+    out_dtype = arguments.result_dtype(x.dtype, preferred_element_type)
+    if prepared is None:
+        y = primitives.bind(Op.FPROP, x, w, spec, out_dtype)
+    else:
+        y = winograd_prepared.bind(x, prepared, spec, out_dtype)
     return lax.squeeze(y, (0,)) if one_example else y
 
 

@@ -169,8 +169,12 @@ def _spread(ctx, call: _Call, operands):
     return mlir.lower_fun(identified, multiple_results=False)(placed, *operands)
 
 
-def result_sharding(factors: Sequence[Factors], operands, out_shape) -> NamedSharding | None:
+def result_sharding(
+    factors: Sequence[Factors], operands, out_shape, operation: str = "int8 convolution"
+) -> NamedSharding | None:
     """The sharding of the result on an explicit mesh; None on any other.
+
+    ``operation`` is what errors call it.
 
     Raises:
         ShardingTypeError: an operand is split along an axis that stays whole.
@@ -178,15 +182,16 @@ def result_sharding(factors: Sequence[Factors], operands, out_shape) -> NamedSha
     mesh = partition.explicit_mesh(*operands)
     if mesh is None:
         return None
+    by_k = any(_factor(name) == "k" for each in factors for name in each)
+    can_be = "Batch and output channels" if by_k else "The batch"
     for each, aval in zip(factors, operands, strict=False):
         for axis, (name, axes) in enumerate(
             zip(each, partition.given_partitions(aval), strict=True)
         ):
             if axes and name is None:
                 raise compat.ShardingTypeError(
-                    f"int8 convolution: axis {axis} of {partition.described(aval)} cannot be "
-                    "split; change its sharding with jax.sharding.reshard. Batch and output "
-                    "channels can be split."
+                    f"{operation}: axis {axis} of {partition.described(aval)} cannot be split; "
+                    f"change its sharding with jax.sharding.reshard. {can_be} can be split."
                 )
     split = _choose_explicit(mesh, factors, operands, out_shape)
     return NamedSharding(mesh, _spec(factors[-1], split))

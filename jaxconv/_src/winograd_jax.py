@@ -54,8 +54,8 @@ TILES = {"f2x2": Tile(2, 2), "f4x4": Tile(4, 4), "f6x6": Tile(6, 6), "f4x3": Til
 # The family, whose tile depends on the problem, and one name for each tile.
 ALGORITHMS = ("winograd", *(f"winograd_{name}" for name in TILES))
 
-# The dtype of U and V.
-_DOMAINS = {
+# Dtype of the operands -> of U and V.
+DOMAINS = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
@@ -76,8 +76,8 @@ def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
         if values != (expected, expected):
             return f"{name} {values[0]}x{values[1]}; Winograd takes {expected}x{expected}"
     name = np.dtype(dtype).name
-    if name not in _DOMAINS:
-        return f"operands of {name}; Winograd takes {', '.join(_DOMAINS)}"
+    if name not in DOMAINS:
+        return f"operands of {name}; Winograd takes {', '.join(DOMAINS)}"
     if spec.precision == "highest" and name in ("float32", "float64"):
         return f"precision highest: Winograd's error in {name} is above the direct convolution's"
     if not all(isinstance(e, int) for e in (sizes.n, sizes.c, sizes.k, *sizes.in_spatial)):
@@ -87,7 +87,7 @@ def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
 
 def domain(dtype: np.dtype) -> np.dtype:
     """The dtype of U and V for operands of ``dtype``."""
-    return _DOMAINS[np.dtype(dtype).name]
+    return DOMAINS[np.dtype(dtype).name]
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
@@ -216,17 +216,22 @@ def _transform(matrix: Matrix, array: jax.Array, axis: int) -> jax.Array:
     return jnp.stack(rows, axis)
 
 
-def filter_transform(w: jax.Array, tile: Tile) -> tuple[jax.Array, jax.Array | None]:
+def filter_transform(
+    w: jax.Array, tile: Tile, largest_scale: np.float32 | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """U of a filter, and its scale where the domain needs one.
 
     Args:
         w: (3, 3, *rest).
         tile: the tile.
+        largest_scale: a power of two.
 
     Returns:
         (points along H, points along W, *rest) in the domain's dtype; the scale of bfloat16.
     """
     scale = scale_of(w) if w.dtype == jnp.bfloat16 else None
+    if scale is not None and largest_scale is not None:
+        scale = jnp.minimum(scale, largest_scale)
     u = w.astype(sum_dtype(w.dtype))
     u = u if scale is None else u * scale
     for axis, m in enumerate(tile):

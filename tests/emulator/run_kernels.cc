@@ -1,14 +1,16 @@
 // Runs kernel instances in the emulator and compares them with the definition (cc/naive_conv.h).
 //
 //     run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X] [weight=N]
+//         [lhs=FILE rhs=FILE out=FILE]
 //
 // PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result must
 // be exact, or within `tolerance` of the largest element. With `float` they are uniform in [-1, 1) and
 // the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1, those of the
 // second operand times the weight: a multiple of the denominators of Winograd's filter transform, so
-// that it is exact (F(4, 3): 15 for each axis that is transformed). The result and the workspace
-// begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses the problem, 3
-// where the emulator stops the kernel.
+// that it is exact (F(4, 3): 15 for each axis that is transformed). With files they are the files'
+// bytes, and the result is written and not compared, of packed or prepared filters too. The result
+// and the workspace begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses
+// the problem, 3 where the emulator stops the kernel.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -75,7 +77,24 @@ struct Options {
   bool floats = false;
   double tolerance = 0;
   int weight = 1;
+  std::string lhs, rhs, out;  // files
 };
+
+bool Transfer(const std::string& path, const char* mode, unsigned char* data, int64_t bytes) {
+  std::FILE* const file = std::fopen(path.c_str(), mode);
+  if (file == nullptr) return false;
+  const auto count = static_cast<size_t>(bytes);
+  const size_t done =
+      *mode == 'r' ? std::fread(data, 1, count, file) : std::fwrite(data, 1, count, file);
+  const bool at_end = *mode != 'r' || std::fgetc(file) == EOF;
+  return std::fclose(file) == 0 && done == count && at_end;
+}
+
+int64_t Elements(const Extents& extents) {
+  int64_t product = 1;
+  for (size_t i = 0; i < extents.rank; ++i) product *= extents.values[i];
+  return product;
+}
 
 int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& options) {
   Gpu gpu;
@@ -86,7 +105,8 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
     std::printf("REFUSED %s: %s\n", kernel.name, status.message().c_str());
     return 2;
   }
-  const int64_t x = problem.x_elements(), w = problem.w_elements(), y = problem.y_elements();
+  const int64_t x = Elements(problem.Shape(Role::kX)), w = Elements(problem.Shape(Role::kW));
+  const int64_t y = Elements(problem.Shape(Role::kY));
   const int64_t lhs = problem.op == Op::kDgrad ? y : x, rhs = problem.op == Op::kWgrad ? y : w;
   const int64_t out = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
   const DType lhs_type = problem.lhs_dtype(), rhs_type = problem.rhs_dtype();
@@ -110,6 +130,13 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   };
   const std::vector<double> lhs_values = fill(lhs_buffer, lhs, lhs_type, 1);
   const std::vector<double> rhs_values = fill(rhs_buffer, rhs, rhs_type, options.weight);
+  const bool given = !options.out.empty();
+  if (given && (!Transfer(options.lhs, "rb", lhs_buffer.data(), lhs * ByteWidth(lhs_type)) ||
+                !Transfer(options.rhs, "rb", rhs_buffer.data(), rhs * ByteWidth(rhs_type)))) {
+    std::printf("expected files of %lld and %lld elements\n", static_cast<long long>(lhs),
+                static_cast<long long>(rhs));
+    return 3;
+  }
   Operands operands;
   operands.lhs = lhs_buffer.data();
   operands.rhs = rhs_buffer.data();
@@ -123,6 +150,10 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   if (!status.ok()) {
     std::printf("FAILED %s: %s\n", kernel.name, status.message().c_str());
     return 3;
+  }
+  if (given) {
+    const bool written = Transfer(options.out, "wb", out_buffer.data(), out * ByteWidth(out_type));
+    return written ? 0 : 3;
   }
   const std::vector<double> expected = NaiveConv(problem, lhs_values, rhs_values);
   double largest = 0, worst = 0, squares = 0, error_squares = 0;
@@ -161,9 +192,7 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
 
 int Main(int argc, char** argv) {
   if (argc < 3) {
-    std::printf(
-        "run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X] "
-        "[weight=N]\n");
+    std::printf("run_kernels INSTANCE PROBLEM [option...]; see the head of this source\n");
     return 3;
   }
   Options options;
@@ -182,6 +211,8 @@ int Main(int argc, char** argv) {
       options.tolerance = std::atof(value);
     } else if (name == "weight") {
       options.weight = std::atoi(value);
+    } else if (name == "lhs" || name == "rhs" || name == "out") {
+      (name == "lhs" ? options.lhs : name == "rhs" ? options.rhs : options.out) = value;
     } else {
       std::printf("unknown argument %s\n", argv[i]);
       return 3;

@@ -1,0 +1,10 @@
+"""Winograd's minimal filtering: filters that are transformed once, ahead of the calls.
+
+    prepared = winograd.prepare(w, "f4x4")      # once
+    y = jaxconv.conv(x, prepared)               # inside jit; algorithm="winograd_f4x4"
+
+docs/winograd.md describes the algorithm, its errors and when it pays.
+"""
+
+from jaxconv._src.winograd_filter import PreparedFilter as PreparedFilter
+from jaxconv._src.winograd_filter import prepare as prepare
