@@ -81,6 +81,16 @@ def test_pages_get_what_they_ask_for(hooks):
     assert asked == set(hooks.MADE)
 
 
+def test_pages_that_the_navigation_does_not_name_are_added(hooks, tmp_path):
+    for name in ("index.md", "kernels.md", "new.md", "notes/a.md", "notes/b.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    nav = ["index.md", {"How it works": [{"Kernels": "kernels.md"}, {"Measurements": []}]}]
+    nav = hooks.on_config({"docs_dir": str(tmp_path), "nav": nav})["nav"]
+    measurements = {"Measurements": ["notes/a.md", "notes/b.md"]}
+    assert nav[1]["How it works"] == [{"Kernels": "kernels.md"}, "new.md", measurements]
+
+
 def test_a_link_to_a_source_that_is_not_there_fails(hooks):
     def made(text: str) -> str:
         return hooks.on_page_markdown(text, page=page("kernels.md"), config=None, files=None)

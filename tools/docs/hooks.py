@@ -112,6 +112,26 @@ MADE = {
 }
 
 
+def _named(nav: object) -> set[str]:
+    """The pages in a part of the navigation."""
+    if isinstance(nav, str):
+        return {nav}
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return set().union(*map(_named, parts))
+
+
+def on_config(config):
+    """mkdocs' hook: the navigation with the pages that mkdocs.yml does not name."""
+    docs = pathlib.Path(config["docs_dir"])
+    pages = sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
+    missing = [page for page in pages if page not in _named(config["nav"])]
+    inside = next(part["How it works"] for part in config["nav"] if "How it works" in part)
+    notes = next(part["Measurements"] for part in inside if "Measurements" in part)
+    notes += [page for page in missing if page.startswith("notes/")]
+    inside[-1:-1] = [page for page in missing if not page.startswith("notes/")]
+    return config
+
+
 def _outwards(match: re.Match, page: pathlib.Path) -> str:
     """A link to a file outside docs/, which the site does not have: its text."""
     target = (page.parent / match[2]).resolve()
