@@ -8,29 +8,31 @@ namespace {
 // Of mma.sync's rate by igemm_wmma's tiles of the same shape (its kernels.def), whose loads are more
 // work than those of a plain matrix.
 constexpr double kMmaShare = 0.7;
-// Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200. V and M of a
-// chunk are there; those of all tiles are in DRAM unless they fit as a chunk does.
-constexpr double kL2Rate = 1.28;
 
 double Microseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
-  const double stored = static_cast<double>(launch.chunk_tiles) *
-                        static_cast<double>(InputBytes(launch) + ProductBytes(launch));
-  const double rate = stored <= 0.64 * static_cast<double>(gpu.l2_bytes) ? kL2Rate : 1;
+  const double rate = StoredRate(gpu, launch);
   return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
          GemmMicroseconds(instance, launch, gpu, gpu.mma_sync_per_clock, kMmaShare, rate);
 }
 
 }  // namespace
 
-Status PlaceChunks(int64_t tile_m, LaunchParams* launch) {
+// V and M of a chunk are in L2; those of all tiles are in DRAM unless they fit as a chunk does.
+double StoredRate(const Gpu& gpu, const LaunchParams& launch) {
+  const double stored = static_cast<double>(launch.chunk_tiles) *
+                        static_cast<double>(InputBytes(launch) + ProductBytes(launch));
+  return stored <= kL2Share * static_cast<double>(gpu.l2_bytes) ? kL2Rate : 1;
+}
+
+Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch) {
   const int64_t tile_bytes = InputBytes(*launch) + ProductBytes(*launch);
-  const int64_t all = launch->geometry.tiles, most = kChunkBytes / tile_bytes;
+  const int64_t all = launch->geometry.tiles, most = bytes / tile_bytes;
   int64_t tiles = all;
   if (most < all) {
     if (most < tile_m) {
       return Status::Unimplemented("V and M of " + std::to_string(tile_m) + " tiles take " +
                                    std::to_string(tile_m * tile_bytes) +
-                                   " bytes, expected at most " + std::to_string(kChunkBytes));
+                                   " bytes, expected at most " + std::to_string(bytes));
     }
     // As few chunks as fit, all but the last equally long.
     const int64_t whole = most / tile_m * tile_m;
@@ -51,7 +53,7 @@ Status PlanFourStage(const Instance& instance, const Gpu& gpu, LaunchParams* lau
 
 Status PlanChunked(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                    double* microseconds) {
-  JAXCONV_RETURN_IF_ERROR(PlaceChunks(instance.tile_m, launch));
+  JAXCONV_RETURN_IF_ERROR(PlaceChunks(instance.tile_m, kChunkBytes, launch));
   *microseconds = Microseconds(instance, gpu, *launch);
   return {};
 }

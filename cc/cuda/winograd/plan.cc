@@ -10,6 +10,8 @@
 #include "cuda/winograd/four_stage_plan.h"
 #include "cuda/winograd/fused_row_plan.h"
 #include "cuda/winograd/params.h"
+#include "cuda/winograd/pkf_plan.h"
+#include "cuda/winograd/products_plan.h"
 
 namespace jaxconv::winograd {
 namespace {

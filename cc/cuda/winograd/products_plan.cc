@@ -1,0 +1,89 @@
+#include "cuda/winograd/products_plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "cuda/winograd/four_stage_plan.h"
+
+namespace jaxconv::winograd {
+namespace {
+
+// Of FP32 FMA's rate by elementwise.cuh: 8 FMA stand beside 16 conversions and two loads of 16 bytes
+// a lane, each of which takes four cycles of L1.
+constexpr double kElementwiseShare = 0.25;
+
+// A lane's offsets within a CTA's block of V and of U are 32 bits.
+Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
+  const Geometry& g = launch.geometry;
+  const int64_t largest =
+      std::max(int64_t{instance.tile_m} * g.in_channels(), int64_t{instance.tile_n} * g.red);
+  if (largest > std::numeric_limits<int32_t>::max()) {
+    return Status::Unimplemented("expected blocks of V and U below 2^31 elements, got " +
+                                 std::to_string(largest));
+  }
+  return {};
+}
+
+// The stages in front and behind, and products that take `cycles` of an SM or move their operands
+// and M through memory, whichever is longer.
+double Microseconds(const Gpu& gpu, const LaunchParams& launch, double cycles) {
+  const double rate = StoredRate(gpu, launch);
+  const double chunks = static_cast<double>(CeilDiv(launch.geometry.tiles, launch.chunk_tiles));
+  const double bytes = static_cast<double>(launch.chunk_tiles) *
+                           static_cast<double>(InputBytes(launch) + ProductBytes(launch)) +
+                       static_cast<double>(FilterBytes(launch));
+  return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
+         chunks * std::max(gpu.launch_us + cycles / gpu.cycles_per_us(),
+                           MemoryMicroseconds(gpu, bytes / rate));
+}
+
+// Every CTA loads its rows of V and U from L2, or issues its MMAs, whichever takes longer. All of an
+// SM's CTAs together have its rates.
+double SyncFreeMicroseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
+  constexpr int kBlock = 32;  // channels
+  const Geometry& g = launch.geometry;
+  const int64_t ctas =
+      CeilDiv(launch.chunk_tiles, instance.tile_m) * CeilDiv(g.cols, instance.tile_n) * g.groups;
+  const double l2_bytes_per_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
+  const double mma = instance.tile_m * instance.tile_n * kBlock / gpu.mma_sync_per_clock;
+  const double loads = (instance.tile_m + instance.tile_n) * kBlock * 2 / l2_bytes_per_cycle;
+  const double blocks = static_cast<double>(launch.points() * CeilDiv(g.red, kBlock));
+  return Microseconds(
+      gpu, launch,
+      static_cast<double>(CeilDiv(ctas, gpu.sm_count)) * blocks * std::max(mma, loads));
+}
+
+}  // namespace
+
+Status PlanSyncFree(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
+                    double* microseconds) {
+  JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
+  launch->chunk_tiles = launch->geometry.tiles;
+  PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
+  *microseconds = SyncFreeMicroseconds(instance, gpu, *launch);
+  return {};
+}
+
+Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
+                  double* microseconds) {
+  JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
+  const auto l2_bytes = static_cast<int64_t>(kL2Share * static_cast<double>(gpu.l2_bytes));
+  JAXCONV_RETURN_IF_ERROR(PlaceChunks(instance.tile_m, std::min(kChunkBytes, l2_bytes), launch));
+  *microseconds = SyncFreeMicroseconds(instance, gpu, *launch);
+  return {};
+}
+
+Status PlanElementwise(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
+                       double* microseconds) {
+  JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
+  launch->chunk_tiles = launch->geometry.tiles;
+  PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
+  const Geometry& g = launch->geometry;
+  const double products = double{1} * launch->points() * g.tiles * g.out_channels() * g.red;
+  *microseconds =
+      Microseconds(gpu, *launch, products / (gpu.fma_per_clock * gpu.sm_count * kElementwiseShare));
+  return {};
+}
+
+}  // namespace jaxconv::winograd
