@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import kernel_tables
 import numpy as np
 from jax import lax
-from numerics import integer_operands, mismatch, poison, reference
+from numerics import excess, integer_operands, poison, reference, tolerance_of
 from problems import DTYPES, Problem, problem, xla_aborts
 
 import jaxconv
@@ -397,7 +397,7 @@ def judge(
         repro = f"{case}: {label} by {instance}"
         if not np.array_equal(once.view(np.uint8), twice.view(np.uint8)):
             complaints.append(f"{repro}: two runs differ")
-        wrong = mismatch(_canonical(case, op, once), expected[op], repro)
+        wrong = excess(_canonical(case, op, once), expected[op], tolerance_of(instance), repro)
         complaints.append(wrong.replace("\n ", ""))
     size = sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes)
     counts["poisoned results"] = len(shapes) * (

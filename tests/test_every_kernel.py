@@ -9,7 +9,7 @@ import jax
 import kernel_tables
 import numpy as np
 import pytest
-from numerics import TOGETHER, exact_operands, into_poison, mismatch
+from numerics import TOGETHER, exact_operands, excess, into_poison, tolerance_of
 from problems import DEPTHWISE, DTYPES, LAYOUTS, PROBLEMS, REPRESENTATIVE, Problem
 
 from jaxconv._src import native
@@ -98,11 +98,22 @@ def wrong_results(instance: str, calls: list[tuple[Problem, str, str, str]]) -> 
         return [call(*pair) for call, pair in zip(functions, operands, strict=True)]
 
     results = into_poison(together, *operands)
-    reports = []
+    reports, tolerance = [], tolerance_of(instance)
     for (problem, _, layout, line), y, expected in zip(calls, results, right, strict=True):
         actual = problem.to_canonical(op.roles[2], y, layout)
-        reports.append(mismatch(actual, expected, f"{instance} ({layout}): {line}"))
+        reports.append(excess(actual, expected, tolerance, f"{instance} ({layout}): {line}"))
     return [report for report in reports if report]
+
+
+def test_a_tolerance_admits_rounding_and_neither_nan_nor_a_missing_tap():
+    tolerance = tolerance_of("fprop_winograd_f16_4x4_four_stage_64x64x64")
+    expected = np.array([-200, 7, 0, 90], np.float16)
+    for wrong, message in [(0.5, ""), (20, "largest error 20, allowed 3"), (np.nan, "nan")]:
+        actual = expected + np.array([0, 0, wrong, 0], np.float16)
+        report = excess(actual, expected, tolerance, "x")
+        assert message in report and bool(report) == bool(message)
+        assert bool(excess(actual, expected, 0.0, "x"))
+    assert "float32" in excess(expected.astype(np.float32), expected, tolerance, "x")
 
 
 @pytest.mark.parametrize(("platform_name", "instance"), instances())

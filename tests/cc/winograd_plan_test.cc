@@ -7,6 +7,7 @@
 #include "cuda/winograd/form_plan.h"
 #include "cuda/winograd/fused_row_plan.h"
 #include "cuda/winograd/params.h"
+#include "cuda/winograd/pkf_params.h"
 #include "cuda/winograd/plan.h"
 
 namespace jaxconv {
@@ -45,10 +46,11 @@ std::string With(const std::string& part, const std::string& other, std::string 
   return key.replace(at, part.size(), other);
 }
 
-Status PlanOf(const std::string& kernel_name, const std::string& key, Plan* plan) {
+Status PlanOf(const std::string& kernel_name, const std::string& key, Plan* plan,
+              const char* target = "h200") {
   const KernelDesc* kernel = FindKernel(kernel_name);
   if (kernel == nullptr) return Status::Internal("no kernel " + kernel_name);
-  return kernel->plan(*kernel, Parse(key), Model("h200"), 0, plan);
+  return kernel->plan(*kernel, Parse(key), Model(target), 0, plan);
 }
 
 void TestRefusals() {
@@ -212,6 +214,115 @@ void TestFusedRow() {
          "clusters of two on five SMs");
 }
 
+// A layer of the seed's workload: C = K = 64, 224x224 and above.
+constexpr const char* kSeedLayer =
+    "fprop f16:f16:f16 default b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1";
+
+// The seed's capacity inequalities: V of a CTA's tiles in shared memory, V and M of a chunk in L2.
+void TestCapacities() {
+  struct Capacity {
+    const char* kernel;
+    const char* target;
+    int channels;  // the most of which V fits
+  };
+  for (const auto& [kernel, target, channels] : {Capacity{"2x2_pkf_shmem_16x32", "h200", 416},
+                                                 {"2x2_pkf_shmem_16x32", "rtx4090", 160},
+                                                 {"2x2_pkf_shmem_32x32", "h200", 192},
+                                                 {"2x2_pkf_shmem_32x32", "a100", 128},
+                                                 {"4x4_pkf_shmem_16x32", "h200", 160},
+                                                 {"4x4_pkf_shmem_32x16", "h200", 64},
+                                                 {"4x4_pkf_shmem_32x16", "a100", 32}}) {
+    const std::string name = std::string("fprop_winograd_f16_") + kernel;
+    auto with_channels = [&](int c) { return With("c64", "c" + std::to_string(c), kSeedLayer); };
+    Plan plan;
+    Expect(PlanOf(name, with_channels(channels), &plan, target).ok(),
+           name + " takes " + std::to_string(channels) + " channels on " + target);
+    Expect(!PlanOf(name, with_channels(channels + 8), &plan, target).ok(),
+           name + " takes no " + std::to_string(channels + 8) + " channels on " + target);
+  }
+  Plan plan;
+  const Status status =
+      PlanOf("fprop_winograd_f16_4x4_pkf_shmem_32x16", With("c64", "c72", kSeedLayer), &plan);
+  Expect(status.message() ==
+             "V of 32 tiles and 72 channels takes 247808 bytes of shared memory, expected at most "
+             "232448",
+         status.message());
+  // dgrad reduces over K, and a group over its own channels.
+  Expect(PlanOf("dgrad_winograd_f16_4x4_pkf_shmem_32x16",
+                With("fprop", "dgrad", With("c64", "c640", kSeedLayer)), &plan)
+                 .ok() &&
+             PlanOf("fprop_winograd_f16_4x4_pkf_shmem_32x16",
+                    With("g1 c64 k64", "g2 c128 k64", kSeedLayer), &plan)
+                 .ok(),
+         "the reduction of a group");
+  Expect(!PlanOf("dgrad_winograd_f16_4x4_pkf_shmem_32x16",
+                 With("fprop", "dgrad", With("k64", "k640", kSeedLayer)), &plan)
+              .ok(),
+         "dgrad of 640 output channels");
+
+  // V and M of a tile: 16 points of 64 channels.
+  constexpr int64_t kTile = 16 * 64 * (2 + 4), kTiles = 112 * 112;
+  auto chunk = [&](const char* target) {
+    Plan llc;
+    Expect(PlanOf("fprop_winograd_f16_2x2_pkf_llc_16x64", kSeedLayer, &llc, target).ok(), target);
+    const auto& launch = llc.As<LaunchParams>();
+    Expect(llc.workspace_bytes == 16 * 64 * 64 * 2 + launch.chunk_tiles * kTile,
+           "U, and V and M of a chunk");
+    return static_cast<int64_t>(launch.chunk_tiles);
+  };
+  const int64_t h200 = chunk("h200"), ampere = chunk("sm_86");
+  Expect(h200 % 16 == 0 && h200 * kTile <= winograd::kChunkBytes && h200 > kTiles / 4,
+         "three chunks of the 77 MB on an H200, got " + std::to_string(h200) + " tiles");
+  Expect(ampere % 16 == 0 && ampere * kTile <= 4 << 20 && ampere * kTile > 3 << 20,
+         "less than two thirds of 6 MB of L2, got " + std::to_string(ampere) + " tiles");
+}
+
+void TestFusedPlan() {
+  const std::string name = "fprop_winograd_f16_2x2_pkf_shmem_16x32";
+  Plan plan;
+  Expect(PlanOf(name, kSeedLayer, &plan).ok() && plan.workspace_bytes == 16 * 64 * 64 * 2 &&
+             plan.As<LaunchParams>().column_parts == 1,
+         "U alone; 784 blocks of tiles fill the GPU");
+  Expect(
+      PlanOf(name, std::string(kSeedLayer) + " winograd2", &plan).ok() && plan.workspace_bytes == 0,
+      "a prepared filter needs no workspace");
+  // 49 tiles are four blocks; 264 CTAs run at a time.
+  Expect(PlanOf(name, With("k64 i224x224 f3x3 o224x224", "k1280 i14x14 f3x3 o14x14", kSeedLayer),
+                &plan)
+                 .ok() &&
+             plan.As<LaunchParams>().column_parts == 40,
+         "each block of channels has a CTA, got " +
+             std::to_string(plan.As<LaunchParams>().column_parts));
+  // 196 blocks of tiles: two CTAs for each, of 20 blocks of channels.
+  Expect(
+      PlanOf(name, With("k64 i224x224 f3x3 o224x224", "k1248 i112x112 f3x3 o112x112", kSeedLayer),
+             &plan)
+              .ok() &&
+          plan.As<LaunchParams>().column_parts == 2,
+      "parts fill the GPU once");
+  Expect(!PlanOf("fprop_winograd_f16_2x2_pkf_shmem_16x32",
+                 With("c64 k64", "c416 k1300000", kSeedLayer), &plan)
+              .ok(),
+         "U beyond 32-bit offsets");
+  Expect(!PlanOf("fprop_winograd_f16_2x2_sync_free_32x64_16x16x16",
+                 With("c64", "c67108864",
+                      With("i224x224 f3x3 o224x224", "i4x4 f3x3 o4x4", kSeedLayer)),
+                 &plan)
+              .ok(),
+         "V beyond 32-bit offsets");
+  static_assert(winograd::FusedInputBytes(6, 16, 33) == 36 * 16 * 64 * 2);
+  static_assert(winograd::ExchangeBytes(4, 32, 32) == 32 << 10);
+  // The seed's order on its workload, as predicted.
+  auto microseconds = [&](const char* kernel) {
+    Expect(PlanOf(std::string("fprop_winograd_f16_") + kernel, kSeedLayer, &plan).ok(), kernel);
+    return plan.microseconds;
+  };
+  const double fused = microseconds("2x2_pkf_shmem_16x32");
+  const double four_stages = microseconds("2x2_four_stage_64x64x64");
+  Expect(fused < four_stages && four_stages < microseconds("2x2_elementwise_8x16"),
+         "fused in front of four stages, element by element last");
+}
+
 void TestSelection() {
   const ConvProblem layer = Parse(
       "fprop f16:f16:f16 default b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1");
@@ -261,6 +372,8 @@ int main() {
   jaxconv::TestGeometry();
   jaxconv::TestWorkspace();
   jaxconv::TestFusedRow();
+  jaxconv::TestCapacities();
+  jaxconv::TestFusedPlan();
   jaxconv::TestSelection();
   std::printf("winograd_plan_test: %d failures\n", jaxconv::failures);
   return jaxconv::failures != 0;

@@ -7,7 +7,7 @@
 //
 // and for bfloat16 operands the passes of amax.cuh in front. Instances named four_stage have one
 // chunk of all tiles: V and M go through DRAM, 2 (m + 2)^2 C and 4 (m + 2)^2 K bytes a tile, written and
-// read. Instances named chunked (the seed's PKF-LLC, seeds/004) cut the tiles into chunks whose V and
+// read. Instances named chunked (as the seed's PKF-LLC, seeds/004) cut the tiles into chunks whose V and
 // M take at most 32 MB, so that they stay in L2 from one stage to the next and the workspace is one
 // chunk; a chunk costs three launches.
 //

@@ -10,25 +10,27 @@
 // the sums of all its alpha = m + 2 points stay in registers.
 //
 //     points     0  1  2 .. alpha-1     column j = warp j        V: [C / 32][point][tile][32 channels]
-//         row 0  *  *  *    *                                    exchange: [j][rows of y][tile][TB_N]
+//         row 0  *  *  *    *                                    exchange: [j][2 rows of y][tile][TB_N]
 //         row 1  *  *  *    *           row i = a loop
 //           ..                                                   U: 64 bytes of a row a load, a point
 //     alpha - 1  *  *  *    *                                       ahead of the products
 //
-// Shared memory: V 2 alpha^2 TB_M ceil32(C) bytes; the exchange 4 alpha rows TB_M TB_N. F(2x2), C = 64:
-// 32 + 32 KB at 16x64, 64 + 32 KB at 32x32, 128 + 64 KB at 64x32; F(4x4): 72 + 24 KB at 16x32, 144 + 48
-// KB at 32x32. So all but the 64x32 and F(4x4) 32x32 run two CTAs an SM, whose phases overlap.
-// No bank conflicts: a quarter of a warp that stores V covers whole rows of 64 bytes one after the
-// other, as does one that loads fragments (two rows of one point); the exchange swaps the 64-byte
-// halves of odd tiles' 128 bytes, so two tiles stored together take all banks, and four lanes that
-// read 8 channels each begin with the low four, the next four lanes with the high four.
-// Registers: sums 128 (F(2x2)) or 96 (F(4x4)); U of two points 2 TB_N / parts / 2; at most 255, or 168
-// with 12 warps an SM. The transform runs when no sums exist.
+// Shared memory: V 2 alpha^2 TB_M ceil32(C) bytes; the exchange 8 alpha TB_M TB_N. At C = 64
+//     F(2x2)   16x32   32 + 16 KB   two CTAs an SM      F(4x4)   16x32    72 + 24 KB
+//              32x32   64 + 32 KB   two                          32x16   144 + 24 KB
+// TB_M is the seed's 16 or 32. No bank conflicts: a quarter of a warp that stores V covers whole rows
+// of 64 bytes one after the other, as does one that loads fragments (two rows of one point); the
+// exchange swaps the 64-byte halves of odd tiles' 128 bytes (rows of 64 bytes need no swap), so that
+// two tiles stored together take all banks, and four lanes that read 8 channels each begin with the
+// low four, the next four lanes with the high four.
+// Registers: sums 64, 128 (F(2x2)), 48, 96 (F(4x4)); U and V in the loop; at most 252 of 255, or 158 of
+// 168 with 12 warps an SM (F(4x4) 16x32). The transform runs when no sums exist.
 //
-// Who waits for whom: one barrier after the transform; then two for each exchange, of `rows` of the m
+// Who waits for whom: one barrier after the transform; then two for each exchange, of two of the m
 // rows of outputs.
 //
-// Refuses: V that does not fit shared memory; channels of a group that are not multiples of 8.
+// Refuses: V that does not fit shared memory (pkf_plan.cc); channels of a group that are not multiples
+// of 8.
 #ifndef JAXCONV_CUDA_WINOGRAD_PKF_SHMEM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_PKF_SHMEM_CUH_
 

@@ -20,10 +20,16 @@
 //     8x32x16    U as the operand of 16 rows: two blocks of 16 channels, one of 8 tiles
 // A k-block of TB_M x TB_N loads (TB_M + TB_N) * 64 bytes for TB_M TB_N / 128 instructions.
 //
-// Shared memory: none, so that all of it is L1 cache. Where C = K = 64, U of F(2x2) (131 KB) stays
-// there and V streams. Registers at 32x64: 64 sums, 96 of fragments in two sets, at most 200.
+// Instances named pkf_llc (the seed's PKF-LLC-16 and -32, after their TB_M) run chunk by chunk of
+// tiles whose V and M fit L2 (products_plan.cc); those named sync_free take all tiles at once.
 //
-// Refuses: reductions and columns of a group that are not multiples of 8.
+// Shared memory: none, so that all of it is L1 cache. Where C = K = 64, U of F(2x2) (131 KB) stays
+// there and V streams. Registers of the two sets of fragments and the sums: 160 at 32x64, 96 at
+// 32x32, 112 at 16x64; with addresses at most 234, 156 and 168. Two CTAs an SM, of 4 or 6 warps:
+// F(4x4) takes 168 at most.
+//
+// Refuses: reductions and columns of a group that are not multiples of 8, and blocks of V or U of
+// 2^31 elements.
 #ifndef JAXCONV_CUDA_WINOGRAD_SYNC_FREE_CUH_
 #define JAXCONV_CUDA_WINOGRAD_SYNC_FREE_CUH_
 
