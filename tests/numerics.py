@@ -188,8 +188,9 @@ def mismatch(actual, expected, repro: str) -> str:
 def tolerance_of(instance: str) -> float:
     """The largest error of a kernel instance on integers, over the largest result.
 
-    0 but for some of family winograd: F(2, 3) is exact, G of F(4, 3) and F(6, 3) divides by 3 and 5, so that U is rounded to float16:
-    about twice the largest error found. A tap that is left out makes 0.1.
+    0 but for some of family winograd: F(2, 3) is exact, but G of F(4, 3) and F(6, 3) divides by 3
+    and 5, so that U is rounded to float16. About twice the largest error found; a tap that is left
+    out makes 0.1.
     """
     if "_winograd_" not in instance:
         return 0.0
