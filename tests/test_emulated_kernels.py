@@ -168,7 +168,7 @@ def cases() -> Iterator[Case]:
 
 CASES = list(cases())
 
-# One reader of prepared filters for each tile.
+# One reader of prepared filters for each tile, and the fused form.
 READERS = [
     next(n for n in host_build.forms() if n.startswith("fprop_winograd_") and part in n)
     for part in (
@@ -176,6 +176,7 @@ READERS = [
         "_f16_4x4_four_stage_64",
         "_bf16_6x6_four_stage_64",
         "_f16_4x3_",
+        "_f16_2x2_pkf_shmem_16",
     )
 ]
 
