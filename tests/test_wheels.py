@@ -39,7 +39,7 @@ def wheel(folder: pathlib.Path, name: str, entries: dict[str, bytes]) -> pathlib
     [(ABI3, "_jaxconv/cpu.abi3.so"), (CP311, "_jaxconv/cpu.cpython-311-x86_64-linux-gnu.so")],
 )
 def test_a_wheel_of_a_release_passes_and_its_size_is_said(tool, tmp_path, capsys, name, module):
-    tool.inspect(wheel(tmp_path, name, {**SHARED, module: bytes(10)}))
+    tool.inspect(wheel(tmp_path, name, {**SHARED, module: bytes(10)}), ["cpu"])
     assert f"{name}: 0.0 MB" in capsys.readouterr().out
 
 
@@ -54,13 +54,22 @@ def test_a_wheel_of_a_release_passes_and_its_size_is_said(tool, tmp_path, capsys
 )
 def test_what_is_no_release_is_refused(tool, tmp_path, name, entries, message):
     with pytest.raises(SystemExit, match=message):
-        tool.inspect(wheel(tmp_path, name, {**SHARED, **entries}))
+        tool.inspect(wheel(tmp_path, name, {**SHARED, **entries}), ["cpu"])
 
 
 def test_a_wheel_without_the_openmp_runtime_is_refused(tool, tmp_path):
     entries = {"_jaxconv/cpu.abi3.so": b"", "_jaxconv/libjaxconv_cpu.so": b""}
     with pytest.raises(SystemExit, match=r"holds no _jaxconv/libgomp\.so\.1"):
-        tool.inspect(wheel(tmp_path, ABI3, entries))
+        tool.inspect(wheel(tmp_path, ABI3, entries), ["cpu"])
+
+
+def test_a_wheel_without_the_cuda_kernels_is_refused_where_they_are_asked_for(tool, tmp_path):
+    entries = {**SHARED, "_jaxconv/cpu.abi3.so": b""}
+    with pytest.raises(SystemExit, match=r"holds no _jaxconv/libjaxconv_cuda\.so"):
+        tool.inspect(wheel(tmp_path, ABI3, entries), ["cpu", "cuda"])
+    entries |= {"_jaxconv/libjaxconv_cuda.so": b""}
+    with pytest.raises(SystemExit, match=r"no module _jaxconv/cuda\."):
+        tool.inspect(wheel(tmp_path, ABI3, entries), ["cpu", "cuda"])
 
 
 def test_pip_decides_which_interpreter_takes_a_wheel(tool, tmp_path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,7 @@ def build(python: str, cuda: str, out: pathlib.Path, folder: pathlib.Path) -> pa
     return wheel.replace(out / wheel.name)
 
 
-def inspect(wheel: pathlib.Path) -> None:
+def inspect(wheel: pathlib.Path, platforms: Sequence[str]) -> None:
     """Raises where the wheel's name, content or size is not that of a release."""
     size = wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
@@ -78,11 +79,13 @@ def inspect(wheel: pathlib.Path) -> None:
     if size > LARGEST:
         raise SystemExit(f"{wheel.name}: {size / MEGABYTE:.1f} MB, more than {LARGEST / MEGABYTE}")
     suffix = ".abi3.so" if "-abi3-" in wheel.name else ".so"
-    for name in ("_jaxconv/libgomp.so.1", "_jaxconv/libjaxconv_cpu.so"):
-        if name not in libraries:
-            raise SystemExit(f"{wheel.name}: holds no {name}")
-    if not any(name.startswith("_jaxconv/cpu.") and name.endswith(suffix) for name in libraries):
-        raise SystemExit(f"{wheel.name}: holds no module _jaxconv/cpu*{suffix}")
+    for name in ("libgomp.so.1", *(f"libjaxconv_{platform}.so" for platform in platforms)):
+        if f"_jaxconv/{name}" not in libraries:
+            raise SystemExit(f"{wheel.name}: holds no _jaxconv/{name}")
+    for platform in platforms:
+        start = f"_jaxconv/{platform}."
+        if not any(name.startswith(start) and name.endswith(suffix) for name in libraries):
+            raise SystemExit(f"{wheel.name}: holds no module {start}*{suffix}")
     if any("dnnl" in name for name in libraries):
         raise SystemExit(f"{wheel.name}: holds a copy of oneDNN")
 
@@ -96,7 +99,7 @@ def takes(python: str, wheel: pathlib.Path) -> bool:
     return any(f"{interpreter}-{abi}-{platform}" in tags for platform in platforms.split("."))
 
 
-def check(python: str, wheel: pathlib.Path, folder: pathlib.Path) -> None:
+def check(python: str, wheel: pathlib.Path, platforms: Sequence[str], folder: pathlib.Path) -> None:
     """Installs the wheel into a new environment without compilers, and uses it."""
     run(python, "-m", "venv", folder)
     bin_ = folder / "bin"
@@ -115,8 +118,11 @@ def check(python: str, wheel: pathlib.Path, folder: pathlib.Path) -> None:
     package = f"{wheel}[examples]"
     run(bare_python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", package, env=bare)
     said = run(bare_python, "-m", "jaxconv.doctor", cwd=examples, env=bare)
+    loaded = re.findall(r"^(\w+) kernels\n +ok +\d+ kernel instances", said, re.MULTILINE)
     if "BROKEN" in said or "fprop f32 highest: fprop_" not in said:
         raise SystemExit("the doctor found no working kernels")
+    if loaded != [platform.upper() for platform in platforms]:
+        raise SystemExit(f"expected kernels of {', '.join(platforms)}, loaded: {loaded}")
     said = run(bare_python, example, cwd=examples, env=bare)
     if "kernels of a training step: none" in said:
         raise SystemExit("the example ran on no kernel")
@@ -139,17 +145,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("nothing to do: give --python or --wheel")
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
+        platforms = ("cpu", "cuda") if args.cuda == "ON" else ("cpu",)
         wheels = [wheel.resolve() for wheel in args.wheel]
         for index, python in enumerate(args.python):
             wheels.append(build(python, args.cuda, args.out.resolve(), folder / f"build{index}"))
         for wheel in wheels:
-            inspect(wheel)
+            inspect(wheel, platforms)
         for number, python in enumerate((*args.python, *args.check_python)):
             accepted = [wheel for wheel in wheels if takes(python, wheel)]
             if not accepted:
                 raise SystemExit(f"{python} installs none of {[wheel.name for wheel in wheels]}")
             for index, wheel in enumerate(accepted):
-                check(python, wheel, folder / f"check{number}_{index}")
+                check(python, wheel, platforms, folder / f"check{number}_{index}")
     for wheel in wheels:
         print(f"{wheel}  {wheel.stat().st_size / MEGABYTE:.1f} MB")
     return 0
