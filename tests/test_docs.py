@@ -23,6 +23,7 @@ PAGES = (
     "export.md",
     "sharding.md",
     "quantised_inference.md",
+    "winograd.md",
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # In a comment right above a block: what it cannot run without, or that the block before printed it.
