@@ -96,6 +96,11 @@ def test_the_driver_is_asked_by_nvidia_smi(machine, printed, expected):
     assert machine.requires() == expected
 
 
+def test_a_failing_nvidia_smi_counts_as_a_driver(machine):
+    machine.program("bin/nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed' 570.1.1\nexit 9\n")
+    assert machine.requires() == PACKAGES
+
+
 def test_a_device_without_a_version_counts_as_a_driver(machine):
     machine.file("dev/nvidiactl")
     assert machine.requires() == PACKAGES

@@ -11,6 +11,7 @@ Two settings, each a variable of the environment or ``-C cmake.define.NAME=VALUE
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -55,8 +56,8 @@ def driver(environ: Mapping[str, str], root: pathlib.Path) -> int | None:
         text, present = version.read_text(), True
     elif smi := shutil.which("nvidia-smi", path=environ.get("PATH", "")):
         command, present = [smi, "--query-gpu=driver_version", "--format=csv,noheader"], True
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        text = f" {run.stdout} "
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # it does not say
+            text = f" {subprocess.check_output(command, text=True, timeout=60)} "
     number = re.search(r"\s(\d{3,})\.\d+(\.\d+)?\s", text)
     return int(number[1]) if number else 0 if present else None
 
