@@ -45,6 +45,22 @@ void TestOneDimension() {
   }
 }
 
+// Half of the points at a time, from the inputs that they need.
+template <int m, int kHalf>
+void TestHalf() {
+  float d[m + 2], v[(m + 2) / 2];
+  for (int k = 0; k < m + 2; ++k) d[k] = static_cast<float>(Value(k));
+  d[kHalf == 0 ? m + 1 : 0] = std::nanf("");
+  TransformInputHalf<m, kHalf>(d, v);
+  for (int i = 0; i < (m + 2) / 2; ++i) {
+    double input = 0;
+    for (int k = kHalf; k < m + 1 + kHalf; ++k) {
+      input += double{kTransform<m>.bt[kHalf * (m + 2) / 2 + i][k]} * d[k];
+    }
+    Expect(v[i] == input, "half of the input transform", m);
+  }
+}
+
 // A tile convolved through the transforms is the tile convolved.
 template <int m>
 void TestTwoDimensions() {
@@ -76,6 +92,8 @@ void TestTwoDimensions() {
 template <int m>
 void Test() {
   TestOneDimension<m>();
+  TestHalf<m, 0>();
+  TestHalf<m, 1>();
   TestTwoDimensions<m>();
 }
 

@@ -112,18 +112,17 @@ __device__ __forceinline__ void MultiplyTile(const RowParams& params, uint32_t r
   auto transform = [&](int half) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      __half2 d[m + 2], v[m + 2];
+      __half2 d[m + 2], v[Tile::kOwnPoints];
       d[0] = d[m + 1] = to_float16(end[2 * half + q]);
 #pragma unroll
       for (int i = 0; i < m / 2; ++i) {
         d[1 + 2 * i] = to_float16(pair[i][q]);
         d[2 + 2 * i] = to_float16(pair[i][2 + q]);
       }
-      TransformInput<m>(d, v);
+      TransformInputHalf<m, kWarpgroup>(d, v);
 #pragma unroll
-      for (int p = 0; p < Tile::kOwnPoints; ++p) {
-        memcpy(&a[p][half + 2 * q], &v[kWarpgroup * Tile::kOwnPoints + p], sizeof(uint32_t));
-      }
+      for (int p = 0; p < Tile::kOwnPoints; ++p)
+        memcpy(&a[p][half + 2 * q], &v[p], sizeof(uint32_t));
     }
   };
   // Not by the first product's scale: the compiler would take the last tile's sums for live until
