@@ -83,6 +83,20 @@ __device__ __forceinline__ float InversePower(float scale) {
   return __uint_as_float((254u << 23) - __float_as_uint(scale));
 }
 
+// Divides a result by the scales of both operands. By the larger one first: results are of the order
+// of 2^26 times a root of the reduction, whose product with 2^-126 is a normal number, but with the
+// inverse of a scale of 2^-114 may be none, whatever follows.
+struct Unscale {
+  float first, second;
+
+  __device__ __forceinline__ Unscale(float input_scale, float filter_scale)
+      : first(InversePower(fmaxf(input_scale, filter_scale))),
+        second(InversePower(fminf(input_scale, filter_scale))) {}
+  __device__ __forceinline__ float operator()(float result) const {
+    return result * first * second;
+  }
+};
+
 }  // namespace jaxconv::winograd
 
 #endif  // JAXCONV_CUDA_WINOGRAD_AMAX_CUH_

@@ -116,6 +116,7 @@ __device__ __forceinline__ void ConsumeRows(const RowParams& params, uint32_t ri
                                             const Barriers<Tile>& barriers, float scale_x,
                                             float scale_w) {
   const ToFloat16<T> to_float16(scale_x);
+  const Unscale unscale(scale_x, scale_w);
   RingPlace<Tile::kStages> stage;
   RingPlace<Tile::kFilterSlots> slot;
   PixelReader<Tile, kWarpgroup> pixels(ring);
@@ -126,7 +127,7 @@ __device__ __forceinline__ void ConsumeRows(const RowParams& params, uint32_t ri
                                       sums);
     StoreRowTile<T, Tile, kWarpgroup>(params, RowTilePlace(params, index), sums,
                                       ring + Tile::kFilterAt + slot.slot * Tile::kSlotBytes,
-                                      InversePower(scale_x), InversePower(scale_w));
+                                      unscale);
     // What was written here by ordinary stores, copies will overwrite.
     FenceForCopies();
     NamedBarrierSync(2 + kWarpgroup, 128);

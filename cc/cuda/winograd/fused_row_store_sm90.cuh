@@ -12,6 +12,7 @@
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
+#include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/fused_row_mainloop_sm90.cuh"
 #include "cuda/winograd/transform.cuh"
 
@@ -55,7 +56,7 @@ struct RowTarget {
 template <typename Out, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowSums<Tile>& sums,
                                              int first, uint32_t others, const RowTarget& target,
-                                             int32_t channel, float inverse_x, float inverse_w) {
+                                             int32_t channel, const Unscale& unscale) {
   constexpr int m = Tile::m, kOwn = Tile::kOwnPoints;
   constexpr int kStorePairs = 8 / sizeof(Out);  // of columns, in a store of 16 bytes
   Out* const out = static_cast<Out*>(params.out) + target.offset + channel;
@@ -81,8 +82,7 @@ __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowS
       }
 #pragma unroll
       for (int i = 0; i < m; ++i) {
-        // One factor after the other: their product may leave float32's range.
-        const float even = y[0][i] * inverse_x * inverse_w, odd = y[1][i] * inverse_x * inverse_w;
+        const float even = unscale(y[0][i]), odd = unscale(y[1][i]);
         if constexpr (sizeof(Out) == 2) {
           word[i][j + pair] = PackOutputs<Out>(even, odd);
         } else {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowS
 template <typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreRowTile(const RowParams& params, const RowTilePlace& place,
                                              const RowSums<Tile>& sums, uint32_t staging,
-                                             float inverse_x, float inverse_w) {
+                                             const Unscale& unscale) {
   constexpr uint32_t kHalf = Tile::kSlotBytes / 2;
   const int lane = Lane(), warp = threadIdx.x / 32 % 4;
   const uint32_t mine = staging + kWarpgroup * kHalf + (warp * 32 + lane) * 16;
@@ -137,10 +137,10 @@ __device__ __forceinline__ void StoreRowTile(const RowParams& params, const RowT
       const int first = kept * 16 + half * 2;
       if (params.out_is_f32) {
         StoreColumns<float, Tile, kWarpgroup>(params, sums, first, others + half * 4096, target,
-                                              channel, inverse_x, inverse_w);
+                                              channel, unscale);
       } else {
         StoreColumns<T, Tile, kWarpgroup>(params, sums, first, others + half * 4096, target,
-                                          channel, inverse_x, inverse_w);
+                                          channel, unscale);
       }
     }
   }

@@ -5,9 +5,9 @@
 // reads 256 bytes and writes lines of 128. Bound by M's bytes: 4 (m + 2)^2 a channel of a tile, beside
 // 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time.
 //
-// Operands of bfloat16 were multiplied by powers of two: their inverses follow as two factors, one
-// after the other, since their product may leave float32's range. Pixels outside the output are not
-// stored. No shared memory, nobody waits.
+// Operands of bfloat16 were multiplied by powers of two: their inverses follow as two factors, the
+// smaller one first (amax.cuh). Pixels outside the output are not stored. No shared memory, nobody
+// waits.
 #ifndef JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 
@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
     OutputTransformKernel(const __grid_constant__ OutputTransformParams params) {
   constexpr int kAlpha = m + 2;
   const Geometry& g = params.geometry;
-  const float undo_input = InversePower(WarpScale(params.input_scale));
-  const float undo_filter = InversePower(WarpScale(params.filter_scale));
+  const Unscale unscale(WarpScale(params.input_scale), WarpScale(params.filter_scale));
   int32_t tile, pair;
   params.pairs.Divmod(blockIdx.x * kOutputThreads + threadIdx.x, &tile, &pair);
   const int32_t channel = 2 * (blockIdx.y * static_cast<int32_t>(params.pairs.divisor) + pair);
@@ -75,8 +74,7 @@ __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
 #pragma unroll
     for (int j = 0; j < m; ++j) {
       if (h + i < g.out_h && w + j < g.out_w) {
-        StorePairTo(to + j * channels, first[j] * undo_input * undo_filter,
-                    second[j] * undo_input * undo_filter);
+        StorePairTo(to + j * channels, unscale(first[j]), unscale(second[j]));
       }
     }
     to += int64_t{g.out_w} * channels;
