@@ -50,6 +50,17 @@ def test_every_choice_has_a_row_with_the_layer_in_words(hooks):
     assert hooks._layer(layer) == ("dgrad", "s8", "default", words)
 
 
+def test_the_classes_of_layers_count_every_choice(hooks):
+    lines = hooks.classes_table().splitlines()
+    header, rows = lines[0], lines[2:]
+    assert header == "| operands | precision | layer | h200 | h100 | a100 |"
+    choices = (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines()
+    cells = " ".join(row.split("|", 4)[4] for row in rows)
+    assert sum(map(int, re.findall(r" (\d+)(?=,| \|)", cells))) == len(choices)
+    left = sum(choice.endswith("\txla") for choice in choices)
+    assert sum(map(int, re.findall(r"XLA (\d+)", cells))) == left
+
+
 def test_every_public_name_is_in_the_reference(hooks):
     listed = set(re.findall(r"^::: jaxconv\.(\S+)$", hooks.public_names(), re.MULTILINE))
     public = {name for name in vars(jaxconv) if not name.startswith("_") and name not in ("bench",)}

@@ -4,12 +4,14 @@ A page asks for it by a comment of its own line:
 
     <!-- kernels.def -->    every CUDA instance, from cc/cuda/*/kernels.def
     <!-- choices.tsv -->    what selection takes on several GPUs, from tests/cc/choices.tsv
+    <!-- classes of choices.tsv -->   how often each family is taken, by class of layer
     <!-- public names -->   the documentation of every public name of jaxconv
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import html
 import pathlib
 import re
@@ -21,6 +23,7 @@ sys.path.insert(0, str(REPOSITORY / "tests"))
 import kernel_tables  # noqa: E402
 
 _OUTWARDS = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
+_FAMILIES = {i.name: i.family for i in kernel_tables.instances()}
 _PLATFORM_CHOICE = {"=": "", "xla": "XLA"}
 
 
@@ -79,6 +82,37 @@ def choices_table() -> str:
     return searchable(header, rows, "for example: h200 fprop bf16 3x3")
 
 
+def _class(facts: dict[str, str]) -> str:
+    """The class of a layer by its groups and channels."""
+    groups, c, k = (int(facts[letter]) for letter in "gck")
+    if groups > 1:
+        return "depthwise" if groups == c else "groups"
+    if c <= 4:
+        return "up to 4 input channels"
+    return "other channel counts" if c % 8 or k % 8 else "channels in multiples of 8"
+
+
+def classes_table() -> str:
+    """What "auto" takes, counted over the layers of choices.tsv by operands and class."""
+    counts: dict[tuple, dict[str, collections.Counter]] = {}
+    for line in (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines():
+        gpu, key, native, automatic = line.split("\t")
+        _, dtypes, precision, *facts = key.split()
+        name = (native if automatic == "=" else automatic).partition("/")[0]
+        taken = "XLA" if name == "xla" else f"`{_FAMILIES[name]}`"
+        row = dtypes.split(":")[0], precision, _class({fact[0]: fact[1:] for fact in facts})
+        counts.setdefault(row, {}).setdefault(gpu, collections.Counter())[taken] += 1
+    gpus = sorted({gpu for row in counts.values() for gpu in row}, reverse=True)
+    header = ["operands", "precision", "layer", *gpus]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for row in sorted(counts):
+        cells = [
+            ", ".join(f"{taken} {n}" for taken, n in counts[row][gpu].most_common()) for gpu in gpus
+        ]
+        lines.append("| " + " | ".join([*row, *cells]) + " |")
+    return "\n".join(lines)
+
+
 def _reexported(file: pathlib.Path) -> list[str]:
     """The names that a module gives on: those of __all__ or, without one, ``import a as a``."""
     names = []
@@ -108,6 +142,7 @@ def public_names() -> str:
 MADE = {
     "kernels.def": instances_table,
     "choices.tsv": choices_table,
+    "classes of choices.tsv": classes_table,
     "public names": public_names,
 }
 
