@@ -67,13 +67,14 @@ __device__ __forceinline__ void LocateTiles(const Geometry& geometry, int first,
 
 // The powers of two of operands of bfloat16 (amax.cuh), in shared memory.
 struct Scales {
-  float input, undo_input, undo_filter;
+  float input, undo_first, undo_second;  // the result's, in order (Unscale)
 };
 
 // By one warp.
 __device__ __forceinline__ void FindScales(const PkfParams& params, Scales* scales) {
   const float input = WarpScale(params.input_scale), filter = WarpScale(params.filter_scale);
-  if (threadIdx.x % 32 == 0) *scales = {input, InversePower(input), InversePower(filter)};
+  const Unscale unscale(input, filter);
+  if (threadIdx.x % 32 == 0) *scales = {input, unscale.first, unscale.second};
 }
 
 // V in shared memory: a k-block of a point has rows of 64 bytes, one a tile, for ldmatrix. The channels
@@ -315,7 +316,7 @@ __device__ __forceinline__ void StoreOutputs(const PkfParams& params, uint32_t e
         TransformOutput<Tile::m>(columns[e], y[half][e]);
 #pragma unroll
         for (int q = 0; q < Tile::m; ++q) {
-          y[half][e][q] = y[half][e][q] * scales.undo_input * scales.undo_filter;
+          y[half][e][q] = y[half][e][q] * scales.undo_first * scales.undo_second;
         }
       }
     }
