@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "cuda/block_diagonal/plan.h"
 #include "cuda/common/instances.h"
 #include "cuda/common/padded_channels.h"
 #include "cuda/depthwise/plan.h"
@@ -20,9 +21,9 @@ namespace {
 
 std::vector<KernelDesc> FamilyKernels() {
   std::vector<KernelDesc> all;
-  for (auto family :
-       {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, depthwise::Kernels,
-        igemm_simt::Kernels, imma_wgmma::Kernels, imma_nchw32::Kernels, winograd::Kernels}) {
+  for (auto family : {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels,
+                      depthwise::Kernels, block_diagonal::Kernels, igemm_simt::Kernels,
+                      imma_wgmma::Kernels, imma_nchw32::Kernels, winograd::Kernels}) {
     for (const KernelDesc& kernel : family()) all.push_back(kernel);
   }
   return all;

@@ -6,9 +6,9 @@
 #include <string>
 
 #include "cuda/common/instances.h"
+#include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
-#include "cuda/depthwise/walk.h"
 
 namespace jaxconv::depthwise {
 namespace {
@@ -32,14 +32,13 @@ constexpr double kCopyInstructions = 14;  // of 16 bytes of a box
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
   if (instance.any()) return {};
-  const Walk walk = MakeWalk(problem);
-  const Axis &rows = walk.axis[1], &columns = walk.axis[2];
-  if (rows.taps != instance.filter_rows || columns.taps != instance.filter_columns) {
+  if (problem.filter[1] != instance.filter_rows || problem.filter[2] != instance.filter_columns) {
     return Status::Unimplemented("expected a filter of " + std::to_string(instance.filter_rows) +
                                  "x" + std::to_string(instance.filter_columns) + ", got " +
-                                 std::to_string(rows.taps) + "x" + std::to_string(columns.taps));
+                                 std::to_string(problem.filter[1]) + "x" +
+                                 std::to_string(problem.filter[2]));
   }
-  return CheckStride(walk, instance.stride);
+  return CheckStride(problem, instance.stride);
 }
 
 // Pixels of a stage: of the box, and of wgrad's tile of dy.
@@ -72,23 +71,12 @@ Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu&
   Params best;
   for (int64_t across = 1; across <= kWarps; across *= 2) {
     Params shape = *params;
-    Axis &rows = shape.axis[1], &columns = shape.axis[2];
-    const int64_t row_taps = instance.any() ? 1 : rows.taps;
+    const Axis &rows = shape.axis[1], &columns = shape.axis[2];
     const int64_t tile_rows = kWarps / across * instance.rows;
     const int64_t tile_columns = across * instance.strip;
-    const int64_t box_rows = (tile_rows - 1) * rows.stride + (row_taps - 1) * rows.dilation + 1;
-    const int64_t box_columns =
-        (tile_columns - 1) * columns.stride + (columns.taps - 1) * int64_t{columns.dilation} + 1;
-    // Far beyond any shared memory: the products below stay within their types.
-    if (std::max(box_rows, box_columns) > INT16_MAX) continue;
+    const int64_t row_taps = instance.any() ? 1 : rows.taps;
+    if (!ShapeBox(tile_rows, tile_columns, row_taps, &shape)) continue;
     shape.blocks_across = static_cast<int32_t>(across);
-    rows.tile = static_cast<int32_t>(tile_rows);
-    columns.tile = static_cast<int32_t>(tile_columns);
-    rows.box = static_cast<int32_t>(box_rows);
-    columns.box = static_cast<int32_t>(box_columns);
-    rows.tiles = FastDivmod(CeilDiv(rows.out, tile_rows));
-    columns.tiles = FastDivmod(CeilDiv(columns.out, tile_columns));
-    shape.box_columns = FastDivmod(box_columns);
     const int64_t bytes = SharedBytes(instance, shape, width, wgrad);
     fewest_bytes = std::min(fewest_bytes, bytes);
     const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
@@ -96,7 +84,8 @@ Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu&
     // An output costs about as much as a pixel of the box.
     const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
                         columns.tiles.divisor *
-                        static_cast<double>(box_rows * box_columns + tile_rows * tile_columns);
+                        (static_cast<double>(rows.box) * columns.box +
+                         static_cast<double>(tile_rows * tile_columns));
     if (work >= least) continue;
     least = work;
     best = shape;
@@ -136,10 +125,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
   const bool wgrad = problem.op == Op::kWgrad;
-  const Walk walk = MakeWalk(problem);
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
-  DescribeOperands(problem, walk, kernel.dtype, &params);
+  DescribeOperands(problem, kernel.dtype, &params);
   const int64_t width = ByteWidth(kernel.dtype);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, width, wgrad, gpu, &params));
 
@@ -181,7 +169,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     launch->ctas = std::min<int64_t>(resident, params.items);
     const int64_t row_steps = instance.any() ? rows.taps : 1;
     const double steps =
-        static_cast<double>(params.axis[0].taps * row_steps) * static_cast<double>(walk.reduce);
+        static_cast<double>(params.axis[0].taps * row_steps) * static_cast<double>(params.reduce);
     warp_instructions = params.items * steps * kWarps * step;
   }
   launch->out_dtype = problem.output_dtype();

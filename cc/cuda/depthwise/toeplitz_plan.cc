@@ -5,9 +5,9 @@
 #include <memory>
 #include <string>
 
+#include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_tile.h"
-#include "cuda/depthwise/walk.h"
 
 namespace jaxconv::depthwise {
 namespace {
@@ -19,7 +19,7 @@ constexpr double kSharedBytesOfCycle = 128;
 constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
 
-Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance, const Walk& walk,
+Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance,
              const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
   if (problem.k != problem.c) {
@@ -31,11 +31,11 @@ Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance, const W
                                  std::to_string(problem.c));
   }
   const int64_t most = ToeplitzFilterColumns(instance.blocks);
-  if (walk.axis[2].taps > most) {
+  if (problem.filter[2] > most) {
     return Status::Unimplemented("expected a filter of at most " + std::to_string(most) +
-                                 " columns, got " + std::to_string(walk.axis[2].taps));
+                                 " columns, got " + std::to_string(problem.filter[2]));
   }
-  return CheckStride(walk, 1);
+  return CheckStride(problem, 1);
 }
 
 int64_t BandBytes(const ToeplitzInstance& instance, const Params& params) {
@@ -130,14 +130,13 @@ Status ShapeTile(const ToeplitzInstance& instance, const Gpu& gpu, Params* param
 Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                     int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const ToeplitzInstance*>(kernel.instance);
-  const Walk walk = MakeWalk(problem);
-  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, walk, problem));
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
   if (slices < 0 || slices > 1) {
     return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
   }
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
-  DescribeOperands(problem, walk, kernel.dtype, &params);
+  DescribeOperands(problem, kernel.dtype, &params);
   double cycles_of_image;
   JAXCONV_RETURN_IF_ERROR(
       ShapeTile(instance, gpu, &params, &launch->shared_bytes, &cycles_of_image));

@@ -27,10 +27,10 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/splitk_reduce.cuh"
-#include "cuda/depthwise/box.cuh"
 #include "cuda/depthwise/params.h"
 #include "cuda/ptx/cp_async.cuh"
 

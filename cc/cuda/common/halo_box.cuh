@@ -1,17 +1,17 @@
-// What the kernels of depthwise share: where a tile lies, and its box of the gathered tensor in shared
-// memory.
-#ifndef JAXCONV_CUDA_DEPTHWISE_BOX_CUH_
-#define JAXCONV_CUDA_DEPTHWISE_BOX_CUH_
+// Kernels that compute a tile of window positions from its box of the gathered tensor in shared memory:
+// where a tile lies, and how its box is copied. CTA b processes items b, b + gridDim.x, ...
+#ifndef JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
+#define JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 
 #include <cstdint>
 #include <cstring>
 
 #include "cuda/common/element.cuh"
-#include "cuda/depthwise/params.h"
+#include "cuda/common/halo_box.h"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
-namespace jaxconv::depthwise {
+namespace jaxconv {
 
 // A pixel of a box: 32 lanes of kVec channels. A warp reads neighbouring words, so that no layout of
 // the pixels has bank conflicts.
@@ -44,7 +44,7 @@ __device__ __forceinline__ void LoadLane(const unsigned char* pixel, float (&val
 struct TilePlace {
   int32_t depth, row, column, image, first_channel;
 
-  __device__ __forceinline__ TilePlace(const Params& params, int32_t index, int tile_channels) {
+  __device__ __forceinline__ TilePlace(const HaloParams& params, int32_t index, int tile_channels) {
     params.axis[2].tiles.Divmod(index, &index, &column);
     params.axis[1].tiles.Divmod(index, &index, &row);
     params.axis[0].tiles.Divmod(index, &index, &depth);
@@ -62,7 +62,7 @@ struct Step {
   int32_t depth_tap = 0, channel = 0, row_tap = 0;
 
   // False where all steps are done.
-  __device__ __forceinline__ bool Next(const Params& params, int32_t row_taps) {
+  __device__ __forceinline__ bool Next(const HaloParams& params, int32_t row_taps) {
     if (++row_tap < row_taps) return true;
     row_tap = 0;
     if (++channel < params.reduce) return true;
@@ -75,7 +75,7 @@ struct Step {
 struct Cursor {
   int32_t item;
   Step step;
-  __device__ __forceinline__ void Next(const Params& params, int32_t row_taps) {
+  __device__ __forceinline__ void Next(const HaloParams& params, int32_t row_taps) {
     if (step.Next(params, row_taps)) return;
     step = Step();
     item += gridDim.x;
@@ -93,7 +93,7 @@ __device__ __forceinline__ int32_t ElementAt(const Axis& axis, int32_t u) {
 // axis[2].box pixels each from the tile's first u, zeros where the gathered tensor has no element. P:
 // the pixels' layout.
 template <typename T, class P>
-__device__ __forceinline__ void FillBox(const Params& params, const TilePlace& tile,
+__device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlace& tile,
                                         const Step& step, int32_t first_box_row, int32_t box_rows,
                                         unsigned char* stage) {
   const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void FillBox(const Params& params, const TilePlace& t
       static_cast<const T*>(params.gathered) + (int64_t{tile.image} * depths.in + max(depth, 0)) *
                                                    rows.in * columns.in * params.gathered_channels;
   const int32_t pixels = box_rows * columns.box;
-  for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kThreads / P::kChunks) {
+  for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kHaloThreads / P::kChunks) {
     int32_t row, column;
     params.box_columns.Divmod(i, &row, &column);
     row = ElementAt(rows, first_row + row);
@@ -133,6 +133,6 @@ __device__ __forceinline__ void FillBox(const Params& params, const TilePlace& t
   }
 }
 
-}  // namespace jaxconv::depthwise
+}  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_DEPTHWISE_BOX_CUH_
+#endif  // JAXCONV_CUDA_COMMON_HALO_BOX_CUH_

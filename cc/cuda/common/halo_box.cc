@@ -1,0 +1,84 @@
+#include "cuda/common/halo_box.h"
+
+#include <algorithm>
+#include <string>
+
+namespace jaxconv {
+namespace {
+
+// Shared memory that the runtime keeps for each CTA.
+constexpr int64_t kReservedBytesOfCta = 1024;
+constexpr int64_t kMaxItems = int64_t{1} << 30;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+void DescribeAxes(const ConvProblem& problem, HaloParams* params) {
+  const bool dgrad = problem.op == Op::kDgrad;
+  for (int a = 0; a < 3; ++a) {
+    Axis& axis = params->axis[a];
+    axis.taps = static_cast<int32_t>(problem.filter[a]);
+    // One tap has no distance to the next.
+    axis.dilation = static_cast<int32_t>(problem.filter[a] > 1 ? problem.dilation[a] : 1);
+    axis.in = static_cast<int32_t>(dgrad ? problem.out[a] : problem.in[a]);
+    axis.out = static_cast<int32_t>(dgrad ? problem.in[a] : problem.out[a]);
+    axis.stride = static_cast<int32_t>(dgrad ? problem.lhs_dilation[a] : problem.stride[a]);
+    axis.in_dilation = FastDivmod(dgrad ? problem.stride[a] : problem.lhs_dilation[a]);
+    const int64_t reach = (problem.filter[a] - 1) * axis.dilation;
+    axis.pad = static_cast<int32_t>(dgrad ? reach - problem.pad_lo[a] : problem.pad_lo[a]);
+  }
+  params->axis[0].tiles = FastDivmod(params->axis[0].out);
+}
+
+Status CheckStride(const ConvProblem& problem, int64_t stride) {
+  HaloParams params;
+  DescribeAxes(problem, &params);
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  // An axis without extent, as of rank 1, may have any stride.
+  const bool strides = (rows.out == 1 || rows.stride == stride) && columns.stride == stride;
+  if (!strides || rows.dilation != 1 || columns.dilation != 1) {
+    return Status::Unimplemented("expected stride " + std::to_string(stride) + " and no dilation");
+  }
+  return {};
+}
+
+bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloParams* params) {
+  Axis &rows = params->axis[1], &columns = params->axis[2];
+  const int64_t box_rows = (tile_rows - 1) * rows.stride + (row_taps - 1) * rows.dilation + 1;
+  const int64_t box_columns =
+      (tile_columns - 1) * columns.stride + (columns.taps - 1) * int64_t{columns.dilation} + 1;
+  if (std::max(box_rows, box_columns) > INT16_MAX) return false;
+  rows.tile = static_cast<int32_t>(tile_rows);
+  columns.tile = static_cast<int32_t>(tile_columns);
+  rows.box = static_cast<int32_t>(box_rows);
+  columns.box = static_cast<int32_t>(box_columns);
+  rows.tiles = FastDivmod(CeilDiv(rows.out, tile_rows));
+  columns.tiles = FastDivmod(CeilDiv(columns.out, tile_columns));
+  params->box_columns = FastDivmod(box_columns);
+  return true;
+}
+
+Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params,
+                  int64_t* of_channels) {
+  const int64_t channel_tiles = CeilDiv(params->channels, tile_channels);
+  // wgrad's filters have CTAs of their own.
+  const int64_t images = (problem.op == Op::kWgrad ? 1 : problem.batch) * problem.n;
+  int64_t tiles = 1;
+  for (const Axis& axis : params->axis) tiles *= axis.tiles.divisor;
+  params->channel_tiles = FastDivmod(channel_tiles);
+  params->images = static_cast<int32_t>(images);
+  params->images_divmod = FastDivmod(problem.n);
+  *of_channels = images * tiles;
+  if (*of_channels * channel_tiles * problem.batch > kMaxItems) {
+    return Status::Unimplemented("more than 2^30 tiles");
+  }
+  return {};
+}
+
+int64_t CtasOfSm(int64_t most, int64_t shared_bytes, const Gpu& gpu) {
+  return std::min(most, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
+                            (shared_bytes + kReservedBytesOfCta));
+}
+
+}  // namespace jaxconv

@@ -1,0 +1,41 @@
+#include "cuda/depthwise/operands.h"
+
+#include <string>
+
+namespace jaxconv::depthwise {
+
+Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc && problem.op != Op::kWgrad;
+  if (problem.filter_layout != FilterLayout::kRsck && !krsc) {
+    return Status::Unimplemented(std::string("expected a filter stored as rsck") +
+                                 (problem.op == Op::kWgrad ? "" : " or krsc") + ", got " +
+                                 Name(problem.filter_layout));
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
+  if (problem.groups != problem.c) {
+    return Status::Unimplemented("expected one input channel in a group, got " +
+                                 std::to_string(problem.c_per_group()));
+  }
+  return {};
+}
+
+void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params) {
+  DescribeAxes(problem, params);
+  const bool dgrad = problem.op == Op::kDgrad;
+  const int64_t multiplier = problem.k / problem.c;
+  params->channels = static_cast<int32_t>(dgrad ? problem.c : problem.k);
+  params->gathered_channels = static_cast<int32_t>(dgrad ? problem.k : problem.c);
+  params->repeat = FastDivmod(dgrad ? 1 : multiplier);
+  params->reduce = static_cast<int32_t>(dgrad ? multiplier : 1);
+  params->vector = multiplier == 1 && problem.c * ByteWidth(dtype) % 16 == 0;
+  const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
+  params->tap_stride = static_cast<int32_t>(krsc ? 1 : problem.k);
+  params->channel_stride = static_cast<int32_t>(krsc ? problem.taps() : 1);
+  params->filter_stride = problem.taps() * problem.k;
+  params->filters = static_cast<int32_t>(problem.batch);
+  params->flip = dgrad;
+  params->out_is_f32 = problem.output_dtype() == DType::kF32;
+}
+
+}  // namespace jaxconv::depthwise

@@ -1,0 +1,28 @@
+// What the plans of depthwise share.
+#ifndef JAXCONV_CUDA_DEPTHWISE_OPERANDS_H_
+#define JAXCONV_CUDA_DEPTHWISE_OPERANDS_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/common/kernel.h"
+#include "cuda/depthwise/params.h"
+
+namespace jaxconv::depthwise {
+
+// The share of the DRAM's rate that predictions count with. An assumption: no GPU has run these
+// kernels yet, which are therefore chosen on request only.
+inline constexpr double kDramShare = 0.75;
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Refuses what no kernel of the family takes.
+Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
+
+// The fields that follow from the problem alone.
+void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params);
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_OPERANDS_H_
