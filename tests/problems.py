@@ -326,6 +326,22 @@ def _depthwise_problems() -> list[Problem]:
 # For kernels of depthwise convolutions only.
 DEPTHWISE = _depthwise_problems()
 
+# For kernels of groups of few channels only: 2 to 32 channels, tails of a tile of 64.
+SMALL_GROUPS = [
+    problem("groups_of_2", (9, 20), 3, c=40, k=40, groups=20, padding=1),
+    problem("groups_of_4", (17, 19), 3, c=72, k=72, groups=18, padding=1),
+    problem("groups_of_8_strided", (15, 16), 3, c=80, k=80, groups=10, stride=2, padding=1),
+    problem("groups_of_16", (7, 33), 3, c=144, k=144, groups=9, padding=((0, 2), (1, 1))),
+    problem("groups_of_32", (8, 12), 3, c=96, k=96, groups=3, padding=1),
+    problem("groups_of_32_strided", (11, 12), 3, n=1, c=64, k=64, groups=2, stride=2, padding=1),
+    problem("groups_pointwise", (6, 7), 1, c=64, k=64, groups=16),
+    problem("groups_5x7", (9, 10), (5, 7), c=24, k=24, groups=6, padding=(2, 3)),
+    problem("groups_dilated", (9, 10), 3, c=32, k=32, groups=4, padding=2, dilation=2),
+    problem("groups_1d", (50,), 9, c=64, k=64, groups=8, padding=((8, 0),)),
+    problem("groups_3d", (4, 6, 7), 3, n=1, c=16, k=16, groups=4, padding=1),
+    problem("groups_batched", (7, 8), 3, n=1, c=32, k=32, groups=8, padding=1, batch=2),
+]
+
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.
 BATCHED = [
     problem("batched", 8, 3, batch=3, n=1, c=8, k=8, padding=1),

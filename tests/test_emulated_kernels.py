@@ -34,7 +34,7 @@ import host_build
 from kernel_tables import INT8_FAMILIES, instances
 
 # Families of which every line of the table runs.
-WHOLE = ("depthwise", "winograd")
+WHOLE = ("block_diagonal", "depthwise", "winograd")
 
 DEPTHWISE = [
     problem("3x3", (9, 11), 3, c=72, k=72, groups=72, padding=1),
@@ -52,6 +52,22 @@ DEPTHWISE = [
 DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
 )
+
+# A tile has 64 channels: tails, and groups of 4 and 16, of 32 where a block has as many.
+BLOCK_DIAGONAL = {
+    16: [
+        problem("3x3", (9, 19), 3, c=72, k=72, groups=18, padding=1),
+        problem(
+            "strided", (9, 8), (3, 3), c=80, k=80, groups=5, padding=((0, 2), (1, 1)), stride=2
+        ),
+    ],
+    32: [
+        problem("3x3", (7, 20), 3, c=96, k=96, groups=3, padding=1),
+        problem("strided", (9, 8), (3, 3), c=64, k=64, groups=8, padding=1, stride=(1, 2)),
+    ],
+}
+# Two parts of a filter row.
+BLOCK_DIAGONAL_ANY = problem("any", (7, 9), (2, 6), c=24, k=24, groups=12, padding=2, dilation=2)
 
 WINOGRAD = [
     # Three k-blocks of 64 channels, the last of them of 8.
@@ -123,7 +139,8 @@ def lines_of(family: str) -> list[str]:
     for name, (of, _, _, *line) in host_build.forms().items():
         if of == family:
             lines.setdefault(tuple(line), []).append(name)
-    return [names[i % len(names)] for i, names in enumerate(lines.values())]
+    # From the front and from the back in turn: neighbouring lines differ in operation and type.
+    return [names[(-i if i % 2 else i) % len(names)] for i, names in enumerate(lines.values())]
 
 
 def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
@@ -136,6 +153,14 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
             yield p, ""
 
 
+def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
+    op, _, _, _, block, form = instance.split("_", 5)
+    for p in BLOCK_DIAGONAL[int(block.removesuffix("ch"))]:
+        yield p, " krsc" if op == "dgrad" else ""
+    if form != "3x3":
+        yield BLOCK_DIAGONAL_ANY, ""
+
+
 def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
     yield WINOGRAD_FEW if "_4x4_pkf_shmem_" in instance else WINOGRAD[0], ""
     if "_fused_row_" in instance:
@@ -146,11 +171,13 @@ def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
 
 def cases() -> Iterator[Case]:
     """Every case, in the order of the tables."""
-    for instance in [*lines_of("depthwise"), *lines_of("winograd"), *OTHERS]:
+    for instance in [*(name for family in WHOLE for name in lines_of(family)), *OTHERS]:
         family, op, dtype, *_ = host_build.forms()[instance]
         options: tuple[str, ...] = ()
         if family == "depthwise":
             chosen = problems_of_depthwise(instance)
+        elif family == "block_diagonal":
+            chosen = problems_of_block_diagonal(instance)
         elif family == "winograd":
             chosen = problems_of_winograd(instance)
             options = (f"tolerance={tolerance_of(instance)}",)
@@ -219,10 +246,11 @@ def test_every_device_kernel_is_emulated():
     missing = {(i.family, i.source) for i in instances()} - emulated
     assert not missing, f"no case in OTHERS runs {missing}"
     for family in WHOLE:
-        of_family = [c.instance.split("_") for c in CASES if f"_{family}_" in c.instance]
+        forms = [host_build.forms()[c.instance] for c in CASES]
+        of_family = [(op, dtype) for of, op, dtype, *_ in forms if of == family]
         tables = [i for i in instances() if i.family == family]
-        assert {name[0] for name in of_family} == {i.op for i in tables}
-        assert {name[2] for name in of_family} == {i.dtype for i in tables}
+        assert {op for op, _ in of_family} == {i.op for i in tables}
+        assert {dtype for _, dtype in of_family} == {i.dtype for i in tables}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.instance}-{c.name}")

@@ -10,11 +10,22 @@ import kernel_tables
 import numpy as np
 import pytest
 from numerics import TOGETHER, exact_operands, excess, into_poison, tolerance_of
-from problems import DEPTHWISE, DTYPES, LAYOUTS, PROBLEMS, REPRESENTATIVE, Problem
+from problems import (
+    DEPTHWISE,
+    DTYPES,
+    LAYOUTS,
+    PROBLEMS,
+    REPRESENTATIVE,
+    SMALL_GROUPS,
+    Problem,
+)
 
 from jaxconv._src import native
 from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op
+
+# Problems for the kernels of one family.
+OF_FAMILY = {"depthwise": DEPTHWISE, "block_diagonal": SMALL_GROUPS}
 
 # A kernel that takes fewer of the problems than this would pass the test below by refusing.
 LEAST_ACCEPTED = 4
@@ -53,7 +64,8 @@ def test_exact_or_refused(platform_name, instance):
     op = Op(instance.split("_")[0])
     device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform_name])[0]
     failures, calls = [], []
-    for problem in PROBLEMS + DEPTHWISE * ("_depthwise_" in instance):
+    own = (found for family, found in OF_FAMILY.items() if f"_{family}_" in instance)
+    for problem in [*PROBLEMS, *next(own, [])]:
         for dtype, (operand, result) in DTYPES.items():
             for layout in LAYOUTS if problem in REPRESENTATIVE else ("last", "krsc"):
                 spec = problem.spec(algorithm=instance, layout=layout)

@@ -27,8 +27,9 @@ TILES = 3 * SMS + 10
 FEW_CTAS = 5  # of few_channels on an SM, at most; with 48 columns of dgrad's z, 2
 
 INSTANCES = kernel_tables.instances()
+HALO_BOX = ("depthwise", "block_diagonal")  # families of common/halo_box.cuh
 PERSISTENT = [
-    each for each in INSTANCES if each.family in ("igemm_wgmma", "few_channels", "depthwise")
+    each for each in INSTANCES if each.family in ("igemm_wgmma", "few_channels", *HALO_BOX)
 ]
 
 
@@ -213,11 +214,28 @@ def depthwise_problems(each: Instance) -> list[Problem]:
     return problems
 
 
+def block_diagonal_problems(each: Instance) -> list[Problem]:
+    """Five tiles of 64 channels, and maps of at least six tiles of 256 positions."""
+    block = int(each.variant.split("ch_")[0])
+    make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
+    problems = [
+        make("3x3", (35, 45), 3, groups=37, padding=1),
+        make("strided", (69, 89), 3, groups=37, stride=2, padding=1),
+    ]
+    if block == 32:
+        problems.append(make("wide", (35, 45), 3, c=288, k=288, groups=9, padding=1))
+    if not each.variant.endswith("_3x3"):
+        problems.append(make("long", (35, 45), (2, 5), groups=148, padding=((0, 1), (2, 2))))
+    return problems
+
+
 def steady_problems(each: Instance) -> list[Problem]:
     if each.family == "few_channels":
         return few_channels_problems(each)
     if each.family == "depthwise":
         return depthwise_problems(each)
+    if each.family == "block_diagonal":
+        return block_diagonal_problems(each)
     return wgrad_problems(each) if each.op == "wgrad" else gather_problems(each)
 
 
@@ -230,8 +248,8 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
     if each.family == "few_channels":
         return problem("split", (90, 61), 3, c=3, k=72, padding=1), range(9, 6, -1)
-    if each.family == "depthwise":
-        return depthwise_problems(each)[0], (31, 30, 29)
+    if each.family in HALO_BOX:
+        return steady_problems(each)[0], (31, 30, 29)
     if each.op == "wgrad":
         # 321 k-blocks of 64 pixels, 641 of 32: with these slices none is empty.
         return (
@@ -320,7 +338,7 @@ def test_three_tiles_a_cta(each):
 
 def unsplittable(each: Instance) -> bool:
     """Whether the kernel sums every output in one CTA."""
-    if each.family in ("igemm_simt", "few_channels", "depthwise"):
+    if each.family in ("igemm_simt", "few_channels", *HALO_BOX):
         return each.op != "wgrad"
     if each.family in (*kernel_tables.INT8_FAMILIES, "winograd"):
         return True
