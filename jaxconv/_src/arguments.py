@@ -14,8 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import canonical, compat, layouts
 from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
+from jaxconv._src.operand import array
 from jaxconv._src.spec import Op, Pairs, dilated_extent
-from jaxconv._src.winograd_filter import PreparedFilter
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -78,43 +78,18 @@ def checked_padding(
     in_spatial = tuple(x.shape[a] for a in lhs_spec[2:])
     filter_spatial = tuple(w.shape[a] for a in rhs_spec[2:])
     pairs = padding_pairs(padding, in_spatial, filter_spatial, stride, dilation)
-    for extent, ld, (lo, hi) in zip(in_spatial, lhs_dilation, pairs, strict=True):
+    for extent, ld, r, d, (lo, hi) in zip(
+        in_spatial, lhs_dilation, filter_spatial, dilation, pairs, strict=True
+    ):
         dilated = dilated_extent(extent, ld)
+        if isinstance(dilated, int) and max(dilated + lo + hi, dilated_extent(r, d)) >= 2**63:
+            raise ValueError(
+                f"padding: {(lo, hi)} around {dilated} elements, or the dilation {d} of {r} taps, "
+                "is more than 64 bits count"
+            )
         if dilated + lo + hi < 0:
             raise ValueError(f"padding: {(lo, hi)} crops more than {dilated}, all of {x_name}")
     return pairs
-
-
-def array(name: str, value: ArrayLike) -> jax.Array:
-    """An operand as an array of numbers.
-
-    Raises:
-        TypeError: ``value`` is none, and has no conversion to one.
-    """
-    if isinstance(value, PreparedFilter):
-        raise TypeError(
-            f"{name}: expected an array, got a filter prepared for {value.tile}; those are the "
-            "argument w of jaxconv.conv"
-        )
-    if isinstance(value, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"{name}: expected an array, got {value!r}, which has no values; jax.eval_shape, "
-            "jax.jit(...).lower and jaxconv.explain take such arguments of a function"
-        )
-    dtype = getattr(value, "dtype", None)
-    if dtype == jax.dtypes.float0:
-        raise TypeError(
-            f"{name}: expected numbers, got dtype float0 in shape {np.shape(value)}: JAX's gradient"
-            " with respect to integers"
-        )
-    try:
-        array = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        got = f"dtype {dtype}" if isinstance(value, np.ndarray) else repr(value)
-        raise TypeError(f"{name}: expected an array of numbers, got {got}: {error}") from error
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name}: expected an array of numbers, got dtype {array.dtype}")
-    return array
 
 
 def operands(
@@ -156,11 +131,18 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
     return number
 
 
+def _is_one(value: Any) -> bool:
+    """Whether an argument is one thing, and not a sequence or an array of some."""
+    return isinstance(value, str | bytes) or not (
+        isinstance(value, Sequence) or getattr(value, "ndim", 0)
+    )
+
+
 def per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     """An argument that is one integer, or one for each spatial axis."""
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name}: expected integers, got {value!r}")
-    if not isinstance(value, Sequence) and np.ndim(value) == 0:
+    if _is_one(value):
         return (integer(name, value),) * rank
     values = tuple(integer(name, v) for v in value)
     if len(values) != rank:
@@ -248,14 +230,14 @@ def padding_pairs(
             less, more = total // 2, total - total // 2
             pairs.append((less, more) if name == "SAME" else (more, less))
         return tuple(pairs)
-    if not isinstance(padding, Sequence) and np.ndim(padding) == 0:
+    if _is_one(padding):
         padding = (integer("padding", padding),) * rank
     entries = list(padding)
     if len(entries) != rank:
         raise ValueError(f"padding: expected {rank} entries, one per axis, got {padding!r}")
     pairs = []
     for entry in entries:
-        if np.ndim(entry) == 0:
+        if _is_one(entry):
             entry = (entry, entry)
         if len(entry) != 2:
             raise ValueError(f"padding: expected a pair (low, high), got {entry!r}")

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
+from jax._src import xla_metadata_lib as _xla_metadata_lib
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
+from jax.experimental import xla_metadata as _xla_metadata
 from jax.interpreters.mlir import ir as _ir
 
 # Turns every form of `precision` that jax.lax takes (None, names, enums, pairs), and the global
@@ -61,6 +64,20 @@ else:
 def is_traced(value) -> bool:
     """Whether a value is not known while tracing."""
     return isinstance(value, _core.Tracer)
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced: by jit, or by a transformation."""
+    return not _core.trace_state_clean()
+
+
+# Metadata that operations traced in a context keep until they are lowered.
+set_xla_metadata = _xla_metadata.set_xla_metadata
+
+
+def xla_metadata_in_force() -> dict[str, Any]:
+    """The metadata of the operation that is being traced or lowered."""
+    return _xla_metadata_lib.current_xla_metadata() or {}
 
 
 # Goes on with the next operation, in a callback of `walk`.

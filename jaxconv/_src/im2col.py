@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import compat
-from jaxconv._src.spec import ConvSpec, Op, Sizes
+from jaxconv._src.spec import ConvSpec, Op, Sizes, check_size, dilated_extent
 from jaxconv._src.xla import PRECISION
 
 OPS = frozenset(Op)
@@ -57,6 +57,15 @@ def columns(x: jax.Array, spec: ConvSpec) -> jax.Array:
     One axis at a time: the slices number the sum of the window's extents, not their product.
     """
     rank = spec.rank
+    padded = [
+        dilated_extent(extent, dilation) + lo + hi
+        for extent, dilation, (lo, hi) in zip(
+            spec.in_spatial, spec.lhs_dilation, spec.padding, strict=True
+        )
+    ]
+    check_size("padded input", (*padded, x.shape[0], x.shape[-1]), x.dtype)
+    windows = (x.shape[0], *spec.out_spatial, *spec.filter_spatial, x.shape[-1])
+    check_size("windows", windows, x.dtype)
     pads = [
         (lo, hi, dilation - 1)
         for (lo, hi), dilation in zip(spec.padding, spec.lhs_dilation, strict=True)

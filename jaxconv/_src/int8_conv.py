@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import arguments, compat, int8_layout
+from jaxconv._src import arguments, compat, int8_layout, operand
 from jaxconv._src.arguments import Padding
 from jaxconv._src.int8_layout import FEW, LAYOUTS, OUT_DTYPES, Packed, PackedFilter
 from jaxconv._src.int8_primitive import Int8Spec, bind, canonical_conv
@@ -289,11 +289,12 @@ def _out_zero_point(value: int, dtype: np.dtype) -> int:
 
 def _float32(name: str, value: ArrayLike, shapes: Sequence[tuple[int, ...]]) -> jax.Array:
     """A term of the epilogue: of one of these shapes, and finite where it is known."""
+    array = operand.array(name, value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: expected float32, got {array.dtype.name}")
     if not compat.is_traced(value) and not np.all(np.isfinite(np.asarray(value))):
         raise ValueError(f"{name}: expected finite numbers, got {_first_not_finite(value)}")
-    value = jnp.asarray(value)
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: expected float32, got {value.dtype.name}")
+    value = array
     if value.shape not in shapes:
         expected = " or ".join(str(shape) if shape else "a scalar" for shape in shapes)
         raise ValueError(f"{name}: expected {expected}, got shape {value.shape}")

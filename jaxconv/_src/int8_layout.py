@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxconv._src import operand
+
 # Channels that lie side by side in NCHW32, and the multiple of bytes in a packed filter's row.
 BLOCK = 32
 # An image of at most this many channels is padded to so many: it lies the same in both layouts.
@@ -113,7 +115,7 @@ def array_of(name: str, array: ArrayLike, *dtypes: type) -> jax.Array:
     names = " or ".join(dtype.name for dtype in expected)
     if isinstance(array, (Packed, PackedFilter)):
         raise TypeError(f"{name}: expected a {names} array, got a {type(array).__name__}")
-    array = jnp.asarray(array)
+    array = operand.array(name, array)
     if array.dtype not in expected:
         raise TypeError(f"{name}: expected {names}, got {array.dtype.name}")
     return array

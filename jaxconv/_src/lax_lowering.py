@@ -201,7 +201,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     """Lowers a lax convolution: through our primitives, or by ``original``, lax's own rule."""
     (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     is_complex = np.issubdtype(out_aval.dtype, np.complexfloating)
-    algorithm = lowering.override_in_force.value
+    algorithm = lowering.algorithms_of_lax()
     if is_complex or not (algorithm or record.wanted()):
         return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
 
@@ -260,7 +260,7 @@ _registered: set[str] = set()
 
 
 def register() -> None:
-    """Puts the rule in place for good; it asks ``override_in_force`` each time it is used."""
+    """Puts the rule in place for good; it asks ``algorithms_of_lax`` each time it is used."""
     with _registering:
         for platform in set(lowering.PLATFORMS) - _registered:
             original = compat.lowering_rule(lax.conv_general_dilated_p, platform)

@@ -15,7 +15,17 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jaxconv._src import exact, im2col, int8_lax, native, partition, record, winograd_jax, xla
+from jaxconv._src import (
+    compat,
+    exact,
+    im2col,
+    int8_lax,
+    native,
+    partition,
+    record,
+    winograd_jax,
+    xla,
+)
 from jaxconv._src.spec import (
     DTYPE_NAMES,
     EXPLICIT_GROWTH,
@@ -57,7 +67,32 @@ CROPPED = "negative padding crops the whole input"
 # under one value is reused under another.
 override_in_force = jax.make_user_context(None)
 
+# The same for what is traced within an override: JAX keeps XLA metadata of an operation with it,
+# from its tracing to its lowering, and gives it to its derivatives. "off" leaves them to lax.
+_MARK, _OFF = "jaxconv_override", "off"
+
 _log = logging.getLogger("jaxconv")
+
+
+def marked(algorithms: tuple[str, str, str] | None):
+    """A context in which traced convolutions of lax are to be computed by these algorithms."""
+    return compat.set_xla_metadata(**{_MARK: ",".join(algorithms) if algorithms else _OFF})
+
+
+def algorithms_of_lax() -> tuple[str, ...] | None:
+    """By what the convolution of lax that is being lowered is computed, or None: by lax."""
+    mark = compat.xla_metadata_in_force().get(_MARK)
+    if mark is None:
+        return override_in_force.value
+    return None if mark == _OFF else tuple(mark.split(","))
+
+
+@contextlib.contextmanager
+def left_to_lax():
+    """A context in which convolutions of lax that are traced and lowered stay lax's."""
+    mark = marked(None) if _MARK in compat.xla_metadata_in_force() else contextlib.nullcontext()
+    with override_in_force(None), mark:
+        yield
 
 
 def call_target(op: Op) -> str:
@@ -399,5 +434,5 @@ def lower_to_xla(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype, 
     # XLA's partitioner comes here in a thread of its own, without the caller's `enable_x64`.
     known = jax.dtypes.canonicalize_dtype(out_dtype) == out_dtype
     wide = contextlib.nullcontext() if known else jax.enable_x64(True)
-    with override_in_force(None), record.paused(), wide:
+    with left_to_lax(), record.paused(), wide:
         return mlir.lower_fun(convolve, multiple_results=False)(ctx, lhs, rhs)

@@ -144,11 +144,21 @@ class Platform:
         return self.module.kernels()
 
 
+_NOT_BUILT = {
+    "cpu": "this installation has no CPU kernels (they are built on Linux x86-64)",
+    "cuda": "this installation has no CUDA kernels; build it with nvcc and JAXCONV_CUDA=ON",
+}
+
+
 @functools.cache
 def load(name: str) -> Platform | Refusal:
     """The platform's kernels, or the reason why this process has none."""
     try:
         return Platform(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("_jaxconv", f"_jaxconv.{name}"):
+            return Refusal(f"jaxconv[{name}]", f"{type(error).__name__}: {error}")
+        return Refusal(f"jaxconv[{name}]", _NOT_BUILT[name])
     except (ImportError, OSError, importlib.metadata.PackageNotFoundError) as error:
         return Refusal(f"jaxconv[{name}]", f"{type(error).__name__}: {error}")
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import numpy as np
 
 from jaxconv._src import arguments, compat, lax_lowering, lowering
 from jaxconv._src.arguments import Algorithm
@@ -13,6 +17,8 @@ from jaxconv._src.spec import Op
 # The global value, of which JAX tells only what it is in this thread.
 _global: tuple[str, str, str] | None = None
 _changing = threading.Lock()
+
+_Function = TypeVar("_Function", bound=Callable)
 
 
 def _set_global(algorithms: tuple[str, str, str] | None) -> tuple[str, str, str] | None:
@@ -98,29 +104,83 @@ def installed() -> dict[str, str] | None:
         "auto"}``, under ``install`` and under this thread's ``override``; None where they are lax's
         own.
     """
-    algorithms = lowering.override_in_force.value
+    algorithms = lowering.algorithms_of_lax()
     return None if algorithms is None else _by_direction(algorithms)
 
 
-@contextlib.contextmanager
-def override(enabled: bool = True, *, algorithm: Algorithm = "auto") -> Iterator[None]:
-    """Like ``install``, for the calling thread and the body of a ``with`` statement.
+@overload
+def override(enabled: bool = True, *, algorithm: Algorithm = "auto") -> Override: ...
+
+
+@overload
+def override(enabled: _Function) -> _Function: ...
+
+
+def override(enabled: bool | Callable = True, *, algorithm: Algorithm = "auto") -> Any:
+    """Like ``install``, for the calling thread and the body of a ``with`` statement, or a function.
 
         with jaxconv.override():
             y = model(x)
 
-    What counts is where a function is called (or lowered), not where it was defined or wrapped in
-    ``jit``. Nests, and the innermost counts: ``override(False)`` leaves convolutions to XLA inside
-    an installed program.
+        @jaxconv.override(algorithm="native")
+        def step(params, batch): ...
+
+    Inside a function that JAX traces, the convolutions that are traced meanwhile go to our kernels,
+    and so do their gradients. Elsewhere what counts is where a function is called (or lowered), not
+    where it was defined or wrapped in ``jit``. Nests, and the innermost counts: ``override(False)``
+    leaves convolutions to XLA inside an installed program, and what a traced function says counts
+    more than what its caller says.
 
     Args:
-        enabled: whether lax convolutions go to our kernels meanwhile.
+        enabled: whether lax convolutions go to our kernels meanwhile. Or the function to decorate,
+            as ``@jaxconv.override`` without parentheses has it.
         algorithm: as in ``install``.
 
     Raises:
-        TypeError, ValueError: there is no such algorithm.
+        TypeError, ValueError: there is no such algorithm, or ``enabled`` is none of these.
     """
-    algorithms = arguments.algorithms(algorithm)
-    lax_lowering.register()
-    with lowering.override_in_force(algorithms if enabled else None):
-        yield
+    if isinstance(enabled, bool | np.bool_):
+        return Override(bool(enabled), algorithm)
+    if callable(enabled) and not isinstance(enabled, type):
+        return Override(True, algorithm)(enabled)
+    hint = f"; an algorithm is override(algorithm={enabled!r})" if isinstance(enabled, str) else ""
+    raise TypeError(f"enabled: expected True or False, got {enabled!r}{hint}")
+
+
+class Override(contextlib.AbstractContextManager):
+    """What ``override`` returns: a context manager, and a decorator of functions.
+
+    May be entered again, also within itself, by any thread.
+    """
+
+    def __init__(self, enabled: bool, algorithm: Algorithm):
+        algorithms = arguments.algorithms(algorithm)
+        lax_lowering.register()
+        self._algorithms = algorithms if enabled else None
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lowering.override_in_force(self._algorithms))
+            if compat.is_tracing():  # the program is lowered later, when this one has exited
+                stack.enter_context(lowering.marked(self._algorithms))
+            self._entered.__dict__.setdefault("stacks", []).append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.stacks.pop().__exit__(*error)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorates a function: its calls, and where it is jitted its ``lower``, are overridden."""
+
+        def within(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def overridden(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return function(*args, **kwargs)
+
+            return overridden
+
+        decorated: Any = within(function)
+        if callable(lower := getattr(function, "lower", None)):
+            decorated.lower = within(lower)
+        return decorated

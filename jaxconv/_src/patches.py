@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import arguments, im2col
+from jaxconv._src import arguments, im2col, operand
 from jaxconv._src.spec import ConvSpec
 
 
@@ -33,7 +33,7 @@ def _windows(
     rank = lhs.ndim - 2
     if rank < 0:
         raise ValueError(f"lhs: expected at least 2 dimensions, got shape {lhs.shape}")
-    window = arguments.per_axis("filter_shape", tuple(filter_shape), rank)
+    window = arguments.per_axis("filter_shape", filter_shape, rank)
     if any(r < 1 for r in window):
         raise ValueError(f"filter_shape: expected at least 1 on every axis, got {window}")
     try:
@@ -112,7 +112,7 @@ def conv_general_dilated_patches(
     Raises:
         TypeError, ValueError: as ``conv_general_dilated``.
     """
-    lhs = arguments.array("lhs", lhs)
+    lhs = operand.array("lhs", lhs)
     arguments.precision(precision)
     windows, numbers = _windows(
         lhs, filter_shape, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxconv._src import compat, lowering, partition
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.spec import ConvSpec, Op, check_size
 
 PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
 conv_fprop_p, conv_dgrad_p, conv_wgrad_p = PRIMITIVES.values()
@@ -35,8 +35,11 @@ def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.d
     wider dtype and the result is rounded once, as lax does.
 
     Raises:
-        ValueError: the algorithm that ``spec`` demands does not take this problem.
+        ValueError: the algorithm that ``spec`` demands does not take this problem, or the result
+            has more bytes than 64 bits count.
     """
+    out_shape = spec.shape(op.roles[2], spec.sizes(op, lhs.shape, rhs.shape))
+    check_size("result", out_shape, out_dtype)
     common = compat.wider_dtype(lhs.dtype, rhs.dtype)
     lhs, rhs = (a if a.dtype == common else lax.convert_element_type(a, common) for a in (lhs, rhs))
     kernel_dtype = compat.wider_dtype(common, out_dtype)

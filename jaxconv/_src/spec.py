@@ -56,6 +56,18 @@ def output_extent(
     return max(0, (padded - dilated_extent(window, dilation)) // stride + 1)
 
 
+def check_size(name: str, shape: Sequence[int], dtype: np.dtype) -> None:
+    """Refuses an array for whose size XLA (jaxlib 0.10.2) ends the process.
+
+    Raises:
+        ValueError: it has more bytes than 63 bits count.
+    """
+    if all(isinstance(extent, int) for extent in shape):
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if max((size, *shape)) >= 2**63:
+            raise ValueError(f"{name}: the shape {tuple(shape)} has {size:.2g} bytes")
+
+
 def fitting_padding(
     lows: Sequence[int],
     inputs: Sequence[int],
