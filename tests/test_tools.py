@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxconv import doctor
-from jaxconv._src import native
+from jaxconv._src import native, winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
 from jaxconv.bench import environment, layers, networks, progress, regret
@@ -109,6 +109,41 @@ def test_random_layers_are_the_same_for_a_seed_and_dense():
     for text, layer in drawn.items():
         assert layers.parse(text) == layer
         assert layer.groups == 1 and layer.c % 8 == layer.k % 8 == 0
+
+
+def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch, native_cpu):
+    """The set "winograd", its smallest layer made smaller: rows, and the table by problem."""
+    monkeypatch.setitem(layers.LAYERS, "seed_224", layers.parse("1,8,8,8,8,3,3,1,1"))
+    tiles = {name: winograd_jax.TILES[name] for name in ("f2x2", "f4x3")}
+    monkeypatch.setattr(winograd_jax, "TILES", tiles)
+    out = tmp_path / "rows.json"
+    arguments = ["--set", "winograd", "--name", "seed_224", "--dtype", "bf16", "--reps", "1"]
+    assert bench.main([*arguments, "--seconds", "0", "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    direct, *variants = rows
+    assert direct["algorithm"] == "native" and "_winograd_" not in direct["kernel"]
+    assert direct["lax"]["median_s"] > 0
+    for tile in ("2x2", "4x3"):
+        of_tile = [row for row in variants if f"_bf16_{tile}_" in row["kernel"]]
+        assert {row["prepared"] for row in of_tile} == {False, True}
+    for row in rows:
+        assert not row["wrong"] and row["op"] == "fprop" and row["jaxconv"]["median_s"] > 0
+        # The fastest first, with its ratios to the direct kernel and to lax.
+        name = re.escape(row["kernel"]) + (" prepared" if row["prepared"] else "")
+        assert re.search(rf"^  {name} +[\d.]+ +[\d.]+x +[\d.]+x ", said, re.MULTILINE), name
+    (name,) = (n for n, s in layers.SETS.items() if s.variants)
+    drawn = list(layers.SETS[name].layers())
+    assert {layer.n for n, layer in drawn if n == "sdxl_64"} == {4, 8, 32}
+    assert {layer.n for n, layer in drawn if n == "seed_960"} == {1}
+
+
+def test_a_variant_that_is_wrong_is_found():
+    layer = layers.parse("1,8,8,8,8,3,3,1,1")
+    direct = Problem("a", layer, Op.FPROP, "bf16", algorithm="native")
+    f4x4 = Problem("a", layer, Op.FPROP, "bf16", algorithm="winograd_f4x4", variant=True)
+    f6x6 = Problem("a", layer, Op.FPROP, "bf16", algorithm="winograd_f6x6", variant=True)
+    assert direct.bound <= f4x4.bound < f6x6.bound < 0.02
 
 
 def test_bench_as_a_program(tmp_path):

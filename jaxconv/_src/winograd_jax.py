@@ -105,6 +105,12 @@ def name_of(tile: Tile) -> str:
     return next(name for name, each in TILES.items() if each == tile)
 
 
+def tile_named(algorithm: str) -> str:
+    """The tile in the name of an algorithm or an instance, such as "f4x4"; or ""."""
+    found = re.search(r"winograd_(?:\w+?_)??f?(\dx\d)(?:_|$)", algorithm)
+    return f"f{found[1]}" if found else ""
+
+
 def tile_of(op: Op, spec: ConvSpec) -> Tile:
     """The tile that the algorithm's name says; for the family the one of fewest multiplications.
 
@@ -152,6 +158,19 @@ _RMS_ERROR = {
     "f32": {"2x2": 5.6e-7, "2x3": 4.2e-7, "4x3": 8.8e-7, "4x4": 2.3e-6, "6x6": 6.8e-6},
     "tf32": {"2x2": 4.1e-4, "2x3": 2.8e-4, "4x3": 6.1e-4, "4x4": 1.7e-3, "6x6": 5.0e-3},
 }
+
+
+def largest_rms_error(operands: str, tile: str, precision: str) -> float:
+    """An error that results stay below on every platform; 0 of no tile.
+
+    Args:
+        operands: "f16", "bf16" or "f32".
+        tile: as ``tile_named`` returns it; of a tile without a stated error, F(m x m)'s.
+        precision: of float32 operands.
+    """
+    operands = "tf32" if (operands, precision) == ("f32", "default") else operands
+    stated = _RMS_ERROR[operands]
+    return stated.get(tile[1:], stated[f"{tile[1]}x{tile[1]}"]) if tile else 0.0
 
 
 def rms_error(instance: str, platform: str, precision: str) -> float | None:

@@ -126,6 +126,25 @@ def select(
         return lowering.refused(str(error)), key
 
 
+def choose(
+    platform: str, spec: ConvSpec, prepared: PreparedFilter, sizes: Sizes, out_dtype: np.dtype
+) -> tuple[native.Selection, str]:
+    """``select``, and the form in JAX where no kernel takes the problem.
+
+    Raises:
+        ValueError: an instance is demanded that does not take it.
+    """
+    chosen, key = select(platform, spec, prepared, sizes, out_dtype)
+    algorithm = spec.algorithm_of(Op.FPROP)
+    if chosen.instance is None and algorithm not in winograd_jax.ALGORITHMS:
+        raise ValueError(f"algorithm {algorithm!r}: {lowering.reasons(chosen.refusals)}")
+    if chosen.instance is None and not sizes.empty:
+        name = winograd_jax.instance(Op.FPROP, spec, prepared.dtype)
+        memory = winograd_jax.workspace_bytes(Op.FPROP, spec, sizes, prepared.dtype)
+        chosen = native.Selection(name, memory, in_jax=True)
+    return chosen, key
+
+
 # --- the primitive --------------------------------------------------------------------------------
 
 conv_prepared_p = Primitive("jaxconv_prepared")
@@ -201,14 +220,7 @@ def _lower(platform: str, ctx, x, data, **params):
     """Lowers to one custom call on the chosen instance, or to XLA's operations."""
     spec, prepared, out_dtype = (params[name] for name in ("spec", "prepared", "out_dtype"))
     sizes = _sizes(spec, prepared, ctx.avals_in[0].shape)
-    chosen, key = select(platform, spec, prepared, sizes, out_dtype)
-    algorithm = spec.algorithm_of(Op.FPROP)
-    if chosen.instance is None and algorithm not in winograd_jax.ALGORITHMS:
-        raise ValueError(f"algorithm {algorithm!r}: {lowering.reasons(chosen.refusals)}")
-    if chosen.instance is None and not sizes.empty:
-        name = winograd_jax.instance(Op.FPROP, spec, prepared.dtype)
-        memory = winograd_jax.workspace_bytes(Op.FPROP, spec, sizes, prepared.dtype)
-        chosen = native.Selection(name, memory, in_jax=True)
+    chosen, key = choose(platform, spec, prepared, sizes, out_dtype)
     recorded = functools.partial(
         record.emit, ctx, "fprop", key, spec.precision, platform, flops(spec, sizes), chosen
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import functools
 import os
@@ -18,6 +19,7 @@ from jaxconv.bench import (
     regret,
     report,
     requantized,
+    variants,
 )
 from jaxconv.bench.measure import measure
 from jaxconv.bench.networks import NETWORKS
@@ -44,6 +46,10 @@ every tensor once. "compile s" is a program of one convolution: trace, lower and
 lax; "temp MB" is its memory beside operands and result, jaxconv / lax, and / im2col with --peer
 im2col: the textbook's matrix of windows and XLA's matrix product. Exit status: 1 where a result is
 wrong, a kernel fails, or nothing could be measured.
+
+--set winograd has rows for every variant of Winograd beside the direct kernel (algorithm native)
+and lax, in fprop also with the filter prepared before, and ends with a table by problem.
+"direct/it" above 1 means that a variant takes less time than the direct kernel.
 
 --algorithm auto takes XLA's own convolution where it is predicted to be faster than every kernel;
 native takes it only where no kernel accepts the problem.
@@ -116,7 +122,7 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
     selections = [layers.SETS[name] for name in arguments.set or ()]
     if not selections and not arguments.layer and not arguments.random:
         selections = [layers.SETS["all"]]
-    named = [((name, layers.LAYERS[name]), s) for s in selections for name in s.names]
+    named = [(entry, s) for s in selections for entry in s.layers()]
     named += [(entry, None) for entry in arguments.layer]
     drawn = regret.random_layers(arguments.random, arguments.seed)
     named += [(entry, None) for entry in drawn.items()]
@@ -133,17 +139,22 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
         precision = arguments.precision or (chosen and chosen.precision) or "default"
         for dtype in arguments.dtype or usual:
             for op in Op:
-                wanted = not arguments.op or op.value in arguments.op
-                if not wanted or not requantized.possible(dtype, op, layer):
+                ops = arguments.op or (chosen and chosen.ops)
+                if (ops and op.value not in ops) or not requantized.possible(dtype, op, layer):
                     continue
                 level = precision if dtype == "f32" else "default"
                 problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
-                problems[problem] = None
+                if chosen and chosen.variants and arguments.algorithm == "auto":
+                    problem = dataclasses.replace(problem, algorithm="native")
+                    problems |= dict.fromkeys(variants.of(problem, platform))
+                else:
+                    problems[problem] = None
     return list(problems)
 
 
 def _label(problem: Problem) -> str:
-    return f"{problem.name} {problem.op.value} {problem.dtype_label}"
+    variant = f" {problem.algorithm}{' prepared' * problem.prepared}" if problem.variant else ""
+    return f"{problem.name} {problem.op.value} {problem.dtype_label}{variant}"
 
 
 def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) -> list[Row]:
@@ -228,6 +239,9 @@ def main(argv: Sequence[str]) -> int:
         print("\n" + regret.summary(regrets))
         return 0 if regrets else 1
     rows = _run(problems, arguments, platform)
+    by_problem = variants.summary(rows)
+    if by_problem:
+        print("\n".join(by_problem))
     lines = report.summary(rows, arguments.peer)
     if arguments.json:
         ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]

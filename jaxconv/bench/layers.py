@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -180,12 +181,31 @@ LAYERS: dict[str, Layer] = {
 
 
 class LayerSet(NamedTuple):
-    """Names of layers, with the dtypes and precision at which they are meant to be measured."""
+    """Names of layers, and how they are meant to be measured.
+
+    Attributes:
+        about: in a few words.
+        names: of ``LAYERS``.
+        dtypes, precision: by default one for the platform.
+        ops: operations; () stands for all.
+        batches: numbers of images, of layers that have several; () stands for the layer's own.
+        variants: every variant of Winograd in rows of its own (``variants``).
+    """
 
     about: str
     names: tuple[str, ...]
     dtypes: tuple[str, ...] = ()
     precision: str | None = None
+    ops: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+    variants: bool = False
+
+    def layers(self) -> Iterator[tuple[str, Layer]]:
+        """Every layer with its name, in all batches."""
+        for name in self.names:
+            layer = LAYERS[name]
+            for n in self.batches if layer.n > 1 and self.batches else (layer.n,):
+                yield name, dataclasses.replace(layer, n=n)
 
 
 def _starting(*prefixes: str) -> tuple[str, ...]:
@@ -205,11 +225,15 @@ SETS: dict[str, LayerSet] = {
         "depthwise and grouped layers", ("convnext_dw", "mobile_dw", "resnext_g32", "replknet_dw31")
     ),
     "winograd": LayerSet(
-        "dense 3x3 layers of stride 1 on maps of at least 28x28",
+        "dense 3x3 layers, by every variant of Winograd beside the direct kernel",
         (
-            *("r50_56_3x3", "r50_28_3x3", "vgg_112", "vgg_28", "seed_224", "seed_480", "seed_960"),
-            *("unet_64", "vae_512", "sdxl_128", "sdxl_64", "sdxl_32"),
+            *("vgg_112", "unet_64", "sdxl_64", "vgg_28", "sdxl_32"),
+            *("seed_224", "seed_480", "seed_960"),
         ),
+        dtypes=("f16", "bf16"),
+        ops=("fprop",),
+        batches=(4, 8, 32),
+        variants=True,
     ),
     "highest": LayerSet(
         "float32 at Precision.HIGHEST",

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxconv._src import winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench.layers import Layer
 
@@ -49,6 +50,8 @@ class Problem:
     dtype: str
     precision: str = "default"
     algorithm: str = "auto"
+    variant: bool = False  # measured alone, beside the row of another algorithm
+    prepared: bool = False  # the filter is transformed for Winograd before the measurement
 
     @property
     def operand_dtype(self) -> np.dtype:
@@ -77,7 +80,10 @@ class Problem:
     def bound(self) -> float:
         """The largest accepted relative error."""
         precision = self.precision if self.dtype == "f32" else None
-        return _BOUNDS[self.dtype, precision]
+        bound, tile = _BOUNDS[self.dtype, precision], winograd_jax.tile_named(self.algorithm)
+        if not tile:
+            return bound
+        return max(bound, 2 * winograd_jax.largest_rms_error(self.dtype, tile, self.precision))
 
     @property
     def dtype_label(self) -> str:
@@ -139,8 +145,8 @@ class Row:
     def other_kernel_ran(self) -> bool:
         """True where the program was traced and no kernel of the selected instance is in it."""
         kernels = self.sides["jaxconv"].kernels
-        # The textbook's matrix product is XLA's, under a name of its own.
-        named = self.kernel not in ("XLA", "?") and not self.kernel.endswith("_im2col")
+        # Algorithms in JAX are XLA's operations, under names of XLA's.
+        named = self.kernel not in ("XLA", "?") and not self.kernel.endswith(("_im2col", "_jax"))
         return bool(kernels) and named and not any(self.kernel in kernel for kernel in kernels)
 
     def ratio(self, peer: str = "lax") -> float | None:
@@ -164,6 +170,7 @@ class Row:
             "dtype": problem.dtype,
             "precision": problem.precision,
             "algorithm": problem.algorithm,
+            "prepared": problem.prepared,
             "kernel": self.kernel,
             "reason": self.reason,
             "wrong": self.wrong,

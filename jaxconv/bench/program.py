@@ -16,7 +16,7 @@ from jax import lax
 import jaxconv
 from jaxconv._src import lowering, native
 from jaxconv._src.spec import Op
-from jaxconv.bench import requantized
+from jaxconv.bench import requantized, variants
 from jaxconv.bench.problem import Library, Problem
 
 Convolution = Callable[..., jax.Array]
@@ -72,11 +72,15 @@ def libraries(problem: Problem, im2col: bool = False) -> dict[str, Library]:
     if problem.requantized:
         sums = operation(problem, lax.conv_general_dilated)
         return {"jaxconv": requantized.ours(problem), "lax": requantized.requantize_by_xla(sums)}
+    if problem.prepared:
+        return {"jaxconv": variants.library(problem)}
     compared = {
         "jaxconv": functools.partial(ours, algorithm=problem.algorithm),
         "lax": lax.conv_general_dilated,
     }
-    if im2col:
+    if problem.variant:
+        compared.pop("lax")
+    elif im2col:
         compared["im2col"] = functools.partial(ours, algorithm="im2col")
     return {name: Library(operation(problem, each)) for name, each in compared.items()}
 
@@ -121,6 +125,8 @@ def selection(problem: Problem, platform: str) -> native.Selection:
     """
     if problem.requantized:
         return requantized.selection(problem, platform)
+    if problem.prepared:
+        return variants.selection(problem, platform)
     layer = problem.layer
     spec = layer.spec(problem.precision, problem.algorithm)
     dtypes = problem.operand_dtype, problem.out_dtype
@@ -139,6 +145,8 @@ def kernel_of(
         chosen = selection(problem, platform)
     except ValueError as error:
         return "XLA", str(error)
+    if chosen.in_jax:
+        return chosen.instance, ""
     if chosen.instance:
         return "XLA", f"{chosen.instance} was selected, but is not in the compiled program"
     return "XLA", "; ".join(f"{kernel}: {reason}" for kernel, reason in chosen.refusals)

@@ -54,7 +54,7 @@ class Table:
         memory = [side.temporary_bytes if side else None for side in measured]
         compile_times = [side.compile_s if side else None for side in (ours, lax)]
         ratios = [row.ratio(peer) for peer in ("lax", *self.peers)]
-        kernel = row.kernel
+        kernel = row.kernel + " prepared" * problem.prepared
         if row.wrong:
             kernel = f"WRONG {kernel}" if ours.error is not None else "FAILED"
         elif row.refused:
@@ -172,6 +172,8 @@ def plot(rows: Sequence[Row], path: str, environment: dict[str, str]) -> None:
     from matplotlib.figure import Figure
 
     several_dtypes = len({row.problem.dtype_label for row in rows}) > 1
+
+    rows = [row for row in rows if not row.problem.variant]
 
     def label(row: Row) -> str:
         suffix = f"  {row.problem.dtype_label}" if several_dtypes else ""

@@ -1,0 +1,142 @@
+"""The set "winograd": every variant of Winograd beside the direct kernel and lax.
+
+A variant is a CUDA kernel instance of the family or, where none takes the problem with a tile, the
+form in JAX; in fprop each also with a filter that is prepared ahead of the calls. Variants are
+measured alone: lax and the direct kernel stand in the row before them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+
+import jaxconv
+from jaxconv import winograd
+from jaxconv._src import lowering, native, winograd_jax, winograd_prepared
+from jaxconv._src.spec import Op
+from jaxconv._src.winograd_filter import PreparedFilter
+from jaxconv.bench.problem import Library, Problem, Row
+
+
+def of(problem: Problem, platform: str) -> Iterator[Problem]:
+    """The problem computed directly, and by every variant that takes it.
+
+    Args:
+        problem: by the algorithm that is meant by "direct".
+        platform: "cpu" or "cuda"; any other has the forms in JAX alone.
+    """
+    yield problem
+    layer, op = problem.layer, problem.op
+    if op not in winograd_jax.OPS:
+        return
+    dtypes = problem.operand_dtype, problem.out_dtype
+    short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}[dtypes[0].name]
+    kernels = native.load(platform) if platform in native.PLATFORMS else None
+    names = kernels.kernels() if isinstance(kernels, native.Platform) else []
+    taken = []
+    for name in names:
+        if name.startswith(f"{op.value}_winograd_{short}_"):
+            spec = layer.spec(problem.precision, name)
+            if lowering.select(platform, op, spec, layer.sizes, *dtypes)[0].instance:
+                taken.append(name)
+    for tile in winograd_jax.TILES:
+        spec = layer.spec(problem.precision, f"winograd_{tile}")
+        in_a_kernel = any(winograd_jax.tile_named(name) == tile for name in taken)
+        if not in_a_kernel and not winograd_jax.refusal(op, spec, layer.sizes, dtypes[0]):
+            taken.append(f"winograd_{tile}")
+    for name in taken:
+        variant = dataclasses.replace(problem, algorithm=name, variant=True)
+        yield variant
+        if op is Op.FPROP and winograd_jax.tile_named(name) in winograd_jax.TILES:
+            yield dataclasses.replace(variant, prepared=True)
+
+
+def library(problem: Problem) -> Library:
+    """``jaxconv.conv`` on a prepared filter, which is made before the measurement."""
+    layer, tile = problem.layer, winograd_jax.tile_named(problem.algorithm)
+
+    @jax.jit
+    def prepare(x: jax.Array, w: jax.Array) -> tuple[jax.Array, PreparedFilter]:
+        return x, winograd.prepare(w, tile, groups=layer.groups)
+
+    def compute(x: jax.Array, w: PreparedFilter) -> jax.Array:
+        padding = [(p, p) for p in layer.padding]
+        return jaxconv.conv(x, w, padding=padding, groups=layer.groups, algorithm=problem.algorithm)
+
+    return Library(compute, prepare)
+
+
+def selection(problem: Problem, platform: str) -> native.Selection:
+    """What computes a problem with a prepared filter on a platform."""
+    layer = problem.layer
+    filter_ = PreparedFilter(
+        None,
+        winograd_jax.tile_named(problem.algorithm),
+        problem.operand_dtype,
+        layer.c // layer.groups,
+        layer.k,
+        layer.groups,
+    )
+    spec = layer.spec(problem.precision, problem.algorithm)
+    return winograd_prepared.choose(platform, spec, filter_, layer.sizes, problem.out_dtype)[0]
+
+
+def _seconds(row: Row, side: str = "jaxconv") -> float | None:
+    found = row.sides.get(side)
+    return found.median_s if found is not None and not row.wrong else None
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
+    """Each row of the direct kernel with those of its variants."""
+    found: dict[Problem, list[Row]] = {}
+    for row in rows:
+        key = dataclasses.replace(row.problem, algorithm="", variant=False, prepared=False)
+        found.setdefault(key, []).append(row)
+    for group in found.values():
+        variants = [row for row in group if row.problem.variant]
+        direct = next((row for row in group if not row.problem.variant), None)
+        if variants and direct is not None:
+            yield direct, variants
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> str:
+    return f"{numerator / denominator:.2f}x" if numerator and denominator else "-"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """For every problem its variants from the fastest on, beside direct kernel and lax.
+
+    TF/s counts the multiplications of a direct convolution.
+    """
+    header = ("variant", "us", "direct/it", "lax/it", "TF/s", "error", "temp MB")
+    lines: list[str] = []
+    for direct, variants in _groups(rows):
+        problem = direct.problem
+        lax = _seconds(direct, "lax")
+        table = [header]
+        ordered = sorted([direct, *variants], key=lambda row: _seconds(row) or float("inf"))
+        for row in ordered:
+            seconds, side = _seconds(row), row.sides["jaxconv"]
+            rate = row.rate(problem.layer.flops)
+            memory = side.temporary_bytes
+            table.append(
+                (
+                    row.kernel + " prepared" * row.problem.prepared,
+                    f"{seconds * 1e6:.1f}" if seconds else "wrong" if row.wrong else "refused",
+                    _ratio(_seconds(direct), seconds),
+                    _ratio(lax, seconds),
+                    f"{rate / 1e12:.3g}" if rate and seconds else "-",
+                    "-" if side.error is None else f"{side.error:.1e}",
+                    "-" if memory is None else f"{memory / 1e6:.3g}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        label = f"{problem.name} {problem.layer} {problem.op.value} {problem.dtype_label}"
+        lines += ["", label]
+        for first, *rest in table:
+            cells = [first.ljust(widths[0])]
+            cells += [c.rjust(width) for c, width in zip(rest, widths[1:], strict=True)]
+            lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
