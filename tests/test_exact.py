@@ -303,3 +303,22 @@ def test_dtype_table_covers_every_name_in_the_problem_key():
 
     used = {DTYPE_NAMES[d.name] for pair in DTYPES.values() for d in pair}
     assert used == set(DTYPE_NAMES.values())
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("extent", "window", "stride", "padding"),
+    [(3, 3, 2, (2, -1)), (4, 4, 3, (3, -1)), (5, 4, 3, (3, -2)), (5, 5, 2, (4, -1))],
+)
+def test_windows_that_leave_more_than_a_stride(native_cpu, extent, window, stride, padding, axis):
+    """All windows begin in the padding, and a crop leaves a stride of rows that none reads."""
+    shape, taps, steps, pads = [6, 6], [1, 1], [1, 1], [(0, 0), (0, 0)]
+    shape[axis], taps[axis], steps[axis], pads[axis] = extent, window, stride, padding
+    cropped = make_problem(
+        "cropped", tuple(shape), tuple(taps), c=8, k=2, stride=tuple(steps), padding=tuple(pads)
+    )
+    with jax.default_device(jax.devices("cpu")[0]):
+        for op in Op:
+            lhs, rhs, expected = exact_operands(op, cropped, "f32", seed=0)
+            actual = run(op, cropped, "f32", lhs, rhs)
+            assert_exact(actual, expected, cropped.line(op, "f32"))

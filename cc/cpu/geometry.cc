@@ -48,8 +48,13 @@ Status MakeGeometry(const ConvProblem& problem, Geometry* geometry) {
     }
     *geometry = Transpose(*geometry);
   }
-  const ConvProblem& p = geometry->p;
+  ConvProblem& p = geometry->p;
   for (int a = 0; a < 3; ++a) {
+    // Negative padding crops what the last stride leaves as well. oneDNN's weight gradients read
+    // beyond y where that is a stride or more and every row of windows begins in the padding.
+    int64_t end = (p.out[a] - 1) * p.stride[a] + (p.filter[a] - 1) * p.dilation[a] + 1;
+    int64_t fitting = end - p.in[a] - p.pad_lo[a];
+    if (fitting <= -p.stride[a]) p.pad_hi[a] = fitting;
     // Rows are cropped by moving a pointer, except in a data gradient, which must write zeros there.
     if (a == geometry->axis && p.op != Op::kDgrad) continue;
     // High padding is negative, too, where the last stride does not reach the end of the input.

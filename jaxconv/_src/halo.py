@@ -74,7 +74,7 @@ class Plan:
         return 0 < lacks >= others * self.share or (hops > 2 and hops >= others)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> Plan | None:
     """The plan for splitting spatial axis ``axis`` over ``parts`` devices, or None.
 
