@@ -774,20 +774,21 @@ def test_problems_are_reproducible_and_varied():
     assert any(min(lo for lo, _ in p.padding) < 0 for p, *_ in drawn)
 
 
+def judge_primitive(seed: int, index: int) -> list[str]:
+    """What is wrong with one operation on small integers, run twice on the default device."""
+    problem, op, dtype, layout = draw_problem(seed, index)
+    lhs, rhs, expected = exact_operands(op, problem, dtype, seed=index)
+    arrays = [
+        problem.to_layout(role, a, layout) for role, a in zip(op.roles[:2], (lhs, rhs), strict=True)
+    ]
+    call = problem.operation(op, dtype, layout=layout)
+    once, twice = (problem.to_canonical(op.roles[2], call(*arrays), layout) for _ in range(2))
+    where = f"{layout}, {jax.default_backend()}"
+    repro = f"--seed {seed} --problem {index} ({where}): {problem.line(op, dtype)}"
+    found = mismatch(once, expected, repro), mismatch(twice, once, f"second run, {repro}")
+    return [failure for failure in found if failure]
+
+
 def test_primitives_are_exact_and_repeatable(platform, part, seed):
-    failures = []
-    for index in part:
-        problem, op, dtype, layout = draw_problem(seed, index)
-        lhs, rhs, expected = exact_operands(op, problem, dtype, seed=index)
-        arrays = [
-            problem.to_layout(role, a, layout)
-            for role, a in zip(op.roles[:2], (lhs, rhs), strict=True)
-        ]
-        call = problem.operation(op, dtype, layout=layout)
-        once, twice = (problem.to_canonical(op.roles[2], call(*arrays), layout) for _ in range(2))
-        where = f"{layout}, {jax.default_backend()}"
-        repro = f"--seed {seed} --problem {index} ({where}): {problem.line(op, dtype)}"
-        failures.append(mismatch(once, expected, repro))
-        failures.append(mismatch(twice, once, f"second run, {repro}"))
-    failures = [failure for failure in failures if failure]
+    failures = [failure for index in part for failure in judge_primitive(seed, index)]
     assert not failures, "\n".join(failures)
