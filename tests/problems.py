@@ -243,6 +243,8 @@ EDGE = [
     problem("depth_multiplier", 10, 3, groups=6, c=6, k=18, padding=1),
     problem("one_input_channel", 12, 5, c=1, k=16, padding=2),
     problem("three_input_channels", 19, 7, c=3, k=16, stride=2, padding=3),
+    problem("patches", (9, 20), (3, 4), c=6, k=24, stride=(3, 4)),
+    problem("patches_3d", (4, 6, 8), 2, n=1, c=4, k=16, stride=2),
     problem("one_output_channel", 9, 3, c=16, k=1, padding=1),
     problem("one_image", 8, 3, n=1, padding=1),
     problem("many_images", 3, 3, n=17, padding=1),

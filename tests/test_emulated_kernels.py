@@ -85,6 +85,8 @@ POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
 ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
+# Folded columns: pixels of 24 channels.
+PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
 EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
@@ -96,9 +98,9 @@ OTHERS = {
     "fprop_igemm_simt_f32_128x64x8_vec": [DENSE, GROUPS],
     "dgrad_igemm_simt_f32_128x32x8_scalar": [STRIDED],
     "wgrad_igemm_simt_f16_128x32x8_scalar": [ODD],
-    "fprop_igemm_wmma_f16_64x64x64_3stage": [DENSE],
-    "dgrad_igemm_wmma_f32_64x64x32_3stage": [GROUPS],
-    "wgrad_igemm_wmma_bf16_128x16x64_3stage_align2": [ODD],
+    "fprop_igemm_wmma_f16_64x64x64_3stage": [DENSE, PATCHES],
+    "dgrad_igemm_wmma_f32_64x64x32_3stage": [GROUPS, PATCHES],
+    "wgrad_igemm_wmma_bf16_128x16x64_3stage_align2": [ODD, PATCHES],
     "fprop_few_channels_f16_128x64": [IMAGE],
     "dgrad_few_channels_bf16_256x24": [IMAGE],
     "wgrad_few_channels_f16_32x64": [IMAGE],

@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "core/conv_problem.h"
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/launch_table.h"
 #include "cuda/common/plan_cache.h"
 #include "cuda/common/query_gpu.h"
@@ -291,7 +292,7 @@ std::vector<Candidate> Candidates(const ConvProblem& problem, const Gpu& gpu,
     Plan plan;
     const int capability = gpu.compute_capability();
     if (kernel.op == problem.op && kernel.min_cc <= capability && capability <= kernel.max_cc &&
-        kernel.plan(kernel, problem, gpu, 0, &plan).ok()) {
+        MakePlan(kernel, problem, gpu, 0, &plan).ok()) {
       candidates.push_back({&kernel, plan});
     }
   };
@@ -325,8 +326,8 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
     const KernelDesc& kernel = *candidate.kernel;
     for (bool forced : {false, true}) {
       Plan plan = candidate.plan;
-      if (forced && (slices == nullptr ||
-                     !kernel.plan(kernel, problem, gpu, std::atoll(slices), &plan).ok())) {
+      if (forced &&
+          (slices == nullptr || !MakePlan(kernel, problem, gpu, std::atoll(slices), &plan).ok())) {
         continue;  // the kernel cannot be cut so
       }
       const Buffer workspace(plan.workspace_bytes);

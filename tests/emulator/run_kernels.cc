@@ -22,6 +22,7 @@
 
 #include "cc/naive_conv.h"
 #include "core/conv_problem.h"
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch_table.h"
 #include "cuda/common/query_gpu.h"
@@ -101,7 +102,7 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   if (!QueryGpu(0, &gpu).ok()) return 3;
   gpu.sm_count = options.sms;  // persistent CTAs process several tiles
   Plan plan;
-  if (Status status = kernel.plan(kernel, problem, gpu, options.slices, &plan); !status.ok()) {
+  if (Status status = MakePlan(kernel, problem, gpu, options.slices, &plan); !status.ok()) {
     std::printf("REFUSED %s: %s\n", kernel.name, status.message().c_str());
     return 2;
   }

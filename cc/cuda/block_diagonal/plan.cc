@@ -41,10 +41,8 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
-  const bool krsc = problem.filter_layout == FilterLayout::kKrsc && problem.op != Op::kWgrad;
-  if (problem.filter_layout != FilterLayout::kRsck && !krsc) {
-    return Status::Unimplemented(std::string("expected a filter stored as rsck") +
-                                 (problem.op == Op::kWgrad ? "" : " or krsc") + ", got " +
+  if (problem.op == Op::kWgrad && problem.filter_layout != FilterLayout::kRsck) {
+    return Status::Unimplemented(std::string("stores filter gradients as rsck, got ") +
                                  Name(problem.filter_layout));
   }
   JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/registry.h"
 
 namespace jaxconv {
@@ -26,7 +27,7 @@ Status Make(const PlanKey& key, const PlanCache::GpuOfDevice& gpu_of, PlannedCal
                                    " does not run on compute capability " +
                                    std::to_string(gpu.compute_capability()));
   }
-  return kernel.plan(kernel, call->problem, gpu, key.slices, &call->plan);
+  return MakePlan(kernel, call->problem, gpu, key.slices, &call->plan);
 }
 
 }  // namespace

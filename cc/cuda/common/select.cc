@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/xla_cost.h"
 
@@ -33,7 +34,7 @@ Status Try(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                                  (kernel.max_cc == kernel.min_cc ? " exactly" : "") +
                                  ", the device has " + std::to_string(gpu.compute_capability()));
   }
-  return kernel.plan(kernel, problem, gpu, 0, plan);
+  return MakePlan(kernel, problem, gpu, 0, plan);
 }
 
 std::string Microseconds(double microseconds) {

@@ -1,0 +1,98 @@
+// What is folded, and that a kernel's plan is the faster one of both forms for any slices.
+#include "cuda/common/folded_columns.h"
+
+#include <cstdio>
+#include <string>
+
+#include "core/conv_problem.h"
+#include "cuda/common/gpu.h"
+#include "cuda/common/registry.h"
+
+namespace {
+
+using jaxconv::ConvProblem;
+
+int failures = 0;
+
+void Expect(bool condition, const std::string& what) {
+  if (condition) return;
+  std::printf("FAIL %s\n", what.c_str());
+  ++failures;
+}
+
+ConvProblem Parse(const std::string& key) {
+  ConvProblem problem;
+  const auto status = ConvProblem::Parse(key, &problem);
+  Expect(status.ok(), key + ": " + status.message());
+  return problem;
+}
+
+std::string Folded(const std::string& key) {
+  ConvProblem folded;
+  return jaxconv::FoldColumns(Parse(key), &folded) ? folded.ToString() : "";
+}
+
+void ExpectWhatIsFolded() {
+  const std::string types = "bf16:bf16:bf16 default b1 ";
+  for (const std::string op : {"fprop ", "dgrad ", "wgrad "}) {
+    Expect(Folded(op + types + "n2 g1 c3 k16 i32x48 f4x4 o8x12 s4x4 l1x1 d1x1 p0_0x0_0") ==
+               op + types + "n2 g1 c12 k16 i32x12 f4x1 o8x12 s4x1 l1x1 d1x1 p0_0x0_0",
+           op + "of patches");
+  }
+  Expect(
+      Folded("fprop " + types + "n2 g1 c3 k16 i33x48 f5x4 o31x12 s1x4 l1x1 d1x1 p1_1x0_0 krsc") ==
+          "fprop " + types + "n2 g1 c12 k16 i33x12 f5x1 o31x12 s1x1 l1x1 d1x1 p1_1x0_0 krsc",
+      "rows that overlap");
+  Expect(Folded("fprop " + types + "n2 g1 c3 k16 i48 f16 o3 s16 l1 d1 p0_0") ==
+             "fprop " + types + "n2 g1 c48 k16 i3 f1 o3 s1 l1 d1 p0_0",
+         "rank 1");
+  for (const std::string rest : {
+           "n2 g1 c3 k16 i32x49 f4x4 o8x12 s4x4 l1x1 d1x1 p0_0x0_0",  // a pixel is left over
+           "n2 g1 c3 k16 i32x48 f4x4 o8x12 s4x4 l1x1 d1x1 p0_0x1_0",  // padding
+           "n2 g1 c3 k16 i32x48 f4x3 o8x12 s4x4 l1x1 d1x1 p0_0x0_0",  // gaps between the windows
+           "n2 g1 c3 k16 i32x48 f4x1 o8x48 s4x1 l1x1 d1x1 p0_0x0_0",  // one column
+           "n2 g2 c6 k16 i32x48 f4x4 o8x12 s4x4 l1x1 d1x1 p0_0x0_0",  // groups
+       }) {
+    Expect(Folded("fprop " + types + rest).empty(), rest + " is folded");
+  }
+}
+
+// Selection predicts with the kernel's own number of slices, a call names the number.
+void ExpectTheSamePlanForAnySlices() {
+  jaxconv::Gpu gpu;
+  Expect(jaxconv::ModelOf("h200", &gpu), "h200");
+  int folded = 0;
+  for (const std::string op : {"fprop ", "dgrad ", "wgrad "}) {
+    for (const std::string shape :
+         {"c3 k96 i224x224 f4x4 o56x56 s4x4", "c96 k192 i56x56 f2x2 o28x28 s2x2",
+          "c3 k768 i224x224 f16x16 o14x14 s16x16"}) {
+      const ConvProblem problem =
+          Parse(op + "bf16:bf16:bf16 default b1 n64 g1 " + shape + " l1x1 d1x1 p0_0x0_0");
+      for (const auto& kernel : jaxconv::Kernels()) {
+        jaxconv::Plan plan, again, plain;
+        if (kernel.op != problem.op || kernel.min_cc > 90 || kernel.max_cc < 90 ||
+            !MakePlan(kernel, problem, gpu, 0, &plan).ok()) {
+          continue;
+        }
+        Expect(MakePlan(kernel, problem, gpu, plan.slices, &again).ok() &&
+                   again.workspace_bytes == plan.workspace_bytes &&
+                   again.microseconds == plan.microseconds,
+               std::string(kernel.name) + ": another plan for the slices it chose");
+        const bool takes = kernel.plan(kernel, problem, gpu, 0, &plain).ok();
+        Expect(!takes || plan.microseconds <= plain.microseconds,
+               std::string(kernel.name) + ": slower than unfolded");
+        if (!takes || plan.microseconds < plain.microseconds) ++folded;
+      }
+    }
+  }
+  Expect(folded > 100, "instances that fold: " + std::to_string(folded));
+}
+
+}  // namespace
+
+int main() {
+  ExpectWhatIsFolded();
+  ExpectTheSamePlanForAnySlices();
+  std::printf("folded_columns_test: %d failures\n", failures);
+  return failures > 0;
+}
