@@ -344,6 +344,17 @@ SMALL_GROUPS = [
     problem("groups_batched", (7, 8), 3, n=1, c=32, k=32, groups=8, padding=1, batch=2),
 ]
 
+# For kernels of Winograd only: tails of tiles along H and W, of blocks of tiles, of k-blocks and of
+# blocks of columns; channels that fit shared memory and more.
+WINOGRAD = [
+    problem("winograd_tails", (9, 13), 3, n=3, c=40, k=56, padding=1),
+    problem("winograd_long_reduction", (10, 7), 3, c=328, k=136, padding=((0, 2), (2, 1))),
+    problem("winograd_many_tiles", (45, 50), 3, n=3, c=24, k=96),
+    problem("winograd_groups", (8, 9), 3, c=72, k=120, groups=3, padding=2),
+    problem("winograd_wide_groups", (7, 30), 3, c=128, k=128, groups=2, padding=((1, 1), (2, 0))),
+    problem("winograd_cropped", (15, 14), 3, c=48, k=32, padding=((-2, 1), (0, -3))),
+]
+
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.
 BATCHED = [
     problem("batched", 8, 3, batch=3, n=1, c=8, k=8, padding=1),

@@ -17,6 +17,7 @@ from problems import (
     PROBLEMS,
     REPRESENTATIVE,
     SMALL_GROUPS,
+    WINOGRAD,
     Problem,
 )
 
@@ -25,7 +26,7 @@ from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op
 
 # Problems for the kernels of one family.
-OF_FAMILY = {"depthwise": DEPTHWISE, "block_diagonal": SMALL_GROUPS}
+OF_FAMILY = {"depthwise": DEPTHWISE, "block_diagonal": SMALL_GROUPS, "winograd": WINOGRAD}
 
 # A kernel that takes fewer of the problems than this would pass the test below by refusing.
 LEAST_ACCEPTED = 4
