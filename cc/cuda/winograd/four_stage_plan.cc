@@ -8,11 +8,16 @@ namespace {
 // Of mma.sync's rate by igemm_wmma's tiles of the same shape (its kernels.def), whose loads are more
 // work than those of a plain matrix.
 constexpr double kMmaShare = 0.7;
+// Of wgmma's: tiles of 128x128 take 64 bytes a cycle from L2, which gives 45.
+constexpr double kWgmmaShare = 0.65;
 
 double Microseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
   const double rate = StoredRate(gpu, launch);
+  const bool wgmma = instance.capability == 90;
   return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
-         GemmMicroseconds(instance, launch, gpu, gpu.mma_sync_per_clock, kMmaShare, rate);
+         GemmMicroseconds(instance, launch, gpu,
+                          wgmma ? gpu.wgmma_per_clock : gpu.mma_sync_per_clock,
+                          wgmma ? kWgmmaShare : kMmaShare, rate);
 }
 
 }  // namespace
