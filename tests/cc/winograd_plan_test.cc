@@ -131,6 +131,11 @@ void TestWorkspace() {
              prepared.workspace_bytes == tiles * (v + m),
          "a prepared filter needs no U");
   Expect(prepared.microseconds < plan.microseconds, "and no transform");
+  Plan wgmma;
+  Expect(PlanOf("fprop_winograd_f16_4x4_four_stage_128x128x64_wgmma", layer, &wgmma).ok() &&
+             wgmma.workspace_bytes == plan.workspace_bytes &&
+             wgmma.microseconds < plan.microseconds,
+         "the same on wgmma is faster");
   Plan scaled;
   Expect(PlanOf("fprop_winograd_bf16_4x4_four_stage_128x128x64",
                 With("f16:f16:f16", "bf16:bf16:bf16", layer), &scaled)
