@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import max_dim
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import canonical, compat, layouts
 from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.operand import array
-from jaxconv._src.spec import Op, Pairs, dilated_extent
+from jaxconv._src.spec import Op, Pairs, dilated_extent, known
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -82,12 +83,17 @@ def checked_padding(
         in_spatial, lhs_dilation, filter_spatial, dilation, pairs, strict=True
     ):
         dilated = dilated_extent(extent, ld)
-        if isinstance(dilated, int) and max(dilated + lo + hi, dilated_extent(r, d)) >= 2**63:
+        if (
+            known(dilated)
+            and known(lo)
+            and known(hi)
+            and max(dilated + lo + hi, dilated_extent(r, d)) >= 2**63
+        ):
             raise ValueError(
                 f"padding: {(lo, hi)} around {dilated} elements, or the dilation {d} of {r} taps, "
                 "is more than 64 bits count"
             )
-        if dilated + lo + hi < 0:
+        if known(dilated) and dilated + lo + hi < 0:
             raise ValueError(f"padding: {(lo, hi)} crops more than {dilated}, all of {x_name}")
     return pairs
 
@@ -186,12 +192,19 @@ def continued(
     pads = [(0, 0)] * x.ndim
     for axis, r in zip(spatial, reach, strict=True):
         least = 1 if r == 1 or name == "CIRCULAR" else 2
-        if x.shape[axis] < least:
+        if known(x.shape[axis]) and x.shape[axis] < least:
             raise ValueError(
                 f"padding: {name!r} needs an extent of {least} or more on every spatial axis, x has"
                 f" {x.shape[axis]} on axis {axis}"
             )
         pads[axis] = ((r - 1) // 2, r // 2)
+    if name == "CIRCULAR":  # `jnp.pad` would ask how often a symbolic extent fits into the padding
+        for axis, (lo, hi) in enumerate(pads):
+            extent = x.shape[axis]
+            if not known(extent) and (lo or hi):
+                parts = [(extent - lo, extent), (0, extent), (0, hi)]
+                x = jnp.concatenate([lax.slice_in_dim(x, *p, axis=axis) for p in parts], axis)
+                pads[axis] = (0, 0)
     return jnp.pad(x, pads, mode=_CONTINUATIONS[name]), "VALID"
 
 
@@ -226,7 +239,7 @@ def padding_pairs(
         for i, r, s, d in zip(in_spatial, filter_spatial, stride, dilation, strict=True):
             # ceil(i / s) outputs; an odd rest goes to the high side, for SAME_LOWER to the low one
             reach = (r - 1) * d + 1 if r else 0
-            total = max(0, (-(-i // s) - 1) * s + reach - i)
+            total = max_dim((-(-i // s) - 1) * s + reach - i, 0)
             less, more = total // 2, total - total // 2
             pairs.append((less, more) if name == "SAME" else (more, less))
         return tuple(pairs)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -69,6 +70,11 @@ def is_traced(value) -> bool:
 def is_tracing() -> bool:
     """Whether a function is being traced: by jit, or by a transformation."""
     return not _core.trace_state_clean()
+
+
+def report_nans(primitive) -> None:
+    """Makes ``checkify.nan_checks`` look at the results of a primitive."""
+    _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
 
 
 # Metadata that operations traced in a context keep until they are lowered.

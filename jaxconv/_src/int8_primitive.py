@@ -436,6 +436,7 @@ conv_int8_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[conv_int8_p] = _no_derivative
 ad.primitive_transposes[conv_int8_p] = _no_derivative
 batching.primitive_batchers[conv_int8_p] = _batch
+compat.report_nans(conv_int8_p)
 mlir.register_lowering(conv_int8_p, _lower_to_xla)
 for _platform in native.PLATFORMS:
     mlir.register_lowering(

@@ -35,6 +35,7 @@ from jaxconv._src.spec import (
     dilated_extents,
     explicit_input,
     flops,
+    known,
     problem_key,
 )
 
@@ -129,7 +130,7 @@ def _no_kernel(algorithm: str, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype) 
     """Why no kernel of any platform comes into question, or ""."""
     if algorithm == XLA:
         return 'algorithm="xla" was asked for'
-    if not all(isinstance(e, int) for e in (sizes.n, sizes.c, sizes.k, *sizes.in_spatial)):
+    if spec.symbolic or not all(map(known, (sizes.batch, sizes.n, sizes.c, sizes.k))):
         return "symbolic shape; kernels are selected for known extents"
     if sizes.empty:
         return EMPTY
@@ -308,6 +309,8 @@ def select_explicit(
     platform: str, op: Op, spec: ConvSpec, sizes: Sizes, *dtypes: np.dtype
 ) -> tuple[native.Selection, str]:
     """``select`` for the same convolution of an input that was dilated and cropped beforehand."""
+    if spec.symbolic:
+        return native.Selection(None), ""
     explicit = explicit_input(spec)
     dilated = math.prod(dilated_extents(spec.in_spatial, spec.lhs_dilation))
     grown = dilated > EXPLICIT_GROWTH * math.prod(spec.in_spatial)

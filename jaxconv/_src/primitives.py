@@ -181,6 +181,7 @@ for _op, _primitive in PRIMITIVES.items():
         functools.partial(_transpose_rhs, _op),
     )
     batching.primitive_batchers[_primitive] = functools.partial(_batch, _op)
+    compat.report_nans(_primitive)
     mlir.register_lowering(_primitive, functools.partial(lowering.lower_without_kernels, _op))
     for _platform in lowering.PLATFORMS:
         mlir.register_lowering(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from jax.core import max_dim
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -38,6 +39,11 @@ class Op(enum.Enum):
         ]
 
 
+def known(extent: object) -> bool:
+    """Whether an extent is a number, and not an expression in dimension variables (jax.export)."""
+    return isinstance(extent, int | np.integer)
+
+
 def dilated_extent(extent: int, dilation: int) -> int:
     """Extent of an axis with ``dilation - 1`` zeros between its elements."""
     return 0 if extent == 0 else (extent - 1) * dilation + 1
@@ -53,7 +59,7 @@ def output_extent(
 ) -> int:
     """Positions of a dilated window in a dilated, padded axis; 0 where it does not fit (as lax)."""
     padded = dilated_extent(extent, lhs_dilation) + lo + hi
-    return max(0, (padded - dilated_extent(window, dilation)) // stride + 1)
+    return max_dim((padded - dilated_extent(window, dilation)) // stride + 1, 0)
 
 
 def check_size(name: str, shape: Sequence[int], dtype: np.dtype) -> None:
@@ -62,7 +68,7 @@ def check_size(name: str, shape: Sequence[int], dtype: np.dtype) -> None:
     Raises:
         ValueError: it has more bytes than 63 bits count.
     """
-    if all(isinstance(extent, int) for extent in shape):
+    if all(map(known, shape)):
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if max((size, *shape)) >= 2**63:
             raise ValueError(f"{name}: the shape {tuple(shape)} has {size:.2g} bytes")
@@ -151,7 +157,13 @@ class ConvSpec:
     @property
     def crops_everything(self) -> bool:
         """True where negative padding leaves nothing of the input: the results are zeros."""
-        return min(explicit_input(self).in_spatial, default=1) < 1
+        return not self.symbolic and min(explicit_input(self).in_spatial, default=1) < 1
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether an extent or a padding is an expression in dimension variables."""
+        pads = (side for pair in self.padding for side in pair)
+        return not all(map(known, (*self.in_spatial, *self.filter_spatial, *pads)))
 
     @property
     def dilated_spatial(self) -> tuple[list[int], list[int], list[int]]:

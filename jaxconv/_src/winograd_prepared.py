@@ -257,6 +257,7 @@ conv_prepared_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[conv_prepared_p] = _no_derivative
 ad.primitive_transposes[conv_prepared_p] = _no_derivative
 batching.primitive_batchers[conv_prepared_p] = _batch
+compat.report_nans(conv_prepared_p)
 mlir.register_lowering(conv_prepared_p, _lower_to_xla)
 for _platform in native.PLATFORMS:
     mlir.register_lowering(

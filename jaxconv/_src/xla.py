@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxconv._src import partition
-from jaxconv._src.spec import EXPLICIT_GROWTH, ConvSpec, Op, dilated_extent, fitting_padding
+from jaxconv._src.spec import EXPLICIT_GROWTH, ConvSpec, Op, dilated_extent, fitting_padding, known
 
 PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
 
@@ -54,12 +54,16 @@ def _convolution(
     crop = [(0, 0, 0)] * lhs.ndim
     kept, dilations = [], []
     for axis, (lo, hi), dilation in zip(numbers.lhs_spec[2:], padding, lhs_dilation, strict=True):
-        if min(lo, hi) < 0:
+        if not (known(lo) and known(hi)):  # lax takes no expressions for a convolution's padding
+            crop[axis] = lo, hi, dilation - 1
+            lo, hi, dilation = 0, 0, 1
+        elif min(lo, hi) < 0:
             # Crops the dilated axis or, where its zeros would take much memory, whole elements;
             # the zeros between the last one cropped and the next are then positive padding.
             step = 1 if dilation <= EXPLICIT_GROWTH else dilation
             cut = -(min(lo, 0) // step), -(min(hi, 0) // step)
-            if dilated_extent(lhs.shape[axis], dilation // step) <= sum(cut):
+            extent = dilated_extent(lhs.shape[axis], dilation // step)
+            if known(extent) and extent <= sum(cut):
                 return jnp.zeros(out_shape, options["preferred_element_type"])
             crop[axis] = -cut[0], -cut[1], dilation // step - 1
             lo, hi, dilation = lo + cut[0] * step, hi + cut[1] * step, step
