@@ -328,6 +328,26 @@ def _depthwise_problems() -> list[Problem]:
 # For kernels of depthwise convolutions only.
 DEPTHWISE = _depthwise_problems()
 
+# For CPU kernels of windows that are the whole input, and of few output channels.
+WHOLE_WINDOW = [
+    problem("whole_7x7", 7, 7, n=4, c=40, k=33),
+    problem("whole_1d", (9,), 9, n=3, c=17, k=100),
+    problem("whole_3d", (2, 3, 2), (2, 3, 2), n=1, c=6, k=48),
+    problem("whole_strided", (5, 4), (5, 4), n=8, c=8, k=16, stride=3, padding=((0, 1), (0, 2))),
+    problem("whole_batched", 3, 3, n=2, c=9, k=20, batch=3),
+    problem("pointwise_on_one_pixel", 1, 1, n=5, c=130, k=70),
+]
+FEW_OUTPUTS = [
+    problem("outputs_1", (9, 40), 3, c=64, k=1, padding=1),
+    problem("outputs_3", (10, 21), 7, c=37, k=3, padding=3),
+    problem("outputs_2_strided", (11, 20), (3, 5), c=16, k=2, stride=2, padding=(1, 2)),
+    problem("outputs_4_dilated", (9, 30), 3, c=33, k=4, padding=4, dilation=2),
+    problem("outputs_5_1d", (70,), 9, c=20, k=5, padding=((8, 0),)),
+    problem("outputs_6_3d", (3, 5, 9), 3, n=1, c=18, k=6, padding=1),
+    problem("outputs_8_batched", (6, 9), 2, n=1, c=48, k=8, batch=2),
+    problem("outputs_7_padded", (4, 5), 3, c=16, k=7, padding=5),
+]
+
 # For kernels of groups of few channels only: 2 to 32 channels, tails of a tile of 64.
 SMALL_GROUPS = [
     problem("groups_of_2", (9, 20), 3, c=40, k=40, groups=20, padding=1),

@@ -34,7 +34,7 @@ class Predicting:
         if reason := self.refuses(line):
             return native.Selection(None, refusals=(native.Refusal("kernel", reason),))
         named = algorithm not in ("auto", "native")
-        chosen = self.kernels.select(line, algorithm if named else "auto", target)
+        chosen = self.kernels.select(line, algorithm if named else "native", target)
         if not chosen.instance:
             return chosen
         predicted = dict(microseconds=5.0, xla_microseconds=self.xla_microseconds)
@@ -99,6 +99,22 @@ def test_auto_leaves_to_xla_what_it_predicts_to_be_faster(predicting):
     assert calls(step, X, W) == ["dgrad", "fprop", "wgrad"]
     (c, *_) = jaxconv.explain(step, X, W).convolutions
     assert (c.microseconds, c.xla_microseconds, c.refusals) == (5.0, 9.0, ())
+
+
+def test_small_pointwise_convolutions_on_cpus_are_xlas(native_cpu, monkeypatch):
+    monkeypatch.delenv("JAXCONV_ALGORITHM")
+    with jax.default_device(jax.devices("cpu")[0]):
+        x, w = integers(0, (4, 8, 8, 16), (1, 1, 16, 16))
+        (c,) = jaxconv.explain(lambda x, w: jaxconv.conv(x, w), x, w)
+        assert c.instance is None and 0 < c.xla_microseconds < c.microseconds
+        assert 'algorithm="native" takes the kernel' in c.refusals[0].reason
+        for algorithm in ("native", "onednn"):
+            conv = functools.partial(jaxconv.conv, algorithm=algorithm)
+            assert jaxconv.explain(conv, x, w)[0].instance == "fprop_onednn_f32"
+        with jaxconv.override():
+            assert jaxconv.explain(lambda x, w: lax_conv(x, w), x, w)[0].instance is None
+        assert jaxconv.explain(jaxconv.conv, x, np.repeat(w, 3, 0))[0].instance
+        assert jaxconv.explain(jaxconv.conv, np.repeat(x, 2, 0), np.repeat(w, 2, 3))[0].instance
 
 
 def test_native_takes_the_kernel(predicting):

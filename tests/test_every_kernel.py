@@ -13,10 +13,12 @@ from numerics import TOGETHER, exact_operands, excess, into_poison, tolerance_of
 from problems import (
     DEPTHWISE,
     DTYPES,
+    FEW_OUTPUTS,
     LAYOUTS,
     PROBLEMS,
     REPRESENTATIVE,
     SMALL_GROUPS,
+    WHOLE_WINDOW,
     WINOGRAD,
     Problem,
 )
@@ -26,7 +28,13 @@ from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op
 
 # Problems for the kernels of one family.
-OF_FAMILY = {"depthwise": DEPTHWISE, "block_diagonal": SMALL_GROUPS, "winograd": WINOGRAD}
+OF_FAMILY = {
+    "depthwise": DEPTHWISE,
+    "block_diagonal": SMALL_GROUPS,
+    "winograd": WINOGRAD,
+    "few_pixels": WHOLE_WINDOW,
+    "few_outputs": FEW_OUTPUTS,
+}
 
 # A kernel that takes fewer of the problems than this would pass the test below by refusing.
 LEAST_ACCEPTED = 4

