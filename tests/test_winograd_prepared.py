@@ -20,7 +20,6 @@ from numerics import error
 import jaxconv
 from jaxconv import winograd
 from jaxconv._src import winograd_filter
-from jaxconv._src.winograd_jax import TILES
 from jaxconv.bench.problem import DTYPES
 
 CC = pathlib.Path(__file__).resolve().parents[1] / "cc"
@@ -34,7 +33,7 @@ def draw(*shapes, dtype=np.float32) -> list[np.ndarray]:
 # --- the same numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", winograd_filter.LAYOUTS)
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 def test_the_result_is_that_of_the_filter(platform, tile, dtype):
     groups = 2 if (dtype == "f16") == (tile in ("f2x2", "f4x3")) else 1

@@ -63,7 +63,8 @@ def conv(
             XLA as a candidate, which computes only what no kernel accepts (the environment variable
             JAXCONV_ALGORITHM=native makes it the meaning of "auto" in a process); a kernel family
             ("igemm_simt", "onednn"); an instance name; "winograd", or with its tile
-            "winograd_f2x2", "winograd_f4x4", "winograd_f6x6" or "winograd_f4x3" (along W only),
+            "winograd_f2x2", "winograd_f4x4", "winograd_f6x6", "winograd_f2x3" or "winograd_f4x3"
+            (both along W only),
             for 3x3 filters at stride 1 with fewer multiplications and a larger error, which
             docs/winograd.md states; weight gradients are then "auto"; "im2col", XLA's matrix
             product of a matrix of all windows; "xla", XLA's own convolution; or a mapping with such

@@ -23,6 +23,7 @@ from jaxconv._src.winograd_jax import TILES, Tile
 from jaxconv._src.winograd_points import TAPS
 
 # The words by which problem keys name the layouts, by tile.
+# Of the tiles that filters are prepared for.
 LAYOUTS = {"f2x2": "winograd2", "f4x4": "winograd4", "f6x6": "winograd6", "f4x3": "winograd4x3"}
 
 # Elements of float16 in front of U.
@@ -122,8 +123,8 @@ def prepare(
 
     Source: Lavin and Gray, "Fast algorithms for convolutional neural networks", 2015.
     """
-    if tile not in TILES:
-        raise ValueError(f"tile: expected one of {', '.join(TILES)}, got {tile!r}")
+    if tile not in LAYOUTS:
+        raise ValueError(f"tile: expected one of {', '.join(LAYOUTS)}, got {tile!r}")
     if isinstance(w, PreparedFilter):
         raise TypeError(f"w: expected an array, got a filter prepared for {w.tile}")
     if sorted(filter_format) != sorted("HWIO"):

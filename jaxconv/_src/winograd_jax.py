@@ -5,8 +5,9 @@
     M = sum over the channels of U V, a matrix product at each of the (m + 2)^2 points
     Y = A^T M A         tiles of m x m outputs
 
-The tile "f4x3" transforms along W only: V is made of rows, and M is summed over the filter's rows
-too. dgrad is the same on dy, with the filter rotated by 180 degrees and its channels exchanged.
+The tiles "f2x3" and "f4x3" transform along W only: V is made of rows, and M is summed over the
+filter's rows too. dgrad is the same on dy, with the filter rotated by 180 degrees and its channels
+exchanged.
 
 U and V are float16 for 16-bit operands, computed in float32 and rounded once, and the operands'
 type for float32 and float64; products of float16 are summed in float32. bfloat16 operands are
@@ -49,7 +50,13 @@ class Tile(NamedTuple):
         return self.h + TAPS - 1, self.w + TAPS - 1
 
 
-TILES = {"f2x2": Tile(2, 2), "f4x4": Tile(4, 4), "f6x6": Tile(6, 6), "f4x3": Tile(1, 4)}
+TILES = {
+    "f2x2": Tile(2, 2),
+    "f4x4": Tile(4, 4),
+    "f6x6": Tile(6, 6),
+    "f2x3": Tile(1, 2),
+    "f4x3": Tile(1, 4),
+}
 
 # The family, whose tile depends on the problem, and one name for each tile.
 ALGORITHMS = ("winograd", *(f"winograd_{name}" for name in TILES))

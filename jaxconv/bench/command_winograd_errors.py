@@ -149,7 +149,8 @@ def plot(found: Sequence[Errors], path: str, facts: dict[str, str]) -> None:
     figure = Figure(figsize=(1.2 + 2.9 * len(dtypes), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
-    colors = {"direct": "0.45", "f2x2": "#4e9a5b", "f4x3": "#c17d11", "f4x4": "#3465a4"}
+    colors = {"direct": "0.45", "f2x2": "#4e9a5b", "f4x4": "#3465a4"}
+    colors |= {"f2x3": "#75507b", "f4x3": "#c17d11"}
     for dtype, axes in zip(dtypes, panels, strict=True):
         rows = [errors for errors in found if errors.case.dtype == dtype]
         for tile in dict.fromkeys(errors.case.tile for errors in rows):

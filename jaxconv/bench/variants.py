@@ -16,7 +16,7 @@ import jaxconv
 from jaxconv import winograd
 from jaxconv._src import lowering, native, winograd_jax, winograd_prepared
 from jaxconv._src.spec import Op
-from jaxconv._src.winograd_filter import PreparedFilter
+from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
 from jaxconv.bench.problem import Library, Problem, Row
 
 
@@ -49,7 +49,7 @@ def of(problem: Problem, platform: str) -> Iterator[Problem]:
     for name in taken:
         variant = dataclasses.replace(problem, algorithm=name, variant=True)
         yield variant
-        if op is Op.FPROP and winograd_jax.tile_named(name) in winograd_jax.TILES:
+        if op is Op.FPROP and winograd_jax.tile_named(name) in LAYOUTS:
             yield dataclasses.replace(variant, prepared=True)
 
 
