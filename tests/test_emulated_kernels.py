@@ -258,7 +258,8 @@ def test_every_device_kernel_is_emulated():
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.instance}-{c.name}")
 def test_a_kernel_in_the_emulator(programs, case):
     program = str(programs[case.eight_bit])
-    for seed in ("0", "1"):
+    # The 8-bit program takes a second a run, most of it for its random operands.
+    for seed in ("1",) if case.eight_bit else ("0", "1"):
         if case.eight_bit:
             command = [program, "check", case.key, case.instance]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
+@functools.cache
 def forms() -> dict[str, tuple[str, ...]]:
     """Every instance of the tables: its family, operation, type, variant, header and form."""
     found = {}
