@@ -49,7 +49,12 @@ def run(*command: str | os.PathLike, **options) -> str:
 def build(python: str, cuda: str, out: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Makes one wheel and gives it its manylinux tag; returns its path below ``out``."""
     plain, repaired = folder / "plain", folder / "repaired"
-    settings = {"JAXCONV_CUDA": cuda, "JAXCONV_NVCC": "pip", "JAXCONV_BUNDLE_OPENMP": "ON"}
+    settings = {
+        "JAXCONV_CUDA": cuda,
+        "JAXCONV_NVCC": "pip",
+        "JAXCONV_BUNDLE_OPENMP": "ON",
+        "JAXCONV_LINE_INFO": "OFF",
+    }
     defines = [f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()]
     run(python, "-m", "pip", "wheel", ".", "--no-deps", *defines, "--wheel-dir", plain)
     (wheel,) = plain.glob("*.whl")

@@ -88,8 +88,12 @@ if(JAXCONV_BUILD_CUDA)
   target_sources(jaxconv_cuda PRIVATE $<TARGET_OBJECTS:jaxconv_cuda_sm90>)
   # A register spill, or a wgmma that ptxas serialises, is an error: kernels are measured without.
   # The library has PTX of the portable sources, for which fail_on_spills.py says why not by ptxas.
+  set(line_info)
+  if(JAXCONV_LINE_INFO)
+    set(line_info -lineinfo)
+  endif()
   foreach(target jaxconv_cuda jaxconv_cuda_sm90)
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG -lineinfo
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG ${line_info}
                                              -Xptxas=--warn-on-spills>)
   endforeach()
   target_compile_options(jaxconv_cuda_sm90
