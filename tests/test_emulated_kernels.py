@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from numerics import error, tolerance_of
+from numerics import error, reference, tolerance_of
 from problems import DTYPES, Problem, problem
 
 import jaxconv
@@ -295,3 +295,29 @@ def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):
         expected = jaxconv.conv(x, prepared, groups=2, preferred_element_type=np.float32)
     # The same U, but V is rounded at other places: fused_row computes it in float16.
     assert error(actual, np.asarray(expected, np.float64)) < 3e-3
+
+
+# One instance of each of family winograd's output transforms.
+SCALED = {
+    host_build.forms()[c.instance][4]: c.instance
+    for c in CASES
+    if "fprop_winograd_bf16_" in c.instance
+}
+
+
+@pytest.mark.parametrize("instance", SCALED.values())
+def test_bfloat16_operands_far_apart(programs, instance, tmp_path):
+    """Scales of 2^-111 and 2^122: undone in the wrong order, the result would leave float32."""
+    p = problem("far_apart", (6, 5), 3, n=1, c=16, k=16, padding=1)
+    x, w = (np.random.default_rng(7).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
+    x, w = (a.astype(DTYPES["bf16"][0]) for a in (x * 2.0**124, w * 2.0**-109))
+    (tmp_path / "lhs").write_bytes(x.tobytes())
+    (tmp_path / "rhs").write_bytes(w.tobytes())
+    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
+    key = p.line(Op.FPROP, "bf16").replace("bf16:bf16:bf16", "bf16:bf16:f32")
+    command = [str(programs[False]), instance, key, *files]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"
+    expected = reference(Op.FPROP, p, x.astype(np.float64), w.astype(np.float64))
+    actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(expected.shape)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=0.02 * np.abs(expected).max())
