@@ -59,17 +59,16 @@ def conv(
             of w), or "NCW", "NCHW" or "NCDHW", also called "channels_first"; in any case.
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
         algorithm: "auto", the kernel that is predicted to be fastest, or XLA's own convolution
-            where that is predicted to be faster than every kernel; "native", the same without
-            XLA as a candidate, which computes only what no kernel accepts (the environment variable
+            where that is predicted to be faster than every kernel; "native", the same without XLA
+            as a candidate, which computes only what no kernel accepts (the environment variable
             JAXCONV_ALGORITHM=native makes it the meaning of "auto" in a process); a kernel family
             ("igemm_simt", "onednn"); an instance name; "winograd", or with its tile
             "winograd_f2x2", "winograd_f4x4", "winograd_f6x6", "winograd_f2x3" or "winograd_f4x3"
-            (both along W only),
-            for 3x3 filters at stride 1 with fewer multiplications and a larger error, which
-            docs/winograd.md states; weight gradients are then "auto"; "im2col", XLA's matrix
-            product of a matrix of all windows; "xla", XLA's own convolution; or a mapping with such
-            an entry for some of the directions "fprop", "dgrad" and "wgrad" (the others are
-            "auto").
+            (both along W only), for 3x3 filters at stride 1 with fewer multiplications and a larger
+            error, which docs/winograd.md states; weight gradients are then "auto"; "im2col", XLA's
+            matrix product of a matrix of all windows; "xla", XLA's own convolution; or a mapping
+            with such an entry for some of the directions "fprop", "dgrad" and "wgrad" (the others
+            are "auto").
         preferred_element_type: dtype of the result; by default that of the operands. int8 operands
             accumulate exactly into int32.
 

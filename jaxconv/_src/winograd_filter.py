@@ -22,8 +22,7 @@ from jaxconv._src.spec import Op
 from jaxconv._src.winograd_jax import TILES, Tile
 from jaxconv._src.winograd_points import TAPS
 
-# The words by which problem keys name the layouts, by tile.
-# Of the tiles that filters are prepared for.
+# By tiles that filters are prepared for, the words by which problem keys name the layouts.
 LAYOUTS = {"f2x2": "winograd2", "f4x4": "winograd4", "f6x6": "winograd6", "f4x3": "winograd4x3"}
 
 # Elements of float16 in front of U.
