@@ -1,0 +1,153 @@
+"""NaN and Inf on the CPU: what docs/precision.md promises of where they go."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxconv
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+class Layer(NamedTuple):
+    c: int
+    k: int
+    groups: int = 1
+    stride: int = 1
+    dilation: int = 1
+
+
+LAYERS = {
+    "dense": Layer(16, 16),
+    "strided": Layer(16, 16, stride=2),
+    "dilated": Layer(16, 16, dilation=2),
+    "depthwise": Layer(16, 16, groups=16),
+    "grouped": Layer(32, 32, groups=4),
+    "few channels": Layer(3, 8),
+    "few outputs": Layer(64, 3),
+}
+EXTENT = 9
+
+
+def convolve(layer: Layer, x, w, **options):
+    return jaxconv.conv(
+        x,
+        w,
+        stride=layer.stride,
+        dilation=layer.dilation,
+        groups=layer.groups,
+        padding=layer.dilation,
+        **options,
+    )
+
+
+def with_gradients(f, x, w, dy):
+    y, vjp = jax.vjp(f, x, w)
+    return {"y": y, **dict(zip(("dx", "dw"), vjp(dy), strict=True))}
+
+
+def meets(layer: Layer, padded: bool, bad: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Which results have a product with a bad element, by counting in lax.
+
+    With ``padded``, padding counts as elements of x, so that a bad element of the filter meets it,
+    and so does one of dy.
+    """
+    pad = [(layer.dilation,) * 2] * 2
+    f = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=(layer.stride,) * 2,
+        padding="VALID",
+        rhs_dilation=(layer.dilation,) * 2,
+        dimension_numbers=NHWC,
+        feature_group_count=layer.groups,
+        precision="highest",
+    )
+    frame = ((0, 0), *pad, (0, 0))
+    everywhere = {name: np.ones_like(a) for name, a in bad.items()}
+    everywhere["x"] = np.pad(everywhere["x"], frame, constant_values=float(padded))
+    bad = {**bad, "x": np.pad(bad["x"], frame)}
+    x, w, dy = (everywhere[name] for name in ("x", "w", "dy"))
+    all_dy = np.ones_like(f(np.ones_like(x), w))  # outputs beside dy count as padding does
+    counts = {
+        "y": f(bad["x"], w) + f(x, bad["w"]),
+        "dx": jax.vjp(lambda a: f(a, w), x)[1](jnp.asarray(bad["dy"]))[0]
+        + jax.vjp(lambda a: f(a, bad["w"]), x)[1](jnp.asarray(all_dy))[0],
+        "dw": jax.vjp(lambda a: f(bad["x"], a), w)[1](jnp.asarray(dy))[0]
+        + jax.vjp(lambda a: f(x, a), w)[1](jnp.asarray(bad["dy"]))[0],
+    }
+    inside = slice(layer.dilation, -layer.dilation)
+    counts["dx"] = counts["dx"][:, inside, inside]
+    if padded and bad["w"].any():  # a gradient's window also meets what lies beside dy
+        channels = np.asarray(counts["dx"]).any((0, 1, 2))
+        counts["dx"] = np.broadcast_to(channels, counts["dx"].shape)
+    return {name: np.asarray(count) > 0 for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("algorithm", ["native", "im2col"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_where_nan_and_inf_go(native_cpu, name, algorithm):
+    """To every result that they are a factor of; besides only to those where they meet padding."""
+    layer = LAYERS[name]
+    rng = np.random.default_rng(0)
+    shapes = {
+        "x": (2, EXTENT, EXTENT, layer.c),
+        "w": (3, 3, layer.c // layer.groups, layer.k),
+        "dy": (2, *(-(-EXTENT // layer.stride),) * 2, layer.k),
+    }
+    at = {"x": [(0, 0, 0, 1), (1, 4, 4, 2)], "w": [(0, 0, 0, 1)], "dy": [(0, 0, 0, 1)]}
+    f = functools.partial(convolve, layer, algorithm=algorithm)
+    with jax.default_device(jax.devices("cpu")[0]):
+        ours = jax.jit(functools.partial(with_gradients, f))
+        for dtype in ("float32", "bfloat16", "float16")[: 3 if algorithm == "native" else 1]:
+            for bad_operand in ("x", "w", "dy"):
+                bad = {operand: np.zeros(shape, np.float32) for operand, shape in shapes.items()}
+                for place in at[bad_operand]:
+                    bad[bad_operand][place] = 1
+                least, most = (meets(layer, padded, bad) for padded in (False, True))
+                for number in (np.nan, np.inf):
+                    operands = {}
+                    for operand, shape in shapes.items():
+                        drawn = rng.uniform(0.5, 1, shape).astype(np.float32)
+                        drawn = np.where(bad[operand] > 0, number, drawn)
+                        operands[operand] = jnp.asarray(drawn, dtype)
+                    for result, found in ours(**operands).items():
+                        found = ~np.isfinite(np.asarray(found, np.float32))
+                        note = f"{dtype}, {number} in {bad_operand}, {result}"
+                        assert not (least[result] & ~found).any(), f"{note} is lost"
+                        assert not (found & ~most[result]).any(), f"{note} reaches other results"
+
+
+def test_the_sets_differ_where_a_filter_meets_padding():
+    """Else the test above could not tell what is allowed from what is not."""
+    layer = LAYERS["dense"]
+    bad = {
+        "x": np.zeros((1, EXTENT, EXTENT, 16), np.float32),
+        "w": np.zeros((3, 3, 16, 16), np.float32),
+        "dy": np.zeros((1, EXTENT, EXTENT, 16), np.float32),
+    }
+    bad["w"][0, 0, 0, 1] = 1
+    least, most = (meets(layer, padded, bad) for padded in (False, True))
+    assert least["y"].sum() == (EXTENT - 1) ** 2 and most["y"].sum() == EXTENT**2
+    assert least["dx"].sum() == (EXTENT - 1) ** 2 and most["dx"].sum() == EXTENT**2
+    bad["w"][0, 0, 0, 1] = 0
+    bad["x"][0, 4, 4, 2] = 1
+    least, most = (meets(layer, padded, bad) for padded in (False, True))
+    assert least["y"].sum() == most["y"].sum() == 9 * 16
+    assert least["dw"].sum() == most["dw"].sum() == 9 * 16
+
+
+def test_patches_and_continued_inputs_keep_a_nan_in_its_place(native_cpu):
+    x = np.ones((1, 6, 6, 1), np.float32)
+    x[0, 0, 0, 0] = np.nan
+    w = np.ones((3, 3, 1, 1), np.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        y = np.isnan(jaxconv.conv(x, w, padding="CIRCULAR"))[0, :, :, 0]
+    rows = np.isin(np.arange(6), [5, 0, 1])
+    assert (y == rows[:, None] & rows[None]).all()
