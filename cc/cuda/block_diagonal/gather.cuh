@@ -36,7 +36,6 @@
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_GATHER_CUH_
 
 #include <cstdint>
-#include <cstring>
 
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/tile.cuh"
@@ -44,7 +43,6 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
-#include "cuda/common/launch.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -94,26 +92,6 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
                        (channel - group * params.group) * params.channel_stride;
     to[i] = exists ? filter[at] : FromFloat<T>(0);
   }
-}
-
-// kCount neighbouring channels of an output.
-template <typename Out, int kCount, class Epilogue>
-__device__ __forceinline__ void StoreChannels(const Params& params, const Epilogue& epilogue,
-                                              int64_t row, int32_t channel,
-                                              const float (&sum)[kCount]) {
-  const int64_t at = row * params.channels + channel;
-  alignas(16) Out elements[kCount];
-#pragma unroll
-  for (int c = 0; c < kCount; ++c) {
-    const OutputPlace place{at + c, static_cast<int32_t>(row), channel + c, true};
-    elements[c] = FromFloat<Out>(epilogue.template operator()<Out>(sum[c], place));
-  }
-  using Piece = std::conditional_t<sizeof(elements) == 8, uint2, uint4>;
-  Piece pieces[sizeof(elements) / sizeof(Piece)];
-  memcpy(pieces, elements, sizeof(elements));
-  auto* out = reinterpret_cast<Piece*>(static_cast<Out*>(params.out) + at);
-#pragma unroll
-  for (int i = 0; i < int{sizeof(elements) / sizeof(Piece)}; ++i) out[i] = pieces[i];
 }
 
 // Adds the taps of one depth tap. `box`: the stage. base: the lane's pixel of every 16 positions under
@@ -258,17 +236,7 @@ template <class Tag>
 Status Gather<kOp, kType, kBlock_, kBlocksM_, kCtasPerSm_>::Launch(const Plan& plan,
                                                                    const Operands& operands,
                                                                    void* stream) {
-  const auto& launch = plan.As<LaunchParams>();
-  Params params = launch.kernel;
-  params.gathered = operands.lhs;
-  params.filter = operands.rhs;
-  params.out = operands.out;
-  BindEpilogue(operands, &params.epilogue);
-  LaunchConfig config;
-  config.grid = static_cast<unsigned>(launch.ctas);
-  config.threads = kThreads;
-  config.shared_bytes = launch.shared_bytes;
-  return jaxconv::Launch<GatherKernel<Tag>>(plan.kernel->name, config, stream, params);
+  return LaunchHaloGather<Params, GatherKernel<Tag>>(plan, operands, stream);
 }
 
 }  // namespace jaxconv::block_diagonal

@@ -23,10 +23,6 @@ struct Instance {
 };
 
 constexpr int64_t kWidth = 2, kPixelBytes = kChannels * kWidth;
-constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
-constexpr int64_t kMaxSlices = 1024;
-// A slice shorter than this spends more time on filling its stages than on its sums.
-constexpr int64_t kMinItemsOfSlice = 4;
 // Positions of a tile of wgrad: dy lies beside the box.
 constexpr int64_t kWgradPositions = 256;
 
@@ -85,10 +81,6 @@ void DescribeOperands(const ConvProblem& problem, Params* params) {
   params->reduction_stride = dgrad ? k_stride : c_stride;
   params->channel_stride = dgrad ? c_stride : k_stride;
   params->group_stride = group * k_stride;
-  params->filter_stride = problem.w_elements() / problem.batch;
-  params->filters = static_cast<int32_t>(problem.batch);
-  params->flip = dgrad;
-  params->out_is_f32 = problem.output_dtype() == DType::kF32;
 }
 
 int64_t Taps(const Params& params) {
@@ -197,34 +189,22 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, &params));
   params.stage_bytes = static_cast<int32_t>(StagePixels(instance, params) * kPixelBytes);
   launch->shared_bytes = SharedBytes(instance, params);
-  int64_t items_of_channels;
-  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params, &items_of_channels));
-  const int64_t channel_tiles = params.channel_tiles.divisor;
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
   const int64_t resident = gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
-  const int64_t most_slices = instance.wgrad() ? items_of_channels : 1;
-  if (slices < 0 || slices > most_slices) {
-    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most_slices) +
-                                   ", got " + std::to_string(slices));
-  }
-  double tiles = static_cast<double>(items_of_channels) * channel_tiles * params.axis[0].taps;
-  plan->slices = 1;
+  double tiles = static_cast<double>(params.items);
   if (instance.wgrad()) {
-    params.items = static_cast<int32_t>(items_of_channels);
     const int64_t row_parts =
         instance.parts() ? params.axis[1].taps * CeilDiv(params.axis[2].taps, instance.columns) : 1;
-    const int64_t ctas = channel_tiles * params.axis[0].taps * row_parts * problem.batch;
-    const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};
-    const int64_t most = std::max<int64_t>(1, std::min({kMaxSlices, params.items / kMinItemsOfSlice,
-                                                        kMaxWorkspaceBytes / bytes_of_slice}));
-    plan->slices = slices > 0 ? slices : std::min(most, CeilDiv(resident, ctas));
-    params.slices = static_cast<int32_t>(plan->slices);
-    launch->ctas = ctas * plan->slices;
-    plan->workspace_bytes = plan->slices * bytes_of_slice;
+    const int64_t ctas =
+        params.channel_tiles.divisor * params.axis[0].taps * row_parts * problem.batch;
+    JAXCONV_RETURN_IF_ERROR(
+        CutIntoSlices(problem, ctas, resident, slices, &params, &launch->ctas, plan));
     launch->out_elements = problem.w_elements();
-    tiles *= static_cast<double>(row_parts) * static_cast<double>(problem.batch);
+    tiles *= static_cast<double>(ctas);
   } else {
-    params.items = static_cast<int32_t>(items_of_channels * channel_tiles);
+    JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
     launch->ctas = std::min<int64_t>(resident, params.items);
+    tiles *= params.axis[0].taps;
   }
   launch->out_dtype = problem.output_dtype();
   const double bytes = static_cast<double>(kWidth) *

@@ -30,8 +30,6 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
-#include "cuda/common/launch.cuh"
-#include "cuda/common/splitk_reduce.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -216,21 +214,7 @@ template <class Tag>
 Status Wgrad<kOp, kType, kBlock_, kRows_, kColumns_, kCtasPerSm_>::Launch(const Plan& plan,
                                                                           const Operands& operands,
                                                                           void* stream) {
-  const auto& launch = plan.As<LaunchParams>();
-  Params params = launch.kernel;
-  params.gathered = operands.lhs;
-  params.walked = operands.rhs;
-  params.out = operands.workspace;
-  BindEpilogue(operands, &params.epilogue);
-  LaunchConfig config;
-  config.grid = static_cast<unsigned>(launch.ctas);
-  config.threads = kThreads;
-  config.shared_bytes = launch.shared_bytes;
-  JAXCONV_RETURN_IF_ERROR(
-      jaxconv::Launch<WgradKernel<Tag>>(plan.kernel->name, config, stream, params));
-  return ReduceSlices<typename Tag::Epilogue>(
-      static_cast<const float*>(operands.workspace), launch.out_elements, plan.slices,
-      params.channels, params.epilogue, operands.out, launch.out_dtype, stream);
+  return LaunchHaloWgrad<Params, WgradKernel<Tag>, Epilogue>(plan, operands, stream);
 }
 
 }  // namespace jaxconv::block_diagonal

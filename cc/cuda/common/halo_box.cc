@@ -9,6 +9,10 @@ namespace {
 // Shared memory that the runtime keeps for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 constexpr int64_t kMaxItems = int64_t{1} << 30;
+constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
+constexpr int64_t kMaxSlices = 1024;
+// A slice shorter than this spends more time on filling its stages than on its sums.
+constexpr int64_t kMinItemsOfSlice = 4;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -29,6 +33,10 @@ void DescribeAxes(const ConvProblem& problem, HaloParams* params) {
     axis.pad = static_cast<int32_t>(dgrad ? reach - problem.pad_lo[a] : problem.pad_lo[a]);
   }
   params->axis[0].tiles = FastDivmod(params->axis[0].out);
+  params->filters = static_cast<int32_t>(problem.batch);
+  params->filter_stride = problem.w_elements() / problem.batch;
+  params->flip = dgrad;
+  params->out_is_f32 = problem.output_dtype() == DType::kF32;
 }
 
 Status CheckStride(const ConvProblem& problem, int64_t stride) {
@@ -59,21 +67,42 @@ bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloPar
   return true;
 }
 
-Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params,
-                  int64_t* of_channels) {
+Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params) {
+  const bool wgrad = problem.op == Op::kWgrad;
   const int64_t channel_tiles = CeilDiv(params->channels, tile_channels);
   // wgrad's filters have CTAs of their own.
-  const int64_t images = (problem.op == Op::kWgrad ? 1 : problem.batch) * problem.n;
+  const int64_t images = (wgrad ? 1 : problem.batch) * problem.n;
   int64_t tiles = 1;
   for (const Axis& axis : params->axis) tiles *= axis.tiles.divisor;
+  if (images * tiles * channel_tiles * problem.batch > kMaxItems) {
+    return Status::Unimplemented("more than 2^30 tiles");
+  }
   params->channel_tiles = FastDivmod(channel_tiles);
   params->images = static_cast<int32_t>(images);
   params->images_divmod = FastDivmod(problem.n);
-  *of_channels = images * tiles;
-  if (*of_channels * channel_tiles * problem.batch > kMaxItems) {
-    return Status::Unimplemented("more than 2^30 tiles");
-  }
+  params->items = static_cast<int32_t>(images * tiles * (wgrad ? 1 : channel_tiles));
   return {};
+}
+
+Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
+                     HaloParams* params, int64_t* ctas, Plan* plan) {
+  if (slices < 0 || slices > params->items) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(params->items) +
+                                   ", got " + std::to_string(slices));
+  }
+  const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};
+  const int64_t most = std::max<int64_t>(1, std::min({kMaxSlices, params->items / kMinItemsOfSlice,
+                                                      kMaxWorkspaceBytes / bytes_of_slice}));
+  plan->slices = slices > 0 ? slices : std::min(most, CeilDiv(resident, parts));
+  plan->workspace_bytes = plan->slices * bytes_of_slice;
+  params->slices = static_cast<int32_t>(plan->slices);
+  *ctas = parts * plan->slices;
+  return {};
+}
+
+Status RequireOneSlice(int64_t slices) {
+  if (slices == 0 || slices == 1) return {};
+  return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
 }
 
 int64_t CtasOfSm(int64_t most, int64_t shared_bytes, const Gpu& gpu) {

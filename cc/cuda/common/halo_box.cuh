@@ -5,9 +5,14 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.h"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/splitk_reduce.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
@@ -131,6 +136,61 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
     }
     memcpy(to, elements, 16);
   }
+}
+
+// kCount neighbouring channels of an output, all inside and aligned for 16 bytes, or all of 8.
+template <typename Out, int kCount, class Epilogue>
+__device__ __forceinline__ void StoreChannels(const HaloParams& params, const Epilogue& epilogue,
+                                              int64_t row, int32_t channel,
+                                              const float (&sum)[kCount]) {
+  const int64_t at = row * params.channels + channel;
+  alignas(16) Out elements[kCount];
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) {
+    const OutputPlace place{at + c, static_cast<int32_t>(row), channel + c, true};
+    elements[c] = FromFloat<Out>(epilogue.template operator()<Out>(sum[c], place));
+  }
+  using Piece = std::conditional_t<sizeof(elements) == 8, uint2, uint4>;
+  Piece pieces[sizeof(elements) / sizeof(Piece)];
+  memcpy(pieces, elements, sizeof(elements));
+  auto* out = reinterpret_cast<Piece*>(static_cast<Out*>(params.out) + at);
+#pragma unroll
+  for (int i = 0; i < int{sizeof(elements) / sizeof(Piece)}; ++i) out[i] = pieces[i];
+}
+
+// Enqueues an fprop or dgrad.
+template <class Params, auto kKernel>
+Status LaunchHaloGather(const Plan& plan, const Operands& operands, void* stream) {
+  const auto& launch = plan.As<HaloLaunch<Params>>();
+  Params params = launch.kernel;
+  params.gathered = operands.lhs;
+  params.filter = operands.rhs;
+  params.out = operands.out;
+  BindEpilogue(operands, &params.epilogue);
+  LaunchConfig config;
+  config.grid = static_cast<unsigned>(launch.ctas);
+  config.threads = kHaloThreads;
+  config.shared_bytes = launch.shared_bytes;
+  return Launch<kKernel>(plan.kernel->name, config, stream, params);
+}
+
+// Enqueues a wgrad and the sum of its slices.
+template <class Params, auto kKernel, class Epilogue>
+Status LaunchHaloWgrad(const Plan& plan, const Operands& operands, void* stream) {
+  const auto& launch = plan.As<HaloLaunch<Params>>();
+  Params params = launch.kernel;
+  params.gathered = operands.lhs;
+  params.walked = operands.rhs;
+  params.out = operands.workspace;
+  BindEpilogue(operands, &params.epilogue);
+  LaunchConfig config;
+  config.grid = static_cast<unsigned>(launch.ctas);
+  config.threads = kHaloThreads;
+  config.shared_bytes = launch.shared_bytes;
+  JAXCONV_RETURN_IF_ERROR(Launch<kKernel>(plan.kernel->name, config, stream, params));
+  return ReduceSlices<Epilogue>(static_cast<const float*>(operands.workspace), launch.out_elements,
+                                plan.slices, params.channels, params.epilogue, operands.out,
+                                launch.out_dtype, stream);
 }
 
 }  // namespace jaxconv

@@ -8,7 +8,9 @@
 #include "core/conv_problem.h"
 #include "core/fast_divmod.h"
 #include "core/status.h"
+#include "cuda/common/epilogue_params.h"
 #include "cuda/common/gpu.h"
+#include "cuda/common/kernel.h"
 
 namespace jaxconv {
 
@@ -27,12 +29,18 @@ struct Axis {
   FastDivmod tiles;
 };
 
-// Geometry of a launch, a part of the family's parameter block.
+// What every such kernel gets, a part of the family's parameter block.
 struct HaloParams {
-  const void* gathered = nullptr;  // x of fprop and wgrad, dy of dgrad; the launch sets it
+  // The launch sets the pointers.
+  const void* gathered = nullptr;  // x of fprop and wgrad, dy of dgrad
+  const void* walked = nullptr;    // wgrad: dy
+  const void* filter = nullptr;    // fprop and dgrad
+  void* out = nullptr;             // y, dx, or the partial sums of dw
   Axis axis[3];                    // depth, rows, columns
   int32_t images = 1;              // of all filters of a batch
   FastDivmod images_divmod;        // of one filter
+  int32_t filters = 1;             // of a batch
+  int64_t filter_stride = 0;       // elements from a filter of the batch to the next
   int32_t channels = 1;            // of the result: of y and dw K, of dx C
   int32_t gathered_channels = 1;
   FastDivmod channel_tiles;
@@ -41,10 +49,27 @@ struct HaloParams {
   FastDivmod repeat;
   int32_t reduce = 1;
   int32_t vector = 0;  // channels are copied by 16 bytes
+  int32_t flip = 0;    // taps run backwards
+  int32_t out_is_f32 = 0;
   FastDivmod box_columns;
+  int32_t items = 0;  // channel tiles x images x tiles; wgrad: without the channel tiles
+  int32_t stage_bytes = 0;
+  int32_t slices = 1;  // wgrad: each takes every slices-th item
+  EpilogueParams epilogue;
 };
 
-// Fills the axes, whose tiles are not shaped but along the depth, where a tile is one position.
+// The parameter block of a plan. Params: the family's.
+template <class Params>
+struct HaloLaunch {
+  Params kernel;
+  int64_t ctas = 0;
+  int64_t shared_bytes = 0;
+  int64_t out_elements = 0;  // wgrad
+  DType out_dtype = DType::kF32;
+};
+
+// Fills what the problem alone decides and all families have alike: the axes, whose tiles are not
+// shaped but along the depth, where a tile is one position; the batch, the output.
 void DescribeAxes(const ConvProblem& problem, HaloParams* params);
 
 // Refuses other strides than `stride`, and dilation, of rows and columns.
@@ -54,10 +79,17 @@ Status CheckStride(const ConvProblem& problem, int64_t stride);
 // row_taps and all its columns. False where a box is wider than any shared memory.
 bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloParams* params);
 
-// The items of tiles of so many channels: fills images and channel_tiles of `params`, whose tiles are
-// shaped. *of_channels: the items of one channel tile.
-Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params,
-                  int64_t* of_channels);
+// The items of tiles of so many channels: fills images, channel_tiles and items of `params`, whose tiles
+// are shaped.
+Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params);
+
+// How a wgrad of `parts` CTAs a slice is cut, whose items are counted: as asked, or into as many slices
+// as fill `resident` CTAs. Fills plan->slices and the workspace, and the CTAs.
+Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
+                     HaloParams* params, int64_t* ctas, Plan* plan);
+
+// Refuses a number of slices that is asked of a kernel without split-K.
+Status RequireOneSlice(int64_t slices);
 
 // CTAs that share an SM, at most `most`.
 int64_t CtasOfSm(int64_t most, int64_t shared_bytes, const Gpu& gpu);

@@ -35,7 +35,6 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
-#include "cuda/common/launch.cuh"
 #include "cuda/depthwise/params.h"
 #include "cuda/ptx/cp_async.cuh"
 
@@ -254,17 +253,7 @@ struct Direct {
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    const auto& launch = plan.As<LaunchParams>();
-    Params params = launch.kernel;
-    params.gathered = operands.lhs;
-    params.filter = operands.rhs;
-    params.out = operands.out;
-    BindEpilogue(operands, &params.epilogue);
-    LaunchConfig config;
-    config.grid = static_cast<unsigned>(launch.ctas);
-    config.threads = kThreads;
-    config.shared_bytes = launch.shared_bytes;
-    return jaxconv::Launch<DirectKernel<Tag>>(plan.kernel->name, config, stream, params);
+    return LaunchHaloGather<Params, DirectKernel<Tag>>(plan, operands, stream);
   }
 };
 

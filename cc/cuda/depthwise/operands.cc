@@ -30,10 +30,6 @@ void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params) {
   const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
   params->tap_stride = static_cast<int32_t>(krsc ? 1 : problem.k);
   params->channel_stride = static_cast<int32_t>(krsc ? problem.taps() : 1);
-  params->filter_stride = problem.taps() * problem.k;
-  params->filters = static_cast<int32_t>(problem.batch);
-  params->flip = dgrad;
-  params->out_is_f32 = problem.output_dtype() == DType::kF32;
 }
 
 }  // namespace jaxconv::depthwise

@@ -20,11 +20,6 @@ struct Instance {
   int64_t channels() const { return 32 * vec; }
 };
 
-constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
-constexpr int64_t kMaxSlices = 1024;
-// A slice shorter than this spends more time on filling its stages than on its sums.
-constexpr int64_t kMinItemsOfSlice = 4;
-
 // An assumption, as kDramShare.
 constexpr double kIssueShare = 0.7;
 constexpr double kCopyInstructions = 14;  // of 16 bytes of a box
@@ -136,41 +131,26 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.stage_bytes = static_cast<int32_t>(stage_bytes);
   launch->shared_bytes = SharedBytes(instance, params, width, wgrad);
 
-  int64_t items_of_tile_channels;
-  JAXCONV_RETURN_IF_ERROR(
-      CountItems(problem, instance.channels(), &params, &items_of_tile_channels));
-  const int64_t channel_tiles = params.channel_tiles.divisor;
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
   const int64_t resident = gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
-  const double step = InstructionsOfStep(instance, params, stage_bytes, wgrad);
-  const int64_t most_slices = wgrad ? items_of_tile_channels : 1;
-  if (slices < 0 || slices > most_slices) {
-    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most_slices) +
-                                   ", got " + std::to_string(slices));
-  }
-  double warp_instructions = 0;
+  double warp_instructions = static_cast<double>(params.items) * kWarps *
+                             InstructionsOfStep(instance, params, stage_bytes, wgrad);
   if (wgrad) {
-    params.items = static_cast<int32_t>(items_of_tile_channels);
     const int64_t row_parts =
         instance.any() ? rows.taps * CeilDiv(columns.taps, instance.filter_columns) : 1;
     const int64_t parts = params.axis[0].taps * row_parts;
     params.tap_parts = static_cast<int32_t>(parts);
-    const int64_t ctas = channel_tiles * parts * problem.batch;
-    const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};
-    const int64_t most = std::max<int64_t>(1, std::min({kMaxSlices, params.items / kMinItemsOfSlice,
-                                                        kMaxWorkspaceBytes / bytes_of_slice}));
-    plan->slices = slices > 0 ? slices : std::min(most, CeilDiv(resident, ctas));
-    params.slices = static_cast<int32_t>(plan->slices);
-    launch->ctas = ctas * plan->slices;
-    plan->workspace_bytes = plan->slices * bytes_of_slice;
+    const int64_t ctas = params.channel_tiles.divisor * parts * problem.batch;
+    JAXCONV_RETURN_IF_ERROR(
+        CutIntoSlices(problem, ctas, resident, slices, &params, &launch->ctas, plan));
     launch->out_elements = problem.w_elements();
-    warp_instructions = static_cast<double>(ctas) * params.items * kWarps * step;
+    warp_instructions *= static_cast<double>(ctas);
   } else {
-    params.items = static_cast<int32_t>(items_of_tile_channels * channel_tiles);
+    JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
     launch->ctas = std::min<int64_t>(resident, params.items);
     const int64_t row_steps = instance.any() ? rows.taps : 1;
-    const double steps =
+    warp_instructions *=
         static_cast<double>(params.axis[0].taps * row_steps) * static_cast<double>(params.reduce);
-    warp_instructions = params.items * steps * kWarps * step;
   }
   launch->out_dtype = problem.output_dtype();
   const double bytes =

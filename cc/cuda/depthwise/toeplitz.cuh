@@ -39,13 +39,11 @@
 #define JAXCONV_CUDA_DEPTHWISE_TOEPLITZ_CUH_
 
 #include <cstdint>
-#include <cstring>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
-#include "cuda/common/launch.cuh"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_tile.h"
 #include "cuda/ptx/cp_async.cuh"
@@ -136,24 +134,6 @@ __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatr
   static_assert(kMatrices > 4 && kMatrices <= 8);
   LoadMatrices(address, reinterpret_cast<uint32_t (&)[4]>(x[0]));
   LoadMatrices(address + 64, reinterpret_cast<uint32_t (&)[kMatrices - 4]>(x[4]));
-}
-
-// Eight channels of an output.
-template <typename Out, class Epilogue>
-__device__ __forceinline__ void StoreEight(const Params& params, const Epilogue& epilogue,
-                                           int64_t row, int32_t channel, const float (&sum)[8]) {
-  const int64_t at = row * params.channels + channel;
-  alignas(16) Out elements[8];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    const OutputPlace place{at + c, static_cast<int32_t>(row), channel + c, true};
-    elements[c] = FromFloat<Out>(epilogue.template operator()<Out>(sum[c], place));
-  }
-  uint4 chunks[sizeof(elements) / 16];
-  memcpy(chunks, elements, sizeof(elements));
-  auto* out = reinterpret_cast<uint4*>(static_cast<Out*>(params.out) + at);
-#pragma unroll
-  for (int i = 0; i < int{sizeof(elements) / 16}; ++i) out[i] = chunks[i];
 }
 
 template <class Tag>
@@ -268,9 +248,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                   params.axis[2].out +
               q;
           if (params.out_is_f32) {
-            StoreEight<float>(params, epilogue, pixel, channel, channels);
+            StoreChannels<float>(params, epilogue, pixel, channel, channels);
           } else {
-            StoreEight<T>(params, epilogue, pixel, channel, channels);
+            StoreChannels<T>(params, epilogue, pixel, channel, channels);
           }
         }
       }
@@ -284,17 +264,7 @@ template <class Tag>
 Status Toeplitz<kOp, kType, kChannels_, kBlocks_, kCtasPerSm_>::Launch(const Plan& plan,
                                                                        const Operands& operands,
                                                                        void* stream) {
-  const auto& launch = plan.As<LaunchParams>();
-  Params params = launch.kernel;
-  params.gathered = operands.lhs;
-  params.filter = operands.rhs;
-  params.out = operands.out;
-  BindEpilogue(operands, &params.epilogue);
-  LaunchConfig config;
-  config.grid = static_cast<unsigned>(launch.ctas);
-  config.threads = kThreads;
-  config.shared_bytes = launch.shared_bytes;
-  return jaxconv::Launch<ToeplitzKernel<Tag>>(plan.kernel->name, config, stream, params);
+  return LaunchHaloGather<Params, ToeplitzKernel<Tag>>(plan, operands, stream);
 }
 
 }  // namespace jaxconv::depthwise

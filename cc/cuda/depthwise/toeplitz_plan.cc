@@ -131,18 +131,14 @@ Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const 
                     int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const ToeplitzInstance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
-  if (slices < 0 || slices > 1) {
-    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
-  }
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, kernel.dtype, &params);
   double cycles_of_image;
   JAXCONV_RETURN_IF_ERROR(
       ShapeTile(instance, gpu, &params, &launch->shared_bytes, &cycles_of_image));
-  int64_t items_of_channels;
-  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels, &params, &items_of_channels));
-  params.items = static_cast<int32_t>(items_of_channels * params.channel_tiles.divisor);
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels, &params));
   launch->ctas = std::min<int64_t>(
       gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu), params.items);
   launch->out_dtype = problem.output_dtype();
