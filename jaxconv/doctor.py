@@ -277,9 +277,9 @@ def _try(report: _Report, device: jax.Device, problem: Problem) -> None:
         report.bad(f"{label}: {type(error).__name__}: {first}")
         return
     expected = _reference(problem.op, *(np.asarray(a, np.float64) for a in operands))
-    error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
-    text = f"{label}: {kernel}, relative error {error:.1e}"
-    if not error <= problem.bound:
+    distance = np.linalg.norm(result - expected) / np.linalg.norm(expected)
+    text = f"{label}: {kernel}, relative error {distance:.1e}"
+    if not distance <= problem.bound:
         report.bad(
             f"{text}, accepted {problem.bound:.0e}",
             "please report this with the output of this command",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,15 @@ from jaxconv._src.spec import Op, Pairs, dilated_extent, known
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
+# As in jax.lax: None, three strings or ConvDimensionNumbers; None, a name, an enum or a pair.
+DimensionNumbers = lax.ConvGeneralDilatedDimensionNumbers
+PrecisionLike = lax.PrecisionLike
+OutSharding = jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None
 
 
 def checked_padding(
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: jax.Array | jax.ShapeDtypeStruct,
     numbers: Sequence[Sequence[int]],
     padding: Padding,
     names: tuple[str, str, str],
@@ -140,7 +144,7 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
 def _is_one(value: Any) -> bool:
     """Whether an argument is one thing, and not a sequence or an array of some."""
     return isinstance(value, str | bytes) or not (
-        isinstance(value, Sequence) or getattr(value, "ndim", 0)
+        isinstance(value, Sequence) or bool(getattr(value, "ndim", 0))
     )
 
 
@@ -150,7 +154,8 @@ def per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...
         raise TypeError(f"{name}: expected integers, got {value!r}")
     if _is_one(value):
         return (integer(name, value),) * rank
-    values = tuple(integer(name, v) for v in value)
+    several: Any = value
+    values = tuple(integer(name, v) for v in several)
     if len(values) != rank:
         raise ValueError(f"{name}: expected one number or {rank}, got {values}")
     return values
@@ -245,7 +250,7 @@ def padding_pairs(
         return tuple(pairs)
     if _is_one(padding):
         padding = (integer("padding", padding),) * rank
-    entries = list(padding)
+    entries: list[Any] = list(cast(Sequence[Any], padding))
     if len(entries) != rank:
         raise ValueError(f"padding: expected {rank} entries, one per axis, got {padding!r}")
     pairs = []
@@ -275,7 +280,7 @@ def result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
     return np.dtype(result)
 
 
-def precision(value: Any) -> str:
+def precision(value: PrecisionLike) -> str:
     """The name of a precision that is given in any form that lax takes."""
     try:
         return canonical.precision_name(value)
@@ -292,7 +297,8 @@ def algorithms(algorithm: Algorithm) -> tuple[str, str, str]:
         unknown = [key for key in algorithm if key not in directions]
         if unknown:
             raise ValueError(f"algorithm: expected the keys {', '.join(directions)}, got {unknown}")
-        chosen = {**dict.fromkeys(directions, "auto"), **algorithm}
+        chosen = dict.fromkeys(directions, "auto")
+        chosen.update({str(direction): name for direction, name in algorithm.items()})
     else:
         raise TypeError(f"algorithm: expected a string or a mapping, got {algorithm!r}")
     for direction, name in chosen.items():
@@ -310,4 +316,5 @@ def algorithms(algorithm: Algorithm) -> tuple[str, str, str]:
                 f"{', '.join(map(repr, dict.fromkeys((*UNCONDITIONAL, *IN_JAX))))}, "
                 f"{', '.join(sorted(known)) or '(no kernels built)'} or an instance name"
             )
-    return tuple(chosen[d] for d in directions)
+    fprop, dgrad, wgrad = (chosen[direction] for direction in directions)
+    return fprop, dgrad, wgrad

@@ -50,7 +50,8 @@ def precision_name(precision: Any) -> str:
     pair = compat.canonicalize_precision(precision)
     if not isinstance(pair, tuple):
         return "default"
-    return max(pair, key=lambda level: level.value).name.lower()
+    levels: list[Any] = list(pair)
+    return max(levels, key=lambda level: level.value).name.lower()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +207,7 @@ def form(
     rhs_spatial = tuple(rhs_shape[a] for a in rhs[2:])
     out_spatial = tuple(out_shape[a] for a in out[2:])
     if op is Op.FPROP:
-        window = dict(
+        window: dict[str, Any] = dict(
             stride=conv.window_strides,
             lhs_dilation=conv.lhs_dilation,
             dilation=conv.rhs_dilation,

@@ -59,7 +59,7 @@ apply_primitive = _dispatch.apply_primitive
 if hasattr(_core, "auto_insert_reshard"):
     match_varying = _core.auto_insert_reshard
 else:
-    match_varying = _core.standard_insert_pvary
+    match_varying = _core.standard_insert_pvary  # type: ignore[attr-defined]
 
 
 def is_traced(value) -> bool:

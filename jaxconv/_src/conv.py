@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -11,7 +11,13 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import arguments, canonical, layouts, partition, primitives, winograd_prepared
-from jaxconv._src.arguments import Algorithm, Padding
+from jaxconv._src.arguments import (
+    Algorithm,
+    DimensionNumbers,
+    OutSharding,
+    Padding,
+    PrecisionLike,
+)
 from jaxconv._src.spec import ConvSpec, Op
 from jaxconv._src.winograd_filter import PreparedFilter
 
@@ -25,7 +31,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     data_format: str | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     algorithm: Algorithm = "auto",
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
@@ -83,11 +89,12 @@ def conv(
             groups, window parameters or format do not fit; or the demanded algorithm cannot serve
             the problem (the message says why, and which can).
     """
-    prepared = w if isinstance(w, PreparedFilter) else None
-    if prepared is None:
+    prepared: PreparedFilter | None = None
+    if not isinstance(w, PreparedFilter):
         x, w = arguments.operands("x", x, "w", w, promote=True)
         data_format = layouts.data_format(data_format, w.shape)
     else:
+        prepared = w
         x = arguments.array("x", x)
         winograd_prepared.check(x, prepared)
         data_format = layouts.data_format(data_format, prepared.shape)
@@ -107,7 +114,7 @@ def conv(
     if one_example:
         x = lax.expand_dims(x, (0,))
     lhs, rhs, out = lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format))
-    window = dict(
+    window: dict[str, Any] = dict(
         stride=arguments.per_axis("stride", stride, rank),
         lhs_dilation=(1,) * rank,
         dilation=arguments.per_axis("dilation", dilation, rank),
@@ -131,7 +138,7 @@ def conv(
     )
     out_dtype = arguments.result_dtype(x.dtype, preferred_element_type)
     if prepared is None:
-        y = primitives.bind(Op.FPROP, x, w, spec, out_dtype)
+        y = primitives.bind(Op.FPROP, x, cast(jax.Array, w), spec, out_dtype)
     else:
         y = winograd_prepared.bind(x, prepared, spec, out_dtype)
     return lax.squeeze(y, (0,)) if one_example else y
@@ -144,12 +151,12 @@ def conv_general_dilated(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: DimensionNumbers = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
     *,
     algorithm: Algorithm = "auto",
 ) -> jax.Array:
@@ -211,7 +218,7 @@ def conv_with_general_padding(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """``jax.lax.conv_with_general_padding``: ``conv_general_dilated`` in NCHW with OIHW filters.
@@ -246,9 +253,9 @@ def conv_transpose(
     strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: DimensionNumbers = None,
     transpose_kernel: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     use_consistent_padding: bool = False,
     *,
@@ -340,7 +347,8 @@ def conv_transpose(
                     "output_padding: expected less than the stride or the dilation of its axis, "
                     f"got {extra} with strides {strides} and rhs_dilation {dilation}"
                 )
-        pads = arguments.padding_pairs(pads, *shapes, (1,) * rank, dilation)
+        in_spatial, window = shapes
+        pads = arguments.padding_pairs(pads, in_spatial, window, (1,) * rank, dilation)
         pads = [(lo, hi + e) for (lo, hi), e in zip(pads, extra, strict=True)]
     groups = arguments.integer("groups", groups, at_least=1)
     if transpose_kernel:
@@ -371,7 +379,7 @@ def conv_transpose(
     )
 
 
-def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: Any):
+def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: DimensionNumbers):
     """Checks what lax's own entry points take: operands of any axis order, 0-D and up."""
     lhs, rhs = arguments.operands("lhs", lhs, "rhs", rhs)
     if lhs.ndim != rhs.ndim:
@@ -394,7 +402,7 @@ def _convolve(
     lhs_dilation: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: Any,
-    precision: Any,
+    precision: PrecisionLike,
     algorithm: Algorithm,
     preferred_element_type: DTypeLike | None,
     groups_name: str = "feature_group_count",

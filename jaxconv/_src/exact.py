@@ -28,7 +28,7 @@ def convolve(
 
     An integer result holds the sum's low bits, a float result the rounded sum.
     """
-    wide = np.int32 if lhs.dtype.itemsize < 4 else lhs.dtype
+    wide = np.dtype(np.int32) if lhs.dtype.itemsize < 4 else lhs.dtype
     if jnp.issubdtype(out_dtype, jnp.integer):
         wide = compat.wider_dtype(wide, out_dtype)
     # Operands of the sums' type: with int8 operands, products that XLA:GPU of jax 0.11.2 computed
@@ -40,7 +40,7 @@ def convolve(
 def sums(x: jax.Array, w: jax.Array, spec: ConvSpec) -> jax.Array:
     """The int32 sums of x int8 or uint8 (n, *spatial, c) and w int8 (*window, c / groups, k)."""
     if x.dtype == np.int8:
-        return convolve(Op.FPROP, x, w, spec=spec, out_dtype=np.int32)
+        return convolve(Op.FPROP, x, w, spec=spec, out_dtype=np.dtype(np.int32))
     # sum of x w = sum of (x - 128) w + 128 * sum of w, where padding holds -128.
     x = lax.bitcast_convert_type(x ^ jnp.uint8(128), np.int8)
     config = [(0, 0, 0), *((lo, hi, 0) for lo, hi in spec.padding), (0, 0, 0)]
@@ -48,7 +48,7 @@ def sums(x: jax.Array, w: jax.Array, spec: ConvSpec) -> jax.Array:
     spatial = x.shape[1:-1]
     spec = _without_padding(spec, spatial)
     of_w = jnp.sum(w, axis=tuple(range(w.ndim - 1)), dtype=np.int32)
-    return convolve(Op.FPROP, x, w, spec=spec, out_dtype=np.int32) + 128 * of_w
+    return convolve(Op.FPROP, x, w, spec=spec, out_dtype=np.dtype(np.int32)) + 128 * of_w
 
 
 def _without_padding(spec: ConvSpec, in_spatial: tuple[int, ...]) -> ConvSpec:
@@ -108,7 +108,7 @@ def requantize(
         scale = scale.reshape(n, *(1,) * (acc.ndim - 2), k)
     bias = jnp.zeros((), np.float32) if bias is None else bias
     t = fma(lax.optimization_barrier(acc.astype(np.float32)), scale, bias)
-    if residual is not None:
+    if residual is not None and residual_scale is not None:
         z = lax.optimization_barrier(residual.astype(np.float32))
         t = fma(residual_scale.reshape(()), z, t)
     if activation is not None:

@@ -85,7 +85,8 @@ class Explanation:
         lines = table.lines(header, rows)
         lines.append(f"{self.on_kernels} of {total} convolutions on jaxconv's kernels")
         if None not in shares:
-            ours = sum(s for s, c in zip(shares, self.convolutions, strict=True) if c.instance)
+            rows_and_shares = zip(self.convolutions, shares, strict=True)
+            ours = sum(s for c, s in rows_and_shares if c.instance is not None and s is not None)
             lines[-1] += f", {_percent(ours)} of {_scaled(self.flops, 1e9)} GFLOP"
         lines += _reasons("left to XLA:", [c.refusals for c in self.convolutions])
         lines += _reasons(
@@ -107,12 +108,12 @@ def _shares(parts: Sequence[Any]) -> list[int | None]:
     if not all(isinstance(part, int) for part in parts) or not sum(parts):
         return [None] * len(parts)
     whole = sum(parts)
-    shares: list[int | None] = [part * _WHOLE // whole for part in parts]
-    missing = _WHOLE - sum(part * _WHOLE // whole for part in parts)
+    shares = [part * _WHOLE // whole for part in parts]
+    missing = _WHOLE - sum(shares)
     by_remainder = sorted(range(len(parts)), key=lambda i: -(parts[i] * _WHOLE % whole))
     for i in by_remainder[:missing]:
         shares[i] += 1
-    return shares
+    return [*shares]
 
 
 def _percent(share: int | None) -> str:

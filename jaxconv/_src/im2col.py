@@ -100,7 +100,7 @@ def convolve(
 
     f = jax.vmap(one) if spec.batched else one
     out = f(jnp.transpose(lhs, spec.axes(lhs_role)), jnp.transpose(rhs, spec.axes(rhs_role)))
-    return jnp.transpose(out, np.argsort(spec.axes(out_role)))
+    return jnp.transpose(out, np.argsort(spec.axes(out_role)).tolist())
 
 
 def _convolve(op: Op, lhs, rhs, spec: ConvSpec, out_dtype):

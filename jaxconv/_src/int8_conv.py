@@ -257,13 +257,13 @@ def _filters(w, packed: bool, spatial: tuple[int, ...], channels: int) -> Packed
 
 def _out_dtype(dtype: DTypeLike) -> np.dtype:
     try:
-        dtype = np.dtype(dtype)
+        found = np.dtype(dtype)
     except TypeError as error:
         raise TypeError(f"out_dtype: {error}") from error
-    if dtype not in OUT_DTYPES:
+    if found not in OUT_DTYPES:
         names = ", ".join(d.name for d in OUT_DTYPES)
-        raise TypeError(f"out_dtype: expected one of {names}, got {dtype.name}")
-    return dtype
+        raise TypeError(f"out_dtype: expected one of {names}, got {found.name}")
+    return found
 
 
 def _zero_point(name: str, value: int, dtype: np.dtype) -> int:
@@ -325,17 +325,16 @@ def _residual(residual, shape, dtype: np.dtype, out_layout: str, layout: str) ->
                 f"residual: expected a Packed, as the result is, got {type(residual).__name__}; "
                 "jaxconv.int8.pack makes one"
             )
-        residual = int8_layout.checked_packed("residual", residual, dtype)
+        data = int8_layout.checked_packed("residual", residual, dtype).data
         found = residual.shape
     else:
-        residual = int8_layout.array_of("residual", residual, dtype)
-        found = residual.shape
+        data = int8_layout.array_of("residual", residual, dtype)
+        found = data.shape
     if found != shape:
         raise ValueError(f"residual: expected shape {shape}, that of the result, got {found}")
     if out_layout == "NCHW32":
-        data = residual.data
         return data if layout == "nchw32" else int8_layout.to_nhwc(data)
-    data = int8_layout.pad_axis(residual, len(shape) - 1, int8_layout.padded_channels(k))
+    data = int8_layout.pad_axis(data, len(shape) - 1, int8_layout.padded_channels(k))
     return data if layout == "nhwc" else int8_layout.to_nchw32(data)
 
 

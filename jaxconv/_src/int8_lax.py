@@ -101,7 +101,7 @@ def _plan(
     if spec.groups == 1:
         stored = FEW if c <= FEW else padded_channels(c)
         channels += [(stored, k), (stored, padded_channels(k))]
-    plan = None
+    plan: Plan | None = None
     for c, k in dict.fromkeys(channels):
         one = Sizes(
             1, sizes.n, c, k, call.conv.in_spatial, call.conv.filter_spatial, call.conv.out_spatial
@@ -111,6 +111,7 @@ def _plan(
         if chosen.instance is not None:
             return found
         plan = plan or found
+    assert plan is not None, "there is a choice of channels"
     return plan
 
 
@@ -156,4 +157,5 @@ def _convolve(plan: Plan, op: Op, x: jax.Array, w: jax.Array, groups: int) -> ja
         w = w.reshape(k, *window, k_of_all // groups)
     x = pad_axis(x, rank + 1, plan.c)
     w = pad_axis(pad_axis(w, rank + 1, plan.c // groups), 0, plan.k)
+    assert plan.spec is not None, "a plan with an instance has a call"
     return crop_axis(bind(plan.spec, x, pack_rows(w, "nhwc")), rank + 1, k)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import operand
 
@@ -27,9 +27,9 @@ FEW = 4
 LAYOUTS = ("NHWC", "NCHW32")
 _EIGHT_BITS = (np.dtype(np.int8), np.dtype(np.uint8))
 # Of a convolution's result.
-OUT_DTYPES = (
+OUT_DTYPES: tuple[np.dtype, ...] = (
     *_EIGHT_BITS,
-    *map(np.dtype, (np.int32, np.float32, jnp.bfloat16, np.float16)),
+    *(np.dtype(dtype) for dtype in (np.int32, np.float32, jnp.bfloat16, np.float16)),
 )
 
 
@@ -105,13 +105,13 @@ class PackedFilter:
         return padded_channels(self.features)
 
 
-def array_of(name: str, array: ArrayLike, *dtypes: type) -> jax.Array:
+def array_of(name: str, array: ArrayLike, *dtypes: DTypeLike) -> jax.Array:
     """An argument as an array of one of ``dtypes``, by default int8 or uint8.
 
     Raises:
         TypeError: it has another dtype, or is a ``Packed`` or ``PackedFilter``.
     """
-    expected = tuple(map(np.dtype, dtypes)) or _EIGHT_BITS
+    expected = tuple(np.dtype(dtype) for dtype in dtypes) or _EIGHT_BITS
     names = " or ".join(dtype.name for dtype in expected)
     if isinstance(array, (Packed, PackedFilter)):
         raise TypeError(f"{name}: expected a {names} array, got a {type(array).__name__}")
@@ -236,7 +236,7 @@ def _check_format(data_format: str) -> None:
         raise ValueError(f"data_format: expected 'NHWC' or 'NCHW', got {data_format!r}")
 
 
-def checked_packed(name: str, packed: Packed, *dtypes: type) -> Packed:
+def checked_packed(name: str, packed: Packed, *dtypes: DTypeLike) -> Packed:
     """``packed`` with data that has the shape of NCHW32 and one of ``dtypes``.
 
     Raises:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 from jax.experimental.custom_partitioning import (
@@ -40,11 +41,11 @@ def _factor(name: str | None) -> str | None:
 
 def _extents(tensors: Sequence[tuple[Factors, Sequence[int]]]) -> dict[str, int]:
     """Images, and blocks of output channels."""
-    found = {}
+    found: dict[str, int] = {}
     for factors, shape in tensors:
         for name, extent in zip(factors, shape, strict=True):
             if name is not None:
-                found[_factor(name)] = extent // BLOCK if name == "k" else extent
+                found[str(_factor(name))] = extent // BLOCK if name == "k" else extent
     return found
 
 
@@ -63,7 +64,9 @@ def choose(
         mesh: size of every mesh axis.
         given: ``Partitions`` of the same tensors (None: open).
     """
-    extents, used, chosen = _extents(tensors), set(), {}
+    extents = _extents(tensors)
+    used: set[str] = set()
+    chosen: dict[str, tuple[str, ...]] = {}
     for name in ("n", "k"):
         candidates = [
             partition.dividing(
@@ -145,7 +148,7 @@ class _Call:
             if any("k_blocks" in factors for factors in self.factors):
                 sizes.pop("k")  # it is then the size of an axis
         return SdyShardingRule(
-            tuple(operands), (out,), need_replication_factors=tuple(whole), **sizes
+            tuple(operands), (out,), need_replication_factors=tuple(whole), **cast(Any, sizes)
         )
 
 

@@ -138,7 +138,7 @@ def canonical_conv(
         x_axes=order,
         w_axes=order,
         y_axes=order,
-        algorithm=(algorithm,) * len(Op),
+        algorithm=(algorithm, algorithm, algorithm),
     )
 
 
@@ -296,7 +296,9 @@ def _batch(operands, mapped_axes, *, spec: Int8Spec):
         array = values[name]
         return moved.get(name, jnp.broadcast_to(array, (count, *array.shape)))
 
-    folded = {name: _merged(each(name)) for name in ("x", "residual") if name in values}
+    folded: dict[str, jax.Array] = {
+        name: _merged(each(name)) for name in ("x", "residual") if name in values
+    }
     n = folded["x"].shape[0] // count
     if spec.scale == "scale" and "scale" in moved:
         scale = moved["scale"]

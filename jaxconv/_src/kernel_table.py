@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -12,7 +13,7 @@ from jaxconv._src.spec import ConvSpec, Op, Sizes, key_of
 
 # Each is the change that it makes to a dense 3x3 convolution of 64 to 64 channels at stride 1 of
 # two images of 16x16, which a kernel takes or refuses.
-_PROBES: dict[str, dict[str, object]] = {
+_PROBES: dict[str, dict[str, Any]] = {
     "dense": {},
     "1x1": dict(window=1, pad=0),
     "1-D": dict(rank=1),
@@ -30,7 +31,7 @@ _PROBES: dict[str, dict[str, object]] = {
 # What precisions mean for float32 on a GPU: the tensor cores' TF32 is for DEFAULT only.
 _PRECISIONS = ("default", "high", "highest")
 # The end of the problem keys of 8-bit operands: how the filter lies, and x and y.
-_LAYOUTS = ([], ["krsc"], ["packed"], ["packed", "nchw32"])
+_LAYOUTS: tuple[list[str], ...] = ([], ["krsc"], ["packed"], ["packed", "nchw32"])
 # Where no GPU is present to ask for. The newest architecture with kernels of its own.
 _TARGET = "sm_90a"
 
@@ -152,12 +153,12 @@ def _kernel(platform: native.Platform, name: str, families: Sequence[str], targe
     dtype = inner.removeprefix(f"{family}_").partition("_")[0]
     layouts = _LAYOUTS if dtype in ("s8", "u8") else _LAYOUTS[:1]
 
-    def accepted(precision: str = "default", **probe) -> bool:
+    def accepted(precision: str = "default", **probe: Any) -> bool:
         keys = (_key(op, dtype, words, precision, **probe) for words in layouts)
         return any(platform.select(key, name, target).instance for key in keys)
 
     takes = {label: probe for label, probe in _PROBES.items() if accepted(**probe)}
-    special = takes.values() or [{}]
+    special: list[dict[str, Any]] = list(takes.values()) or [{}]
     precisions = [p for p in _PRECISIONS if any(accepted(p, **probe) for probe in special)]
     return Kernel(
         name, platform.name, op.value, family, dtype, tuple(takes), tuple(precisions or _PRECISIONS)

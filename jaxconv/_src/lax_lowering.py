@@ -30,7 +30,7 @@ _log = logging.getLogger("jaxconv")
 
 
 def conv_parameters(
-    algorithm: tuple[str, str, str] = (lowering.AUTO,) * len(Op),
+    algorithm: tuple[str, str, str] = (lowering.AUTO, lowering.AUTO, lowering.AUTO),
     *,
     window_strides,
     padding,
@@ -175,7 +175,7 @@ def _demanding(
     """The forms of which an algorithm speaks, with the demand for it."""
     return [
         dataclasses.replace(
-            form, spec=dataclasses.replace(form.spec, algorithm=(algorithm,) * len(Op))
+            form, spec=dataclasses.replace(form.spec, algorithm=(algorithm, algorithm, algorithm))
         )
         for form in forms
         if lowering.applies(algorithm, form.op)
@@ -186,7 +186,7 @@ def _first_accepted(
     platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype
 ) -> _Choice:
     """The first form that a kernel accepts, if need be on an input dilated and cropped before."""
-    refused = None
+    refused: _Choice | None = None
     for select in lowering.select, lowering.select_explicit:
         for form in forms:
             chosen, key = select(platform, form.op, form.spec, form.sizes, *dtypes)
@@ -194,6 +194,7 @@ def _first_accepted(
             if chosen.instance is not None or chosen.xla_is_faster:
                 return found
             refused = refused or found
+    assert refused is not None, "a convolution has a form"
     return refused
 
 

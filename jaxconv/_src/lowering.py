@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +81,15 @@ def marked(algorithms: tuple[str, str, str] | None):
     return compat.set_xla_metadata(**{_MARK: ",".join(algorithms) if algorithms else _OFF})
 
 
-def algorithms_of_lax() -> tuple[str, ...] | None:
+def algorithms_of_lax() -> tuple[str, str, str] | None:
     """By what the convolution of lax that is being lowered is computed, or None: by lax."""
     mark = compat.xla_metadata_in_force().get(_MARK)
     if mark is None:
         return override_in_force.value
-    return None if mark == _OFF else tuple(mark.split(","))
+    if mark == _OFF:
+        return None
+    fprop, dgrad, wgrad = mark.split(",")
+    return fprop, dgrad, wgrad
 
 
 @contextlib.contextmanager
@@ -240,7 +244,7 @@ def _select_kernel(
 
 def _int8_plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtype):
     if not applies(spec.algorithm_of(op), op):
-        spec = dataclasses.replace(spec, algorithm=(AUTO,) * len(Op))
+        spec = dataclasses.replace(spec, algorithm=(AUTO, AUTO, AUTO))
     return int8_lax.plan(platform, op, spec, sizes, out_dtype)
 
 
@@ -249,7 +253,7 @@ def xla_lacks(platform: str, dtype: np.dtype) -> bool:
     return platform == "cuda" and jnp.issubdtype(dtype, jnp.integer)
 
 
-def reasons(refusals: tuple[native.Refusal, ...]) -> str:
+def reasons(refusals: Sequence[native.Refusal]) -> str:
     return "; ".join(f"{kernel}: {reason}" for kernel, reason in refusals)
 
 

@@ -65,11 +65,10 @@ class Selection(NamedTuple):
 def runtime_ffi_version() -> tuple[int, int]:
     """The FFI API version of the installed jaxlib, read from the header it ships."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    major, minor = (
-        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1])
-        for part in ("MAJOR", "MINOR")
-    )
-    return major, minor
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    if len(found) != 2:
+        raise ValueError("c_api.h defines no XLA_FFI_API_MAJOR and XLA_FFI_API_MINOR")
+    return int(found["MAJOR"]), int(found["MINOR"])
 
 
 def _load_openmp() -> None:

@@ -24,6 +24,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -165,12 +166,14 @@ def _local(primitive, op: Op, split: Split, mesh: Mapping[str, int], lhs, rhs, *
     """One device's part: rows exchanged, the operation on local arrays, partial results summed."""
     summed = [axis for name in contracted(op, spec) for axis in split.get(name, ())]
     lhs_at, rhs_at, out_at = (factors(spec, role) for role in op.roles)
-    plans = {}
+    plans: dict[int, halo.Plan] = {}
     for at, name in enumerate(_SPATIAL):
         names = split.get(name, ())
         if (parts := _parts(names, mesh)) == 1:
             continue
-        plan = plans[at] = halo.plan(op, spec, at, parts)
+        plan = halo.plan(op, spec, at, parts)
+        assert plan is not None, "an axis is split only where there is a plan"
+        plans[at] = plan
         lhs = halo.exchange(lhs, lhs_at[name], names, plan)
         if op is Op.WGRAD and plan.result_extent < parts * plan.result:
             rhs = halo.existing(rhs, rhs_at[name], names, plan.result_extent)
@@ -327,7 +330,7 @@ class _Call:
             (out,),
             need_replication_factors=tuple(dict.fromkeys(f for f in flat if f not in free)),
             reduction_factors=contracted(self.op, self.spec),
-            **sizes,
+            **cast(Any, sizes),
         )
 
 
@@ -475,7 +478,9 @@ def split_over(array: jax.Array, axis: int) -> tuple[str, ...]:
 def _reshape(array: jax.Array, shape: Sequence[int], given: Sequence) -> jax.Array:
     if not any(given):  # JAX then finds the result's sharding itself
         return array.reshape(shape)
-    sharding = NamedSharding(explicit_mesh(jax.typeof(array)), partition_spec(tuple(given)))
+    mesh = explicit_mesh(jax.typeof(array))
+    assert mesh is not None, "only an explicit mesh splits axes"
+    sharding = NamedSharding(mesh, partition_spec(tuple(given)))
     return lax.reshape(array, shape, out_sharding=sharding)
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import arguments, im2col, operand
+from jaxconv._src.arguments import DimensionNumbers, PrecisionLike
 from jaxconv._src.spec import ConvSpec
 
 
@@ -27,7 +28,7 @@ def _windows(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
-    dimension_numbers: Any,
+    dimension_numbers: DimensionNumbers,
 ) -> tuple[jax.Array, lax.ConvDimensionNumbers]:
     """The windows of lhs, (n, *out_spatial, c * taps), the channel outermost, and the axes."""
     rank = lhs.ndim - 2
@@ -44,7 +45,7 @@ def _windows(
         "lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank
     )
     arguments.no_padding_by_name(padding, lhs_dilation)
-    parameters = dict(
+    parameters: dict[str, Any] = dict(
         stride=arguments.per_axis("window_strides", window_strides, rank),
         lhs_dilation=lhs_dilation,
         dilation=arguments.per_axis(
@@ -89,8 +90,8 @@ def conv_general_dilated_patches(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    precision: Any = None,
+    dimension_numbers: DimensionNumbers = None,
+    precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """``jax.lax.conv_general_dilated_patches``: the windows of a convolution, as channels.
@@ -129,8 +130,8 @@ def conv_general_dilated_local(
     filter_shape: Sequence[int],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    precision: Any = None,
+    dimension_numbers: DimensionNumbers = None,
+    precision: PrecisionLike = None,
 ) -> jax.Array:
     """``jax.lax.conv_general_dilated_local``: a filter of its own for every output position.
 

@@ -21,7 +21,10 @@ from jaxconv._src.arguments import Padding
 from jaxconv._src.spec import ConvSpec, Op
 
 # Least and greatest quantised value.
-_RANGE = {np.dtype(np.int8): (-127, 127), np.dtype(np.uint8): (0, 255)}
+_RANGE: dict[np.dtype, tuple[int, int]] = {
+    np.dtype(np.int8): (-127, 127),
+    np.dtype(np.uint8): (0, 255),
+}
 _LIMIT = 127
 
 # Below it a scale and its reciprocal are not both normal float32 numbers.
@@ -400,7 +403,7 @@ def _fake_quant_conv(x, w, x_scale, w_scale, spec: ConvSpec) -> jax.Array:
     scale = x_scale[:, None] * w_scale if x_scale.ndim else x_scale * w_scale
     if x_scale.ndim:
         scale = jnp.broadcast_to(scale, (x.shape[0], w.shape[-1]))
-    return int8_conv.conv(
+    result: Any = int8_conv.conv(
         quantize(x, _per_image(x_scale, x.ndim)),
         quantize(w, w_scale),
         scale,
@@ -409,6 +412,7 @@ def _fake_quant_conv(x, w, x_scale, w_scale, spec: ConvSpec) -> jax.Array:
         dilation=spec.dilation,
         out_dtype=x.dtype,
     )
+    return result
 
 
 def _fake_quant_conv_fwd(x, w, x_scale, w_scale, spec: ConvSpec):
@@ -476,7 +480,7 @@ def _spec(x, w, stride, padding, dilation, groups) -> ConvSpec:
     """The convolution of two channels-last operands."""
     rank = x.ndim - 2
     lhs, rhs = (0, rank + 1, *range(1, rank + 1)), (rank + 1, rank, *range(rank))
-    window = dict(
+    window: dict[str, Any] = dict(
         stride=arguments.per_axis("stride", stride, rank),
         dilation=arguments.per_axis("dilation", dilation, rank),
         groups=arguments.integer("groups", groups, at_least=1),

@@ -105,9 +105,12 @@ def _with_own_state(fun: Callable) -> tuple[Callable, Callable[[], list[Any]]]:
         The copy, and a function that returns all that it captures.
     """
     if isinstance(fun, types.MethodType):
-        method, captured = _with_own_state(fun.__func__)
+        method, of_method = _with_own_state(fun.__func__)
         owner = _copied_object(fun.__self__)
-        return types.MethodType(method, owner), lambda: [*vars(owner).values(), *captured()]
+        return types.MethodType(method, owner), lambda: [
+            *getattr(owner, "__dict__", {}).values(),
+            *of_method(),
+        ]
     if not inspect.isfunction(fun):
         module = _copied(fun)
         return module, lambda: [module]

@@ -182,7 +182,7 @@ def unpacked(w: PreparedFilter) -> tuple[jax.Array, jax.Array | None]:
     k, c = w.features // w.groups, w.channels
     columns, reduction = _up(k, _COLUMNS) // _COLUMNS, _up(c, _REDUCTION) // _REDUCTION
     u = u.reshape(w.groups, columns, reduction, *points, 4, 4, 4, 4, 2, 8)
-    u = jnp.transpose(u, np.argsort((2, 3, 8, 0, 1, 4, 6, 9, 5, 7, 10)))
+    u = jnp.transpose(u, np.argsort((2, 3, 8, 0, 1, 4, 6, 9, 5, 7, 10)).tolist())
     u = u.reshape(*points, w.groups, columns * _COLUMNS, reduction * _REDUCTION)
     return u[..., :k, :c].reshape(*points, w.features, c), scale
 

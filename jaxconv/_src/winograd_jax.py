@@ -21,8 +21,10 @@ tiles Zhang et al., "Im2col-Winograd", ICPP 2024.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +64,7 @@ TILES = {
 ALGORITHMS = ("winograd", *(f"winograd_{name}" for name in TILES))
 
 # Dtype of the operands -> of U and V.
-DOMAINS = {
+DOMAINS: dict[str, Any] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
@@ -102,9 +104,10 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def counts(tile: Tile, out_spatial: tuple[int, int]) -> tuple[int, int]:
+def counts(tile: Tile, out_spatial: Sequence[int]) -> tuple[int, int]:
     """How many tiles cover the output along H and W."""
-    return tuple(-(-extent // m) for extent, m in zip(out_spatial, tile, strict=True))
+    along_h, along_w = (-(-extent // m) for extent, m in zip(out_spatial, tile, strict=True))
+    return along_h, along_w
 
 
 def name_of(tile: Tile) -> str:
@@ -130,7 +133,7 @@ def tile_of(op: Op, spec: ConvSpec) -> Tile:
     out = as_fprop(op, spec).out_spatial
     return min(
         (TILES["f2x2"], TILES["f4x4"]),
-        key=lambda tile: np.prod(counts(tile, out)) * np.prod(tile.points),
+        key=lambda tile: math.prod(counts(tile, out)) * math.prod(tile.points),
     )
 
 
@@ -145,7 +148,7 @@ def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> in
     """Size of U, V and M."""
     tile = tile_of(op, spec)
     red, cols = (sizes.c, sizes.k) if op is Op.FPROP else (sizes.k, sizes.c)
-    tiles = sizes.batch * sizes.n * int(np.prod(counts(tile, as_fprop(op, spec).out_spatial)))
+    tiles = sizes.batch * sizes.n * math.prod(counts(tile, as_fprop(op, spec).out_spatial))
     points = int(np.prod(tile.points))
     summed = tile.points[1] if tile.h == 1 else points
     narrow, wide = domain(dtype).itemsize, sum_dtype(dtype).itemsize
@@ -231,9 +234,9 @@ def _transform(matrix: Matrix, array: jax.Array, axis: int) -> jax.Array:
     Sums of scaled slices, which XLA fuses; as a matrix product a GPU would round to TF32.
     """
     parts = [lax.index_in_dim(array, j, axis, keepdims=False) for j in range(array.shape[axis])]
-    rows = []
+    rows: list[Any] = []
     for row in matrix:
-        total = None
+        total: jax.Array | None = None
         for factor, part in zip(row, parts, strict=True):
             if factor:
                 term = part * np.asarray(float(factor), array.dtype)
@@ -353,4 +356,4 @@ def convolve(
 
     f = jax.vmap(one) if spec.batched else one
     out = f(jnp.transpose(lhs, spec.axes(lhs_role)), jnp.transpose(rhs, spec.axes(rhs_role)))
-    return jnp.transpose(out, np.argsort(spec.axes(out_role)))
+    return jnp.transpose(out, np.argsort(spec.axes(out_role)).tolist())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,9 @@ def bind(x: jax.Array, w: PreparedFilter, spec: ConvSpec, out_dtype: np.dtype) -
             f"groups: expected {w.groups}, for which w was prepared, got {spec.groups}"
         )
     algorithm = algorithm_of(spec.algorithm_of(Op.FPROP), w)
-    spec = dataclasses.replace(spec, algorithm=(algorithm,) * len(Op))
-    prepared = dataclasses.replace(w, data=None)
+    spec = dataclasses.replace(spec, algorithm=(algorithm, algorithm, algorithm))
+    without_data: Any = None  # of which nothing is asked here
+    prepared = dataclasses.replace(w, data=without_data)
     sizes = _sizes(spec, prepared, x.shape)
     if reason := winograd_jax.refusal(Op.FPROP, spec, sizes, x.dtype):
         raise ValueError(f"w: a filter prepared for {w.tile} cannot serve: {reason}")
@@ -206,7 +208,7 @@ def _in_jax(x, data, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
     u, scale = unpacked(dataclasses.replace(prepared, data=data))
     x = jnp.transpose(x, spec.x_axes)
     y = winograd_jax.multiply(x, u, scale, prepared.outputs, spec, out_dtype)
-    return jnp.transpose(y, np.argsort(spec.y_axes))
+    return jnp.transpose(y, np.argsort(spec.y_axes).tolist())
 
 
 def _lower_to_xla(ctx, *operands, **params):

@@ -6,6 +6,8 @@ transposition would sum over devices a second time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,12 @@ def convolve(
             return convolve(op, a, b, spec=spec.without_batch(), out_dtype=out_dtype)
 
         return jax.vmap(one, in_axes=(lhs_axis, rhs_axis), out_axes=out_axis)(lhs, rhs)
-    compute = {Op.FPROP: _fprop, Op.DGRAD: _dgrad, Op.WGRAD: _wgrad}[op]
+    ways: dict[Op, Callable[..., jax.Array]] = {
+        Op.FPROP: _fprop,
+        Op.DGRAD: _dgrad,
+        Op.WGRAD: _wgrad,
+    }
+    compute = ways[op]
     return compute(lhs, rhs, spec, out_shape=out_shape, preferred_element_type=out_dtype)
 
 
