@@ -263,6 +263,10 @@ def tool_cases() -> Iterator[Case]:
             is_none(),
         ),
         "uninstall/by position": (lambda: jaxconv.uninstall(True), kind("positional")),
+        "installed/with nothing installed": (jaxconv.installed, Answer(lambda: None)),
+        "installed/in a traced override": (installed_in_a_trace, Answer(lambda: ["xla"] * 3)),
+        "installed/by position": (lambda: jaxconv.installed(True), kind("positional")),
+        "kernels/of another platform": (lambda: jaxconv.kernels("tpu"), value("platform", "'tpu'")),
         "register/by position": (lambda: jaxconv.register("cpu"), kind("positional")),
         "register/twice": (
             lambda: [jaxconv.register(), jaxconv.register()][1]["cpu"],
@@ -286,6 +290,19 @@ def tool_cases() -> Iterator[Case]:
     for name, (run, expected) in cases.items():
         yield Case(name, run, expected)
     yield from bench_cases()
+
+
+def installed_in_a_trace() -> list[str]:
+    found = []
+
+    @jax.jit
+    def f(x):
+        with jaxconv.override(algorithm="xla"):
+            found.extend((jaxconv.installed() or {}).values())
+        return x
+
+    f(1.0)
+    return found
 
 
 def left_by_an_error() -> int:

@@ -53,7 +53,8 @@ def with_gradients(f, x, w, dy):
     return {"y": y, **dict(zip(("dx", "dw"), vjp(dy), strict=True))}
 
 
-def meets(layer: Layer, padded: bool, bad: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def meets(layer: Layer, padded: bool, bad: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Which results have a product with a bad element, by counting in lax.
 
     With ``padded``, padding counts as elements of x, so that a bad element of the filter meets it,
@@ -70,24 +71,24 @@ def meets(layer: Layer, padded: bool, bad: dict[str, np.ndarray]) -> dict[str, n
         precision="highest",
     )
     frame = ((0, 0), *pad, (0, 0))
-    everywhere = {name: np.ones_like(a) for name, a in bad.items()}
-    everywhere["x"] = np.pad(everywhere["x"], frame, constant_values=float(padded))
-    bad = {**bad, "x": np.pad(bad["x"], frame)}
+    everywhere = {name: jnp.ones_like(a) for name, a in bad.items()}
+    everywhere["x"] = jnp.pad(everywhere["x"], frame, constant_values=float(padded))
+    bad = {**bad, "x": jnp.pad(bad["x"], frame)}
     x, w, dy = (everywhere[name] for name in ("x", "w", "dy"))
-    all_dy = np.ones_like(f(np.ones_like(x), w))  # outputs beside dy count as padding does
+    all_dy = jnp.ones_like(f(x, w))  # outputs beside dy count as padding does
     counts = {
         "y": f(bad["x"], w) + f(x, bad["w"]),
-        "dx": jax.vjp(lambda a: f(a, w), x)[1](jnp.asarray(bad["dy"]))[0]
-        + jax.vjp(lambda a: f(a, bad["w"]), x)[1](jnp.asarray(all_dy))[0],
-        "dw": jax.vjp(lambda a: f(bad["x"], a), w)[1](jnp.asarray(dy))[0]
-        + jax.vjp(lambda a: f(x, a), w)[1](jnp.asarray(bad["dy"]))[0],
+        "dx": jax.vjp(lambda a: f(a, w), x)[1](bad["dy"])[0]
+        + jax.vjp(lambda a: f(a, bad["w"]), x)[1](all_dy)[0],
+        "dw": jax.vjp(lambda a: f(bad["x"], a), w)[1](dy)[0]
+        + jax.vjp(lambda a: f(x, a), w)[1](bad["dy"])[0],
     }
     inside = slice(layer.dilation, -layer.dilation)
     counts["dx"] = counts["dx"][:, inside, inside]
-    if padded and bad["w"].any():  # a gradient's window also meets what lies beside dy
-        channels = np.asarray(counts["dx"]).any((0, 1, 2))
-        counts["dx"] = np.broadcast_to(channels, counts["dx"].shape)
-    return {name: np.asarray(count) > 0 for name, count in counts.items()}
+    if padded:  # a gradient's window also meets what lies beside dy
+        channels = jnp.where(bad["w"].any(), counts["dx"].any((0, 1, 2)), False)
+        counts["dx"] += channels
+    return {name: count > 0 for name, count in counts.items()}
 
 
 @pytest.mark.parametrize("algorithm", ["native", "im2col"])
@@ -105,12 +106,14 @@ def test_where_nan_and_inf_go(native_cpu, name, algorithm):
     f = functools.partial(convolve, layer, algorithm=algorithm)
     with jax.default_device(jax.devices("cpu")[0]):
         ours = jax.jit(functools.partial(with_gradients, f))
-        for dtype in ("float32", "bfloat16", "float16")[: 3 if algorithm == "native" else 1]:
+        for dtype in ("float32", "bfloat16")[: 2 if algorithm == "native" else 1]:
             for bad_operand in ("x", "w", "dy"):
                 bad = {operand: np.zeros(shape, np.float32) for operand, shape in shapes.items()}
                 for place in at[bad_operand]:
                     bad[bad_operand][place] = 1
-                least, most = (meets(layer, padded, bad) for padded in (False, True))
+                least, most = (
+                    jax.tree.map(np.asarray, meets(layer, padded, bad)) for padded in (False, True)
+                )
                 for number in (np.nan, np.inf):
                     operands = {}
                     for operand, shape in shapes.items():
