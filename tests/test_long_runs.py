@@ -1,0 +1,58 @@
+"""Short runs of the programs that are meant to run for hours, and what they call a failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import cpu_fuzz
+import memory_flat
+import numpy as np
+import pytest
+
+
+def test_memory_is_flat_over_repeated_shapes(native_cpu):
+    command = [sys.executable, memory_flat.__file__, "--calls", "360", "--period", "60"]
+    done = subprocess.run(
+        [*command, "--repeat", "--limit", "4"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["calls"] == 360
+
+
+def test_a_leak_is_seen(monkeypatch, capsys):
+    leaked = []
+
+    def leak(convolve, rng, gradients):
+        leaked.append(np.ones(200_000, np.float64))  # 1.6 MB
+
+    monkeypatch.setattr(memory_flat, "one_program", leak)
+    monkeypatch.setattr(sys, "argv", ["memory_flat.py", "--calls", "90", "--period", "10"])
+    assert memory_flat.main() == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["growth_mb"] > memory_flat.LIMIT_MB
+
+
+def options(**changes) -> argparse.Namespace:
+    given = dict(problems=3, seconds=float("inf"), processes=1, seed=5, record=None)
+    return argparse.Namespace(**(given | changes))
+
+
+def test_random_problems_are_recorded_once(native_cpu, tmp_path, capsys):
+    path = str(tmp_path / "record.json")
+    assert cpu_fuzz.run(options(record=path)) == 0
+    with pytest.raises(SystemExit, match="seed 5 is in"):
+        cpu_fuzz.run(options(record=path))
+    assert cpu_fuzz.total(path) == 0
+    assert "3 problems in 1 runs, 0 wrong; seeds 5" in capsys.readouterr().out
+
+
+def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(cpu_fuzz, "SEGMENT", 2)
+    monkeypatch.setattr(sys, "executable", "false")
+    assert cpu_fuzz.run(options(record=str(path))) == 1
+    (run,) = json.loads(path.read_text())
+    assert run["wrong"] == 2 and "problems 2 to 2: exit 1" in run["failures"][1]
+    assert cpu_fuzz.total(str(path)) == 1
