@@ -322,3 +322,21 @@ def test_windows_that_leave_more_than_a_stride(native_cpu, extent, window, strid
             lhs, rhs, expected = exact_operands(op, cropped, "f32", seed=0)
             actual = run(op, cropped, "f32", lhs, rhs)
             assert_exact(actual, expected, cropped.line(op, "f32"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_taps_that_meet_padding_alone_have_no_gradient(native_cpu, dtype):
+    """oneDNN's bfloat16 kernel leaves them unwritten."""
+    which = make_problem(
+        "padding_alone",
+        (3, 1, 1),
+        (2, 3, 1),
+        n=2,
+        c=40,
+        k=40,
+        groups=8,
+        padding=((1, 0), (1, 1), (1, 0)),
+    )
+    lhs, rhs, expected = exact_operands(Op.WGRAD, which, dtype)
+    actual = into_poison(which.operation(Op.WGRAD, dtype, algorithm="onednn"), lhs, rhs)
+    assert_exact(actual, expected, which.line(Op.WGRAD, dtype))
