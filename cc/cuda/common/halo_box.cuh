@@ -158,20 +158,26 @@ __device__ __forceinline__ void StoreChannels(const HaloParams& params, const Ep
   for (int i = 0; i < int{sizeof(elements) / sizeof(Piece)}; ++i) out[i] = pieces[i];
 }
 
-// Enqueues an fprop or dgrad.
-template <class Params, auto kKernel>
-Status LaunchHaloGather(const Plan& plan, const Operands& operands, void* stream) {
+// Enqueues the kernel of a plan; `params` is the plan's block with its pointers set.
+template <auto kKernel, class Params>
+Status LaunchHalo(const Plan& plan, const Params& params, void* stream) {
   const auto& launch = plan.As<HaloLaunch<Params>>();
-  Params params = launch.kernel;
-  params.gathered = operands.lhs;
-  params.filter = operands.rhs;
-  params.out = operands.out;
-  BindEpilogue(operands, &params.epilogue);
   LaunchConfig config;
   config.grid = static_cast<unsigned>(launch.ctas);
   config.threads = kHaloThreads;
   config.shared_bytes = launch.shared_bytes;
   return Launch<kKernel>(plan.kernel->name, config, stream, params);
+}
+
+// Enqueues an fprop or dgrad.
+template <class Params, auto kKernel>
+Status LaunchHaloGather(const Plan& plan, const Operands& operands, void* stream) {
+  Params params = plan.As<HaloLaunch<Params>>().kernel;
+  params.gathered = operands.lhs;
+  params.filter = operands.rhs;
+  params.out = operands.out;
+  BindEpilogue(operands, &params.epilogue);
+  return LaunchHalo<kKernel>(plan, params, stream);
 }
 
 // Enqueues a wgrad and the sum of its slices.
@@ -183,11 +189,7 @@ Status LaunchHaloWgrad(const Plan& plan, const Operands& operands, void* stream)
   params.walked = operands.rhs;
   params.out = operands.workspace;
   BindEpilogue(operands, &params.epilogue);
-  LaunchConfig config;
-  config.grid = static_cast<unsigned>(launch.ctas);
-  config.threads = kHaloThreads;
-  config.shared_bytes = launch.shared_bytes;
-  JAXCONV_RETURN_IF_ERROR(Launch<kKernel>(plan.kernel->name, config, stream, params));
+  JAXCONV_RETURN_IF_ERROR(LaunchHalo<kKernel>(plan, params, stream));
   return ReduceSlices<Epilogue>(static_cast<const float*>(operands.workspace), launch.out_elements,
                                 plan.slices, params.channels, params.epilogue, operands.out,
                                 launch.out_dtype, stream);
