@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
@@ -17,7 +18,9 @@ constexpr const char* kFilterLayoutNames[] = {"rsck",      "krsc",      "packed"
                                               "winograd4", "winograd6", "winograd4x3"};
 constexpr const char* kActivationLayoutNames[] = {"nhwc", "nchw32"};
 constexpr const char* kScaleNames[] = {"", "scale", "image_scale"};
-constexpr const char* kActivationNames[] = {"", "relu", "relu6", "leaky_relu", "gelu", "silu"};
+constexpr const char* kActivationNames[] = {"",     "relu",      "relu6", "leaky_relu",
+                                            "gelu", "gelu_tanh", "silu",  "sigmoid",
+                                            "tanh", "hard_swish"};
 
 // Of nchw32.
 constexpr int64_t ChannelBlock(int64_t channels) { return channels == 4 ? 4 : 32; }
@@ -76,8 +79,10 @@ class KeyReader {
     epilogue->offset = TakeWord("offset");
     epilogue->bias = TakeWord("bias");
     epilogue->residual = TakeWord("residual");
-    ReadWord(kActivationNames, &epilogue->activation);
+    ReadActivation(epilogue);
     if (!rest_.empty() && rest_[0] == 'z') ReadInt('z', &epilogue->zero_point);
+    epilogue->pre = TakeWord("pre");
+    epilogue->statistics = TakeWord("statistics");
   }
 
   bool ok() const { return status_.ok(); }
@@ -90,6 +95,19 @@ class KeyReader {
   static bool ToInt(std::string_view word, int64_t* value) {
     auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), *value);
     return error == std::errc() && end == word.data() + word.size();
+  }
+
+  static bool ToSlope(std::string_view word, float* value) {
+    if (word.substr(0, 1) != ":") return false;
+    word.remove_prefix(1);
+    const bool negative = word.substr(0, 1) == "-";
+    if (negative) word.remove_prefix(1);
+    if (word.substr(0, 2) != "0x") return false;
+    const char* last = word.data() + word.size();
+    auto [end, error] = std::from_chars(word.data() + 2, last, *value, std::chars_format::hex);
+    if (error != std::errc() || end != last || !std::isfinite(*value)) return false;
+    *value = std::copysign(*value, negative ? -1.0f : 1.0f);
+    return true;
   }
 
   // Takes the next word if it is this one.
@@ -107,6 +125,20 @@ class KeyReader {
         *value = static_cast<Enum>(i);
         return;
       }
+    }
+  }
+
+  // An activation's name, of leaky_relu with the slope, for example leaky_relu:0x1p-2.
+  void ReadActivation(Epilogue* epilogue) {
+    constexpr std::string_view kLeaky = "leaky_relu";
+    if (!ok() || rest_.substr(0, kLeaky.size()) != kLeaky) {
+      ReadWord(kActivationNames, &epilogue->activation);
+      return;
+    }
+    const std::string_view word = Take(' ').substr(kLeaky.size());
+    epilogue->activation = Activation::kLeakyRelu;
+    if (!ToSlope(word, &epilogue->negative_slope)) {
+      Fail("leaky_relu: expected a finite slope such as :0x1p-2, got '" + std::string(word) + "'");
     }
   }
 
@@ -196,6 +228,14 @@ int64_t Reach(const ConvProblem& p, int axis) {
 Status TooLarge(const std::string& what, int64_t value, const char* limit) {
   return Status::Unimplemented(what + ": expected less than " + limit + ", got " +
                                (value == kSaturated ? "2^63 or more" : std::to_string(value)));
+}
+
+// As C's %a whatever the locale: exact, and short.
+std::string SlopeText(float slope) {
+  char digits[32];
+  const auto end =
+      std::to_chars(digits, digits + sizeof(digits), std::fabs(slope), std::chars_format::hex);
+  return std::string(std::signbit(slope) ? ":-0x" : ":0x") + std::string(digits, end.ptr);
 }
 
 std::string OnAxis(const ConvProblem& p, int axis) {
@@ -325,13 +365,43 @@ Status CheckLayouts(const ConvProblem& p) {
 
 bool EightBit(DType dtype) { return dtype == DType::kS8 || dtype == DType::kU8; }
 
+bool Float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+}
+
+Status CheckFloatEpilogue(const ConvProblem& p) {
+  const Epilogue& e = p.epilogue;
+  if (!Float(p.y_dtype)) {
+    return Status::InvalidArgument(
+        std::string("epilogue: expected a floating-point output of such operands, got ") +
+        Name(p.y_dtype));
+  }
+  if (p.batch != 1) {
+    return Status::InvalidArgument("epilogue: expected one batch, got " + std::to_string(p.batch));
+  }
+  if (e.scale == ScaleKind::kImage || e.offset || e.zero_point != 0) {
+    return Status::InvalidArgument(
+        "epilogue: expected neither image_scale, offset nor zero point of floating-point operands");
+  }
+  if (e.pre && e.activation == Activation::kNone) {
+    return Status::InvalidArgument("epilogue: expected an activation beside pre");
+  }
+  return {};
+}
+
 Status CheckEpilogue(const ConvProblem& p) {
   const Epilogue& e = p.epilogue;
   if (e.Plain()) return {};
-  if (p.op != Op::kFprop || !EightBit(p.x_dtype) || p.w_dtype != DType::kS8) {
-    return Status::InvalidArgument(std::string("epilogue: expected fprop of 8-bit operands, got ") +
-                                   Name(p.op) + " of " + Name(p.x_dtype) + " and " +
-                                   Name(p.w_dtype));
+  const bool eight_bit = EightBit(p.x_dtype) && p.w_dtype == DType::kS8;
+  if (p.op != Op::kFprop || (!eight_bit && !(Float(p.x_dtype) && Float(p.w_dtype)))) {
+    return Status::InvalidArgument(
+        std::string("epilogue: expected fprop of 8-bit or floating-point operands, got ") +
+        Name(p.op) + " of " + Name(p.x_dtype) + " and " + Name(p.w_dtype));
+  }
+  if (!eight_bit) return CheckFloatEpilogue(p);
+  if (e.pre || e.statistics) {
+    return Status::InvalidArgument(
+        "epilogue: expected neither pre nor statistics of 8-bit operands");
   }
   if (e.scale == ScaleKind::kNone) {
     return Status::InvalidArgument("epilogue: expected a scale beside the other terms");
@@ -478,7 +548,10 @@ std::string ConvProblem::ToString() const {
   add_word(epilogue.residual, "residual");
   add_word(epilogue.activation != Activation::kNone,
            kActivationNames[static_cast<int>(epilogue.activation)]);
+  if (epilogue.activation == Activation::kLeakyRelu) key += SlopeText(epilogue.negative_slope);
   if (epilogue.zero_point != 0) add('z', epilogue.zero_point);
+  add_word(epilogue.pre, "pre");
+  add_word(epilogue.statistics, "statistics");
   return key;
 }
 

@@ -162,7 +162,7 @@ struct ConvProblem {
   //   fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1
   // (dtypes of x, w, y; precision; p is lo_hi by axis), then " krsc", " packed" or " winograd4" (2,
   // 4, 6 or 4x3), " nchw32" for these layouts, then the epilogue's terms: " scale" or " image_scale", " offset", " bias",
-  // " residual", the activation (" relu"), " z3" for a zero point.
+  // " residual", the activation (" relu", " leaky_relu:0x1p-2"), " z3" for a zero point, " pre", " statistics".
   std::string ToString() const;
   // The inverse of ToString; validates.
   static Status Parse(std::string_view key, ConvProblem* problem);

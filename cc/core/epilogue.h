@@ -7,7 +7,22 @@
 
 namespace jaxconv {
 
-enum class Activation : int32_t { kNone, kRelu, kRelu6, kLeakyRelu, kGelu, kSilu };
+// With v the value before: kRelu6 is min(max(v, 0), 6), kLeakyRelu v < 0 ? negative_slope * v : v,
+// kGelu v * Phi(v) with the normal distribution's Phi, kGeluTanh its approximation
+// v / 2 * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v^3))), kSilu v * sigmoid(v), kHardSwish
+// v * min(max(v + 3, 0), 6) / 6. NaN stays NaN.
+enum class Activation : int32_t {
+  kNone,
+  kRelu,
+  kRelu6,
+  kLeakyRelu,
+  kGelu,
+  kGeluTanh,
+  kSilu,
+  kSigmoid,
+  kTanh,
+  kHardSwish,
+};
 
 // kChannel: one factor for each output channel. kImage: one for each image and output channel.
 enum class ScaleKind : int32_t { kNone, kChannel, kImage };
@@ -22,15 +37,30 @@ enum class ScaleKind : int32_t { kNone, kChannel, kImage };
 // in float32. An integer output is t rounded to the nearest, ties to even (NaN gives 0), plus
 // zero_point, saturated; a float output is t rounded once. Absent terms are left out. Without a
 // scale there are no other terms: integer outputs are the sum's low bits, float outputs the sum.
+//
+// Of floating-point operands, with the float32 sum `acc`, in float32 (a product and the sum after
+// it may be contracted):
+//
+//     t = acc * scale[k]
+//     t = t + bias[k]
+//     t = t + float(residual)      residual of the output's shape, type and layout
+//     y = activation(t)            rounded once to the output's type
+//
+// Absent terms are left out. `pre`: t, rounded to the output's type, is a second result.
+// `statistics`: a third result, float32 (2, K), the mean of every channel of y as rounded, over
+// images and pixels, and the sum of the squared deviations from it. Its order of summation is
+// fixed.
 struct Epilogue {
   ScaleKind scale = ScaleKind::kNone;
   bool offset = false, bias = false, residual = false;
   Activation activation = Activation::kNone;
-  int64_t zero_point = 0;  // of an 8-bit output
+  int64_t zero_point = 0;    // of an 8-bit output
+  float negative_slope = 0;  // of kLeakyRelu, finite
+  bool pre = false, statistics = false;
 
   bool Plain() const {
     return scale == ScaleKind::kNone && !offset && !bias && !residual &&
-           activation == Activation::kNone && zero_point == 0;
+           activation == Activation::kNone && zero_point == 0 && !pre && !statistics;
   }
 };
 

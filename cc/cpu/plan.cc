@@ -57,6 +57,7 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& p) {
                                  (second == kernel.dtype ? "" : " and s8") + " operands, got " +
                                  Name(p.lhs_dtype()) + " and " + Name(p.rhs_dtype()));
   }
+  if (!int8 && !p.epilogue.Plain()) return Status::Unimplemented("stores plain sums only");
   const DType output = p.output_dtype();
   if (!int8 && output != kernel.dtype && output != DType::kF32) {
     return Status::Unimplemented(std::string("gives ") + Name(kernel.dtype) +

@@ -31,13 +31,45 @@ ffi::DataType ToXla(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
-Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
-                   const ConvProblem& problem, Role role, Axes axes) {
+Status CheckArray(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
+                  const Extents& expected) {
   if (buffer.element_type() != ToXla(dtype)) {
     return Status::InvalidArgument(std::string(name) + ": expected dtype " + Name(dtype) +
                                    ", got XLA type " +
                                    std::to_string(static_cast<int>(buffer.element_type())));
   }
+  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+  bool equal = found.size() == expected.rank;
+  for (size_t i = 0; equal && i < expected.rank; ++i) equal = found[i] == expected.values[i];
+  if (equal) return {};
+  return Status::InvalidArgument(std::string(name) + ": expected shape " +
+                                 ToText(expected.values, expected.rank) + ", got " +
+                                 ToText(found, found.size()));
+}
+
+Status CheckAbsent(const char* name, const ffi::AnyBuffer& buffer) {
+  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+  if (found.size() == 1 && found[0] == 0) return {};
+  return Status::InvalidArgument(std::string(name) + ": expected no elements, got shape " +
+                                 ToText(found, found.size()));
+}
+
+// A term of an epilogue, a vector of `count` elements where it is present.
+Status CheckTerm(const char* name, const ffi::AnyBuffer& buffer, bool present, DType dtype,
+                 int64_t count) {
+  if (!present) return CheckAbsent(name, buffer);
+  Extents expected;
+  expected.Append(count);
+  return CheckArray(name, buffer, dtype, expected);
+}
+
+Status CheckSlices(int64_t slices) {
+  if (slices >= 1) return {};
+  return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
+}
+
+Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
+                   const ConvProblem& problem, Role role, Axes axes) {
   Extents canonical = problem.Shape(role);
   if (problem.batch == 1 && axes.size() + 1 == canonical.rank) {
     canonical = problem.Shape(role, /*with_batch=*/false);
@@ -57,15 +89,7 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
                                    std::to_string(canonical.rank) + " dimensions, got " +
                                    ToText(axes, axes.size()));
   }
-  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
-  bool equal = found.size() == expected.rank;
-  for (size_t i = 0; equal && i < expected.rank; ++i) equal = found[i] == expected.values[i];
-  if (!equal) {
-    return Status::InvalidArgument(std::string(name) + ": expected shape " +
-                                   ToText(expected.values, expected.rank) + ", got " +
-                                   ToText(found, found.size()));
-  }
-  return {};
+  return CheckArray(name, buffer, dtype, expected);
 }
 
 }  // namespace
@@ -79,10 +103,7 @@ Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
     return Status::InvalidArgument(std::string("problem: expected a plain epilogue, got ") +
                                    problem.ToString());
   }
-  if (call.slices < 1) {
-    return Status::InvalidArgument("slices: expected at least 1, got " +
-                                   std::to_string(call.slices));
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckSlices(call.slices));
   auto check = [&](Role role, const ffi::AnyBuffer& buffer, Axes axes) {
     switch (role) {
       case Role::kX:
@@ -104,42 +125,42 @@ Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
   return check(out, call.out, call.out_axes);
 }
 
+Status CheckFusedCall(const FusedCall& call, const ConvProblem& problem) {
+  const Epilogue& terms = problem.epilogue;
+  if (terms.Plain() || problem.w_dtype == DType::kS8) {
+    return Status::InvalidArgument(
+        "problem: expected fprop of floating-point operands with an epilogue, got " +
+        problem.ToString());
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckSlices(call.slices));
+  auto check_output = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
+    if (!present) return CheckAbsent(name, buffer);
+    return CheckBuffer(name, buffer, problem.y_dtype, problem, Role::kY, call.out_axes);
+  };
+  JAXCONV_RETURN_IF_ERROR(
+      CheckBuffer("x", call.x, problem.x_dtype, problem, Role::kX, call.lhs_axes));
+  JAXCONV_RETURN_IF_ERROR(
+      CheckBuffer("w", call.w, problem.w_dtype, problem, Role::kW, call.rhs_axes));
+  JAXCONV_RETURN_IF_ERROR(
+      CheckTerm("scale", call.scale, terms.scale != ScaleKind::kNone, DType::kF32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("bias", call.bias, terms.bias, DType::kF32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(check_output("residual", call.residual, terms.residual));
+  JAXCONV_RETURN_IF_ERROR(check_output("y", call.y, true));
+  JAXCONV_RETURN_IF_ERROR(check_output("pre", call.pre, terms.pre));
+  if (!terms.statistics) return CheckAbsent("statistics", call.statistics);
+  Extents moments;
+  moments.Append(2);
+  moments.Append(problem.k);
+  return CheckArray("statistics", call.statistics, DType::kF32, moments);
+}
+
 Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
   if (problem.op != Op::kFprop || problem.w_dtype != DType::kS8) {
     return Status::InvalidArgument(std::string("problem: expected fprop of 8-bit operands, got ") +
                                    Name(problem.op) + " of " + Name(problem.x_dtype) + " and " +
                                    Name(problem.w_dtype));
   }
-  if (call.slices < 1) {
-    return Status::InvalidArgument("slices: expected at least 1, got " +
-                                   std::to_string(call.slices));
-  }
-  auto check = [](const char* name, const ffi::AnyBuffer& buffer, DType dtype,
-                  const Extents& expected) {
-    if (buffer.element_type() != ToXla(dtype)) {
-      return Status::InvalidArgument(std::string(name) + ": expected dtype " + Name(dtype) +
-                                     ", got XLA type " +
-                                     std::to_string(static_cast<int>(buffer.element_type())));
-    }
-    const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
-    bool equal = found.size() == expected.rank;
-    for (size_t i = 0; equal && i < expected.rank; ++i) equal = found[i] == expected.values[i];
-    if (equal) return Status();
-    return Status::InvalidArgument(std::string(name) + ": expected shape " +
-                                   ToText(expected.values, expected.rank) + ", got " +
-                                   ToText(found, found.size()));
-  };
-  // The terms of the epilogue, of `count` elements where they are present.
-  auto check_term = [&](const char* name, const ffi::AnyBuffer& buffer, bool present, DType dtype,
-                        int64_t count) {
-    const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
-    Extents expected;
-    expected.Append(count);
-    if (present) return check(name, buffer, dtype, expected);
-    if (found.size() == 1 && found[0] == 0) return Status();
-    return Status::InvalidArgument(std::string(name) + ": expected no elements, got shape " +
-                                   ToText(found, found.size()));
-  };
+  JAXCONV_RETURN_IF_ERROR(CheckSlices(call.slices));
   const Extents y = problem.Shape(Role::kY, /*with_batch=*/false);
   Extents w = problem.Shape(Role::kW, /*with_batch=*/false);
   if (problem.filter_layout == FilterLayout::kKrsc) {
@@ -148,19 +169,19 @@ Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
   const Epilogue& terms = problem.epilogue;
   const bool of_image = terms.scale == ScaleKind::kImage;
   JAXCONV_RETURN_IF_ERROR(
-      check("x", call.x, problem.x_dtype, problem.Shape(Role::kX, /*with_batch=*/false)));
-  JAXCONV_RETURN_IF_ERROR(check("w", call.w, problem.w_dtype, w));
-  JAXCONV_RETURN_IF_ERROR(check("y", call.out, problem.y_dtype, y));
-  JAXCONV_RETURN_IF_ERROR(check_term("scale", call.scale, terms.scale != ScaleKind::kNone,
-                                     DType::kF32, of_image ? problem.n * problem.k : problem.k));
-  JAXCONV_RETURN_IF_ERROR(check_term("offset", call.offset, terms.offset, DType::kS32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(check_term("bias", call.bias, terms.bias, DType::kF32, problem.k));
+      CheckArray("x", call.x, problem.x_dtype, problem.Shape(Role::kX, /*with_batch=*/false)));
+  JAXCONV_RETURN_IF_ERROR(CheckArray("w", call.w, problem.w_dtype, w));
+  JAXCONV_RETURN_IF_ERROR(CheckArray("y", call.out, problem.y_dtype, y));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, terms.scale != ScaleKind::kNone,
+                                    DType::kF32, of_image ? problem.n * problem.k : problem.k));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, terms.offset, DType::kS32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("bias", call.bias, terms.bias, DType::kF32, problem.k));
   if (terms.residual) {
-    JAXCONV_RETURN_IF_ERROR(check("residual", call.residual, problem.y_dtype, y));
+    JAXCONV_RETURN_IF_ERROR(CheckArray("residual", call.residual, problem.y_dtype, y));
   } else {
-    JAXCONV_RETURN_IF_ERROR(check_term("residual", call.residual, false, DType::kF32, 0));
+    JAXCONV_RETURN_IF_ERROR(CheckAbsent("residual", call.residual));
   }
-  return check_term("residual_scale", call.residual_scale, terms.residual, DType::kF32, 1);
+  return CheckTerm("residual_scale", call.residual_scale, terms.residual, DType::kF32, 1);
 }
 
 ffi::Error ToError(const Status& status) {

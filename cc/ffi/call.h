@@ -38,8 +38,20 @@ struct Int8Call {
   int64_t slices;
 };
 
+// The call `jaxconv_fused`: fprop of floating-point operands with the epilogue of core/epilogue.h.
+// `residual` and `pre` have the axes of y, an absent array has no elements.
+struct FusedCall {
+  ffi::AnyBuffer x, w, scale, bias, residual, y, pre, statistics, workspace;
+  std::string_view instance;
+  std::string_view problem;
+  int64_t slices;
+  Axes lhs_axes, rhs_axes, out_axes;
+};
+
 // Compares the buffers with the problem that the call carries, and the operation with `op`.
 Status CheckCall(Op op, const Call& call, const ConvProblem& problem);
+
+Status CheckFusedCall(const FusedCall& call, const ConvProblem& problem);
 
 Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem);
 
@@ -52,6 +64,25 @@ ffi::Error ToError(const Status& status);
   (binding)                               \
       .Arg<::xla::ffi::AnyBuffer>()       \
       .Arg<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Attr<std::string_view>("instance") \
+      .Attr<std::string_view>("problem")  \
+      .Attr<int64_t>("slices")            \
+      .Attr<::jaxconv::Axes>("lhs_axes")  \
+      .Attr<::jaxconv::Axes>("rhs_axes")  \
+      .Attr<::jaxconv::Axes>("out_axes")
+
+// The same of `jaxconv_fused`.
+#define JAXCONV_BIND_FUSED_CALL(binding)  \
+  (binding)                               \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Arg<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
+      .Ret<::xla::ffi::AnyBuffer>()       \
       .Ret<::xla::ffi::AnyBuffer>()       \
       .Ret<::xla::ffi::AnyBuffer>()       \
       .Attr<std::string_view>("instance") \

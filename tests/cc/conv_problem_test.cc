@@ -118,10 +118,61 @@ void CheckInt8() {
   s8.replace(s8.find("s8:s8:s32"), 9, "u8:s8:u8");
   Expect(ConvProblem::Parse(s8 + " scale z-3", &problem).ok() && problem.epilogue.zero_point == -3,
          "zero point");
-  for (const std::string& bad :
-       {plain + " bias", plain + " relu", plain + " scale bias offset", plain + " scale gelu",
-        plain + " scale z3", s8 + " scale z256", std::string(kLine) + " scale",
-        std::string(kLine) + " packed", plain + " nchw32 packed"}) {
+  for (const std::string& bad : {plain + " bias", plain + " relu", plain + " scale bias offset",
+                                 plain + " scale gelu", plain + " scale z3", s8 + " scale z256",
+                                 std::string(kLine) + " packed", plain + " nchw32 packed"}) {
+    Expect(!ConvProblem::Parse(bad, &problem).ok(), bad);
+  }
+}
+
+// The epilogue of floating-point operands.
+void CheckFused() {
+  ConvProblem problem;
+  const std::string plain = kLine;
+  for (const char* terms :
+       {" scale", " bias", " residual", " relu", " scale bias residual hard_swish pre statistics",
+        " bias relu6", " residual leaky_relu:0x1.47ae14p-7", " leaky_relu:-0x1p-2 pre",
+        " leaky_relu:0x0p+0", " gelu", " gelu_tanh pre", " silu", " sigmoid", " tanh statistics",
+        " statistics"}) {
+    for (const char* layout : {"", " krsc"}) {
+      const std::string key = plain + layout + terms;
+      const Status status = ConvProblem::Parse(key, &problem);
+      Expect(status.ok() && problem.ToString() == key, key + ": " + status.message());
+      Expect(!problem.epilogue.Plain(), key);
+    }
+  }
+  const std::string all = plain + " scale bias residual leaky_relu:0x1.47ae14p-7 pre statistics";
+  Expect(ConvProblem::Parse(all, &problem).ok(), all);
+  const Epilogue& e = problem.epilogue;
+  Expect(e.scale == ScaleKind::kChannel && e.bias && e.residual && e.pre && e.statistics &&
+             e.activation == Activation::kLeakyRelu && e.negative_slope == 0.01f,
+         "terms read");
+  auto with = [&](const char* from, const char* to) {
+    std::string key = plain;
+    key.replace(key.find(from), std::string(from).size(), to);
+    return key;
+  };
+  for (const std::string& bad : {plain + " image_scale",
+                                 plain + " offset",
+                                 plain + " relu z3",
+                                 plain + " pre",
+                                 plain + " bias scale",
+                                 plain + " statistics pre",
+                                 plain + " relu pre pre",
+                                 plain + " leaky_relu",
+                                 plain + " leaky_relu:",
+                                 plain + " leaky_relu:0.01",
+                                 plain + " leaky_relu:0xinf",
+                                 plain + " leaky_relu:0x1p+200",
+                                 plain + " leaky_relu:0x1p-2x",
+                                 plain + " swish",
+                                 with("fprop", "wgrad") + " bias",
+                                 with("fprop", "dgrad") + " bias",
+                                 with(" b1", " b2") + " bias",
+                                 with(":f32 ", ":s32 ") + " bias",
+                                 with("f32:f32:f32", "s32:s32:s32") + " bias",
+                                 with("f32:f32:f32", "s8:s8:f32") + " scale relu pre",
+                                 with("f32:f32:f32", "s8:s8:f32") + " scale statistics"}) {
     Expect(!ConvProblem::Parse(bad, &problem).ok(), bad);
   }
 }
@@ -376,6 +427,7 @@ int main() {
   CheckOneLine();
   CheckActivationLayout();
   CheckInt8();
+  CheckFused();
   CheckFilterLayout();
   CheckPreparedFilters();
   CheckRandomRoundTrips();
