@@ -167,16 +167,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   int64_t held = -1;
   auto fill = [&](const Cursor& at, int stage) {
-    if (at.item < params.items) {
+    if (!at.Done()) {
       FillBox<T, SwizzledPixel>(params, TilePlace(params, at.item, kChannels), at.step, 0, rows.box,
                                 dynamic + stage * params.stage_bytes);
     }
     CopyAsyncCommit();
   };
-  Cursor at{static_cast<int32_t>(blockIdx.x), Step()};
+  Cursor at(params);
   fill(at, 0);
   float sums[Tag::kBlocksM][Tag::kBlocksN][4] = {};
-  for (int stage = 0; at.item < params.items; stage ^= 1) {
+  for (int stage = 0; !at.Done(); stage ^= 1) {
     Cursor next = at;
     next.Next(params, 1);
     fill(next, stage ^ 1);

@@ -203,7 +203,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     tiles *= static_cast<double>(ctas);
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
-    launch->ctas = std::min<int64_t>(resident, params.items);
+    launch->ctas = ShareItems(resident, &params);
     tiles *= params.axis[0].taps;
   }
   launch->out_dtype = problem.output_dtype();

@@ -64,6 +64,7 @@ bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloPar
   rows.tiles = FastDivmod(CeilDiv(rows.out, tile_rows));
   columns.tiles = FastDivmod(CeilDiv(columns.out, tile_columns));
   params->box_columns = FastDivmod(box_columns);
+  params->tile_columns = FastDivmod(tile_columns);
   return true;
 }
 
@@ -79,9 +80,17 @@ Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams*
   }
   params->channel_tiles = FastDivmod(channel_tiles);
   params->images = static_cast<int32_t>(images);
+  params->all_images = FastDivmod(images);
   params->images_divmod = FastDivmod(problem.n);
   params->items = static_cast<int32_t>(images * tiles * (wgrad ? 1 : channel_tiles));
   return {};
+}
+
+int64_t ShareItems(int64_t resident, HaloParams* params) {
+  const int64_t ctas = std::max<int64_t>(1, std::min<int64_t>(resident, params->items));
+  params->items_of_cta = static_cast<int32_t>(params->items / ctas);
+  params->longer_ctas = static_cast<int32_t>(params->items % ctas);
+  return ctas;
 }
 
 Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,

@@ -1,5 +1,5 @@
 // Kernels that compute a tile of window positions from its box of the gathered tensor in shared memory:
-// where a tile lies, and how its box is copied. CTA b processes items b, b + gridDim.x, ...
+// where a tile lies, and how its box is copied. Each CTA processes a range of neighbouring items.
 #ifndef JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 #define JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 
@@ -56,8 +56,8 @@ struct TilePlace {
     column *= params.axis[2].tile;
     row *= params.axis[1].tile;
     // Images vary before channel tiles: the next tile of a CTA mostly has the same filter.
-    first_channel = index / params.images * tile_channels;
-    image = index % params.images;
+    params.all_images.Divmod(index, &first_channel, &image);
+    first_channel *= tile_channels;
   }
 };
 
@@ -76,16 +76,49 @@ struct Step {
   }
 };
 
-// A CTA's place in its items and their steps.
+// A CTA's place in its items and their steps: the items first to end - 1, whose numbers differ by one at
+// most between CTAs.
 struct Cursor {
-  int32_t item;
+  int32_t item, end;
   Step step;
+  __device__ __forceinline__ explicit Cursor(const HaloParams& params) {
+    const auto cta = static_cast<int32_t>(blockIdx.x);
+    item = cta * params.items_of_cta + min(cta, params.longer_ctas);
+    end = item + params.items_of_cta + (cta < params.longer_ctas);
+  }
+  __device__ __forceinline__ bool Done() const { return item >= end; }
   __device__ __forceinline__ void Next(const HaloParams& params, int32_t row_taps) {
     if (step.Next(params, row_taps)) return;
     step = Step();
-    item += gridDim.x;
+    ++item;
   }
 };
+
+// The pixels of a box, or of another tile, that a thread copies: every (kHaloThreads / kChunks)-th, by
+// additions alone. P: the pixels' layout.
+template <class P>
+struct PixelWalk {
+  int32_t pixel, row, column;
+  __device__ __forceinline__ explicit PixelWalk(const FastDivmod& columns)
+      : pixel(threadIdx.x / P::kChunks), columns_(static_cast<int32_t>(columns.divisor)) {
+    columns.Divmod(pixel, &row, &column);
+    columns.Divmod(kStep, &row_step_, &column_step_);
+  }
+  __device__ __forceinline__ void Next() {
+    pixel += kStep;
+    row += row_step_;
+    column += column_step_;
+    if (column >= columns_) column -= columns_, ++row;
+  }
+
+ private:
+  static constexpr int32_t kStep = kHaloThreads / P::kChunks;
+  int32_t columns_, row_step_, column_step_;
+};
+
+__device__ __forceinline__ bool Inside(int32_t i, int32_t extent) {
+  return static_cast<uint32_t>(i) < static_cast<uint32_t>(extent);
+}
 
 // The element of the gathered tensor at u, or -1.
 __device__ __forceinline__ int32_t ElementAt(const Axis& axis, int32_t u) {
@@ -113,20 +146,37 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
       static_cast<const T*>(params.gathered) + (int64_t{tile.image} * depths.in + max(depth, 0)) *
                                                    rows.in * columns.in * params.gathered_channels;
   const int32_t pixels = box_rows * columns.box;
-  for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kHaloThreads / P::kChunks) {
-    int32_t row, column;
-    params.box_columns.Divmod(i, &row, &column);
-    row = ElementAt(rows, first_row + row);
-    column = ElementAt(columns, first_column + column);
+  const bool some = depth >= 0 && channel < params.channels;
+  PixelWalk<P> at(params.box_columns);
+  if (params.vector) {
+    // An address that is not valid is not read.
+    const auto* from = reinterpret_cast<const unsigned char*>(plane + channel);
+    const int32_t pitch = params.gathered_channels * int32_t{sizeof(T)};
+    const uint32_t to = SharedAddress(stage);
+    auto copy = [&](int32_t row, int32_t column, bool valid) {
+      CopyAsync<16>(to + P::Offset(at.pixel, chunk),
+                    from + int64_t{row * columns.in + column} * pitch, valid);
+    };
+    if (rows.in_dilation.divisor == 1 && columns.in_dilation.divisor == 1) {
+      for (; at.pixel < pixels; at.Next()) {
+        const int32_t row = first_row + at.row, column = first_column + at.column;
+        copy(row, column, some && Inside(row, rows.in) && Inside(column, columns.in));
+      }
+    } else {
+      for (; at.pixel < pixels; at.Next()) {
+        const int32_t row = ElementAt(rows, first_row + at.row);
+        const int32_t column = ElementAt(columns, first_column + at.column);
+        copy(row, column, some && row >= 0 && column >= 0);
+      }
+    }
+    return;
+  }
+  for (; at.pixel < pixels; at.Next()) {
+    const int32_t row = ElementAt(rows, first_row + at.row);
+    const int32_t column = ElementAt(columns, first_column + at.column);
     const bool inside = depth >= 0 && row >= 0 && column >= 0;
     const T* pixel =
         plane + (inside ? (int64_t{row} * columns.in + column) * params.gathered_channels : 0);
-    unsigned char* to = stage + P::Offset(i, chunk);
-    if (params.vector) {
-      const bool valid = inside && channel < params.channels;
-      CopyAsync<16>(SharedAddress(to), pixel + (valid ? channel : 0), valid);
-      continue;
-    }
     T elements[P::kChunkChannels];
 #pragma unroll
     for (int e = 0; e < P::kChunkChannels; ++e) {
@@ -134,7 +184,45 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
       elements[e] = valid ? pixel[params.repeat.Div(channel + e) * params.reduce + step.channel]
                           : FromFloat<T>(0);
     }
-    memcpy(to, elements, 16);
+    memcpy(stage + P::Offset(at.pixel, chunk), elements, 16);
+  }
+}
+
+// Begins to copy a tile of the walked tensor, zeros where it has no position. P: the pixels' layout.
+template <typename T, class P>
+__device__ __forceinline__ void FillWalked(const HaloParams& params, const TilePlace& tile,
+                                           unsigned char* stage) {
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int chunk = threadIdx.x % P::kChunks;
+  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
+  const T* plane = static_cast<const T*>(params.walked) +
+                   (int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out *
+                       columns.out * params.channels;
+  const int32_t pixels = rows.tile * columns.tile;
+  PixelWalk<P> at(params.tile_columns);
+  if (params.channels % P::kChunkChannels == 0) {
+    const bool some = channel < params.channels;
+    const auto* from = reinterpret_cast<const unsigned char*>(plane + channel);
+    const int32_t pitch = params.channels * int32_t{sizeof(T)};
+    for (; at.pixel < pixels; at.Next()) {
+      const int32_t row = tile.row + at.row, column = tile.column + at.column;
+      const bool valid = some && row < rows.out && column < columns.out;
+      const int32_t pixel = valid ? row * columns.out + column : 0;
+      CopyAsync<16>(SharedAddress(stage) + P::Offset(at.pixel, chunk),
+                    from + int64_t{pixel} * pitch, valid);
+    }
+    return;
+  }
+  for (; at.pixel < pixels; at.Next()) {
+    const int32_t row = tile.row + at.row, column = tile.column + at.column;
+    const bool inside = row < rows.out && column < columns.out;
+    const T* pixel = plane + (inside ? (int64_t{row} * columns.out + column) * params.channels : 0);
+    T elements[P::kChunkChannels];
+#pragma unroll
+    for (int e = 0; e < P::kChunkChannels; ++e) {
+      elements[e] = inside && channel + e < params.channels ? pixel[channel + e] : FromFloat<T>(0);
+    }
+    memcpy(stage + P::Offset(at.pixel, chunk), elements, 16);
   }
 }
 

@@ -38,6 +38,7 @@ struct HaloParams {
   void* out = nullptr;             // y, dx, or the partial sums of dw
   Axis axis[3];                    // depth, rows, columns
   int32_t images = 1;              // of all filters of a batch
+  FastDivmod all_images;           // the same
   FastDivmod images_divmod;        // of one filter
   int32_t filters = 1;             // of a batch
   int64_t filter_stride = 0;       // elements from a filter of the batch to the next
@@ -51,8 +52,10 @@ struct HaloParams {
   int32_t vector = 0;  // channels are copied by 16 bytes
   int32_t flip = 0;    // taps run backwards
   int32_t out_is_f32 = 0;
-  FastDivmod box_columns;
+  FastDivmod box_columns, tile_columns;
   int32_t items = 0;  // channel tiles x images x tiles; wgrad: without the channel tiles
+  // fprop and dgrad: the first longer_ctas CTAs have an item more than items_of_cta.
+  int32_t items_of_cta = 0, longer_ctas = 0;
   int32_t stage_bytes = 0;
   int32_t slices = 1;  // wgrad: each takes every slices-th item
   EpilogueParams epilogue;
@@ -82,6 +85,9 @@ bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloPar
 // The items of tiles of so many channels: fills images, channel_tiles and items of `params`, whose tiles
 // are shaped.
 Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params);
+
+// How many CTAs, at most `resident`, share the items of an fprop or dgrad, and which each has.
+int64_t ShareItems(int64_t resident, HaloParams* params);
 
 // How a wgrad of `parts` CTAs a slice is cut, whose items are counted: as asked, or into as many slices
 // as fill `resident` CTAs. Fills plan->slices and the workspace, and the CTAs.

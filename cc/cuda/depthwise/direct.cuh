@@ -13,9 +13,9 @@
 //
 //     stage 0 | stage 1 | taps 0 | taps 1        a stage: box rows x box columns x 32 kVec channels
 //
-// CTA b processes items b, b + gridDim.x, ... The next item's box is copied (cp.async, 16 bytes a
-// thread) while this one is computed; two barriers an item. Taps are float32 in shared memory and in
-// registers during an item, and are loaded only when the channels change.
+// A CTA processes neighbouring items. The next item's box is copied (cp.async, 16 bytes a thread) while
+// this one is computed; two barriers an item. Taps are float32 in shared memory and in registers during
+// an item, and are loaded only when the channels change.
 // Bytes, of 3x3 and 64 channels in 16 bits, 16 x 16 outputs: 2 x 18 x 18 x 128 = 83 KB, taps 4.6 KB.
 //
 // kFilterRows = 0 is the general form: any filter, stride and dilation. A step then holds the pixels
@@ -122,32 +122,51 @@ __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigne
   }
 }
 
-// A lane's channels of one output.
-template <typename Out, int kVec, class Epilogue>
-__device__ __forceinline__ void StoreOutput(const Params& params, const Epilogue& epilogue,
-                                            int64_t row, int32_t channel,
-                                            const float (&sum)[kVec]) {
-  const int64_t at = row * params.channels + channel;
-  Out elements[kVec];
+// Stores the lane's channels of a warp's block, whose first output is `first`, and clears the sums. kPairs:
+// both channels of a lane exist or neither, and are stored together.
+template <typename Out, bool kPairs, class Tag, class Epilogue>
+__device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue& epilogue,
+                                           const TilePlace& first, int32_t channel,
+                                           float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
+  constexpr int kVec = Tag::kVec;
+  const int32_t height = params.axis[1].out, width = params.axis[2].out;
+  const int32_t rows = channel < params.channels ? height - first.row : 0;
+  const int32_t columns = width - first.column;
+  const int64_t pixel =
+      ((int64_t{first.image} * params.axis[0].out + first.depth) * height + first.row) * width +
+      first.column;
+  Out* line = static_cast<Out*>(params.out) + pixel * params.channels + channel;
 #pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    const OutputPlace place{at + v, static_cast<int32_t>(row), channel + v,
-                            channel + v < params.channels};
-    elements[v] = FromFloat<Out>(epilogue.template operator()<Out>(sum[v], place));
-  }
-  Out* out = static_cast<Out*>(params.out) + at;
-  if constexpr (kVec == 2) {
-    if (params.channels % 2 == 0) {
-      using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
-      Pair packed;
-      memcpy(&packed, elements, sizeof(packed));
-      *reinterpret_cast<Pair*>(out) = packed;
-      return;
+  for (int p = 0; p < Tag::kRows; ++p) {
+    Out* at = line;
+#pragma unroll
+    for (int q = 0; q < Tag::kStrip; ++q) {
+      Out elements[kVec];
+      const int64_t row = pixel + int64_t{p} * width + q;
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        const OutputPlace place{row * params.channels + channel + v, static_cast<int32_t>(row),
+                                channel + v,
+                                p < rows && q < columns && channel + v < params.channels};
+        elements[v] = FromFloat<Out>(epilogue.template operator()<Out>(sums[p][q][v], place));
+        sums[p][q][v] = 0;
+      }
+      if (p < rows && q < columns) {
+        if constexpr (kPairs) {
+          using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
+          Pair packed;
+          memcpy(&packed, elements, sizeof(packed));
+          *reinterpret_cast<Pair*>(at) = packed;
+        } else {
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) {
+            if (v == 0 || channel + v < params.channels) at[v] = elements[v];
+          }
+        }
+      }
+      at += params.channels;
     }
-  }
-#pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    if (channel + v < params.channels) out[v] = elements[v];
+    line += int64_t{width} * params.channels;
   }
 }
 
@@ -175,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   // Whose taps a buffer holds: the same filter's, channels' and step's are not loaded again.
   int64_t held_even = -1, held_odd = -1;
   auto fill = [&](const Cursor& at, int stage) {
-    if (at.item >= params.items) return;
+    if (at.Done()) return;
     const TilePlace tile(params, at.item, kChannels);
     FillBox<T, Pixel<T, kVec>>(params, tile, at.step, 0, params.axis[1].box,
                                dynamic + stage * params.stage_bytes);
@@ -191,11 +210,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                            reinterpret_cast<float*>(all_taps + stage * tap_bytes));
   };
 
-  Cursor at{static_cast<int32_t>(blockIdx.x), Step()};
+  Cursor at(params);
   fill(at, 0);
   CopyAsyncCommit();
   float sums[Tag::kRows][Tag::kStrip][kVec] = {};
-  for (int stage = 0; at.item < params.items; stage ^= 1) {
+  for (int stage = 0; !at.Done(); stage ^= 1) {
     Cursor next = at;
     next.Next(params, row_steps);
     fill(next, stage ^ 1);
@@ -210,29 +229,20 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       AddWindow<T, Tag>(params, box, taps, sums);
     }
     if (next.item != at.item) {
-      const TilePlace tile(params, at.item, kChannels);
-      const int32_t channel = tile.first_channel + lane * kVec;
-#pragma unroll
-      for (int p = 0; p < Tag::kRows; ++p) {
-#pragma unroll
-        for (int q = 0; q < Tag::kStrip; ++q) {
-          const int32_t row = tile.row + block_row + p, column = tile.column + block_column + q;
-          if (row < params.axis[1].out && column < params.axis[2].out &&
-              channel < params.channels) {
-            const int64_t pixel =
-                ((int64_t{tile.image} * params.axis[0].out + tile.depth) * params.axis[1].out +
-                 row) *
-                    params.axis[2].out +
-                column;
-            if (params.out_is_f32) {
-              StoreOutput<float>(params, epilogue, pixel, channel, sums[p][q]);
-            } else {
-              StoreOutput<T>(params, epilogue, pixel, channel, sums[p][q]);
-            }
-          }
-#pragma unroll
-          for (int v = 0; v < kVec; ++v) sums[p][q][v] = 0;
+      TilePlace first(params, at.item, kChannels);
+      first.row += block_row, first.column += block_column;
+      const int32_t channel = first.first_channel + lane * kVec;
+      auto store = [&](auto pairs) {
+        if (params.out_is_f32) {
+          StoreBlock<float, pairs, Tag>(params, epilogue, first, channel, sums);
+        } else {
+          StoreBlock<T, pairs, Tag>(params, epilogue, first, channel, sums);
         }
+      };
+      if (kVec == 2 && params.channels % 2 == 0) {
+        store(std::bool_constant<kVec == 2>());
+      } else {
+        store(std::false_type());
       }
     }
     // The next pass fills this stage.

@@ -147,7 +147,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     warp_instructions *= static_cast<double>(ctas);
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
-    launch->ctas = std::min<int64_t>(resident, params.items);
+    launch->ctas = ShareItems(resident, &params);
     const int64_t row_steps = instance.any() ? rows.taps : 1;
     warp_instructions *=
         static_cast<double>(params.axis[0].taps * row_steps) * static_cast<double>(params.reduce);

@@ -164,13 +164,13 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       (g % 2 * BandTaps(kBlocks) + kBandStart + 2 * t - g - g % 2) * int32_t{sizeof(T)};
 
   int64_t held = -1;
-  Cursor at{static_cast<int32_t>(blockIdx.x), Step()};
+  Cursor at(params);
   const int32_t box_rows = params.axis[1].box;
   auto rows_from = [&](int32_t row) {
     return Tag::kPieces ? min(params.stage_rows, box_rows - row) : box_rows;
   };
   auto fill = [&](const Cursor& cursor, int32_t row) {
-    if (cursor.item < params.items) {
+    if (!cursor.Done()) {
       FillBox<T, P>(params, TilePlace(params, cursor.item, Tag::kChannels), cursor.step, row,
                     rows_from(row), dynamic);
     }
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   };
   fill(at, 0);
   float sums[2][8][4] = {};
-  while (at.item < params.items) {
+  while (!at.Done()) {
     Cursor next = at;
     next.Next(params, 1);
     const TilePlace tile(params, at.item, Tag::kChannels);

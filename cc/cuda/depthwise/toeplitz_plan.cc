@@ -139,8 +139,8 @@ Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const 
   JAXCONV_RETURN_IF_ERROR(
       ShapeTile(instance, gpu, &params, &launch->shared_bytes, &cycles_of_image));
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels, &params));
-  launch->ctas = std::min<int64_t>(
-      gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu), params.items);
+  launch->ctas =
+      ShareItems(gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu), &params);
   launch->out_dtype = problem.output_dtype();
   const double images = static_cast<double>(params.images) * params.channel_tiles.divisor *
                         params.axis[0].out * params.axis[0].taps;

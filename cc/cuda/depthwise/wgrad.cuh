@@ -34,38 +34,6 @@
 
 namespace jaxconv::depthwise {
 
-// Begins to copy a tile of dy, zeros where it has no pixel.
-template <typename T, int kVec>
-__device__ __forceinline__ void FillWalked(const Params& params, const TilePlace& tile,
-                                           unsigned char* stage) {
-  using P = Pixel<T, kVec>;
-  const Axis &rows = params.axis[1], &columns = params.axis[2];
-  const int chunk = threadIdx.x % P::kChunks;
-  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
-  const T* plane = static_cast<const T*>(params.walked) +
-                   (int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out *
-                       columns.out * params.channels;
-  const int32_t pixels = rows.tile * columns.tile;
-  for (int32_t i = threadIdx.x / P::kChunks; i < pixels; i += kThreads / P::kChunks) {
-    const int32_t down = i / columns.tile;
-    const int32_t row = tile.row + down, column = tile.column + i - down * columns.tile;
-    const bool inside = row < rows.out && column < columns.out;
-    const T* pixel = plane + (inside ? (int64_t{row} * columns.out + column) * params.channels : 0);
-    unsigned char* to = stage + P::Offset(i, chunk);
-    if (params.channels % P::kChunkChannels == 0) {
-      const bool valid = inside && channel < params.channels;
-      CopyAsync<16>(SharedAddress(to), pixel + (valid ? channel : 0), valid);
-      continue;
-    }
-    T elements[P::kChunkChannels];
-#pragma unroll
-    for (int e = 0; e < P::kChunkChannels; ++e) {
-      elements[e] = inside && channel + e < params.channels ? pixel[channel + e] : FromFloat<T>(0);
-    }
-    memcpy(to, elements, 16);
-  }
-}
-
 // A CTA's share of the work: its slice, the taps that it sums, its filter of a batch, its channels.
 struct Share {
   int32_t slice, part, filter, first_channel;
@@ -122,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     tile.image += share.filter * params.images;
     unsigned char* to = dynamic + stage * params.stage_bytes;
     FillBox<T, Pixel<T, kVec>>(params, tile, step, 0, params.axis[1].box, to);
-    FillWalked<T, kVec>(params, tile, to + rows.box * columns.box * kBytes);
+    FillWalked<T, Pixel<T, kVec>>(params, tile, to + rows.box * columns.box * kBytes);
   };
 
   float sums[kR][kS][kVec] = {};
