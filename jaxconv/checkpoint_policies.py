@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from jax import lax
 
+from jaxconv._src.fused import conv_fused_p
 from jaxconv._src.int8_primitive import conv_int8_p
 from jaxconv._src.primitives import PRIMITIVES
 from jaxconv._src.winograd_prepared import conv_prepared_p
 
 _CONVOLUTIONS = frozenset(
-    (*PRIMITIVES.values(), conv_int8_p, conv_prepared_p, lax.conv_general_dilated_p)
+    (
+        *PRIMITIVES.values(),
+        conv_fused_p,
+        conv_int8_p,
+        conv_prepared_p,
+        lax.conv_general_dilated_p,
+    )
 )
 
 

@@ -760,7 +760,7 @@ def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
 def test_the_choice_between_splits(op, lhs, rhs, out, expected):
     spec = PROBLEMS["dense"].spec()
     given = [
-        None if split is None else partition._partitions(spec, role, dict(split))
+        None if split is None else partition.partitions(spec, role, dict(split))
         for role, split in zip(op.roles, (lhs, rhs, out), strict=True)
     ]
     given = [None if g is None else tuple(tuple(axes) for axes in g) for g in given]

@@ -10,7 +10,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import arguments, canonical, layouts, partition, primitives, winograd_prepared
+from jaxconv._src import (
+    arguments,
+    canonical,
+    epilogue,
+    fused,
+    layouts,
+    partition,
+    winograd_prepared,
+)
 from jaxconv._src.arguments import (
     Algorithm,
     DimensionNumbers,
@@ -18,6 +26,7 @@ from jaxconv._src.arguments import (
     Padding,
     PrecisionLike,
 )
+from jaxconv._src.epilogue import Activation
 from jaxconv._src.spec import ConvSpec, Op
 from jaxconv._src.winograd_filter import PreparedFilter
 
@@ -34,6 +43,10 @@ def conv(
     precision: PrecisionLike = None,
     algorithm: Algorithm = "auto",
     preferred_element_type: DTypeLike | None = None,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: Activation = None,
 ) -> jax.Array:
     """Convolves 1-D, 2-D or 3-D signals, a batch of them or one, with a bank of filters.
 
@@ -77,17 +90,29 @@ def conv(
             are "auto").
         preferred_element_type: dtype of the result; by default that of the operands. int8 operands
             accumulate exactly into int32.
+        scale, bias, residual, activation: the epilogue, of floating-point operands. With the sums
+            above in float32 (float64 of float64 operands), the result is
+
+                activation(scale[k] * y[n, p, k] + bias[k] + residual[n, p, k])
+
+            rounded once, in one kernel call where a kernel computes it (``explain`` says whether);
+            elsewhere XLA computes it from float32 sums. scale and bias are (K,), read as float32;
+            residual has the shape and the dtype of the result. The activation is "relu", "relu6",
+            ("leaky_relu", slope), "gelu" (exact), "gelu_tanh", "silu", "sigmoid", "tanh" or
+            "hard_swish". For its derivative the backward pass keeps the result alone or, of gelu,
+            gelu_tanh, silu, hard_swish and leaky_relu without a positive slope, also the
+            activation's argument, which the same call stores in the result's dtype.
 
     Returns:
         (N, *out_spatial, K), or (N, K, *out_spatial) in channel-first formats; without N for one
         example.
 
     Raises:
-        TypeError: an operand is no array of numbers, or the operands' dtype cannot give
-            ``preferred_element_type``.
+        TypeError: an operand is no array of numbers, the operands' dtype cannot give
+            ``preferred_element_type``, or an epilogue is asked of integers or complex numbers.
         ValueError: two dtypes do not promote (JAX's ``TypePromotionError``); ranks, channels,
-            groups, window parameters or format do not fit; or the demanded algorithm cannot serve
-            the problem (the message says why, and which can).
+            groups, window parameters, format or a term of the epilogue do not fit; or the demanded
+            algorithm cannot serve the problem (the message says why, and which can).
     """
     prepared: PreparedFilter | None = None
     if not isinstance(w, PreparedFilter):
@@ -137,10 +162,28 @@ def conv(
         algorithm=arguments.algorithms(algorithm),
     )
     out_dtype = arguments.result_dtype(x.dtype, preferred_element_type)
+    sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
+    form, terms = epilogue.checked(
+        scale,
+        bias,
+        residual,
+        activation,
+        operand_dtype=x.dtype,
+        channels=sizes.k,
+        out_shape=spec.shape("y", sizes)[one_example:],
+        out_dtype=out_dtype,
+    )
+    if one_example and form.residual:
+        terms["residual"] = lax.expand_dims(terms["residual"], (0,))
     if prepared is None:
-        y = primitives.bind(Op.FPROP, x, cast(jax.Array, w), spec, out_dtype)
-    else:
+        y, *_ = fused.bind(
+            x, cast(jax.Array, w), terms, spec=spec, epilogue=form, out_dtype=out_dtype
+        )
+    elif form.plain:
         y = winograd_prepared.bind(x, prepared, spec, out_dtype)
+    else:
+        acc = winograd_prepared.bind(x, prepared, spec, epilogue.accumulator_dtype(out_dtype))
+        y, *_ = epilogue.finish(acc, terms, spec.axis("y", "k"), form, out_dtype)
     return lax.squeeze(y, (0,)) if one_example else y
 
 

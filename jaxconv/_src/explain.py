@@ -50,8 +50,9 @@ class Explanation:
     def __str__(self) -> str:
         """The table, one line for each convolution, and the reasons of those left to XLA.
 
-        A kernel whose error is above the direct convolution's shows it (docs/winograd.md). Last are
-        the convolutions that the algorithm of ``install`` or ``override`` does not compute.
+        A kernel whose error is above the direct convolution's shows it (docs/winograd.md), and one
+        that computes an epilogue its terms. Last are the convolutions that the algorithm of
+        ``install`` or ``override`` does not compute, and those whose epilogue XLA computes.
 
         "us" and "XLA us" are the predicted times of the fastest kernel and of XLA's convolution in
         microseconds, "-" where there is no prediction. "share" is that of the row, with its count,
@@ -92,6 +93,7 @@ class Explanation:
         lines += _reasons(
             "not by the algorithm asked for:", [c.declined for c in self.convolutions]
         )
+        lines += _reasons("epilogue apart, in XLA:", [c.apart for c in self.convolutions])
         return "\n".join(lines)
 
 
@@ -136,9 +138,10 @@ def _reasons(title: str, refusals: Sequence[Sequence[record.Refusal]]) -> list[s
 def _kernel(c: Convolution) -> str:
     if c.instance is None:
         return "XLA"
-    krsc = " (krsc)" if c.problem.endswith(" krsc") else ""
+    krsc = " (krsc)" if "krsc" in c.problem.split() else ""
     error = f" (rms error about {c.rms_error:.1e} of std(y))" if c.rms_error else ""
-    return c.instance + krsc + error
+    epilogue = f" + {c.epilogue}" if c.epilogue else ""
+    return c.instance + epilogue + krsc + error
 
 
 def _predicted(microseconds: float) -> str:

@@ -19,9 +19,7 @@ from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
     SdyShardingRule,
-    custom_partitioning,
 )
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -92,7 +90,6 @@ class _Call:
     """The operation as ``custom_partitioning`` sees it."""
 
     bind: Callable
-    identity: str
     factors: tuple[Factors, ...]  # of the operands and of the result
     axes: tuple[tuple[int, bool], ...]
 
@@ -150,26 +147,6 @@ class _Call:
         return SdyShardingRule(
             tuple(operands), (out,), need_replication_factors=tuple(whole), **cast(Any, sizes)
         )
-
-
-def _spread(ctx, call: _Call, operands):
-    """Lowers to a call that XLA's partitioner hands back to ``_Call.partition``."""
-    split = custom_partitioning(call)
-    split.def_partition(
-        call.partition,
-        infer_sharding_from_operands=call.infer,
-        sharding_rule=call.rule,
-        decode_shardings=False,
-    )
-
-    def identified(*operands):
-        with set_xla_metadata(jaxconv=call.identity):
-            return split(*operands)
-
-    module = ctx.module_context
-    context = compat.placed_context(math.prod(size for size, _ in call.axes))
-    placed = ctx.replace(module_context=module.replace(axis_context=context))
-    return mlir.lower_fun(identified, multiple_results=False)(placed, *operands)
 
 
 def result_sharding(
@@ -243,4 +220,5 @@ def lower(ctx, primitive: Primitive, factors: tuple[Factors, ...], operands, **p
     bind = functools.partial(primitive.bind, **params)
     if mesh is not None:
         return _map_explicit(mesh, ctx, bind, factors, operands)
-    return _spread(ctx, _Call(bind, f"{primitive} {params}", factors, axes), operands)
+    call = _Call(bind, factors, axes)
+    return partition.spread(ctx, call, f"{primitive} {params}", operands)

@@ -180,9 +180,9 @@ def select(
     """
     algorithm = spec.algorithm_of(op)
     if algorithm not in IN_JAX or not applies(algorithm, op) or sizes.empty:
-        return _select_kernel(platform, op, spec, sizes, operand_dtype, out_dtype)
+        return select_kernel(platform, op, spec, sizes, operand_dtype, out_dtype)
     try:
-        chosen, key = _select_kernel(platform, op, spec, sizes, operand_dtype, out_dtype)
+        chosen, key = select_kernel(platform, op, spec, sizes, operand_dtype, out_dtype)
     except ValueError:  # no kernel of this name
         chosen, key = native.Selection(None), ""
     if chosen.instance:
@@ -196,18 +196,20 @@ def select(
     return native.Selection(name, memory, in_jax=True), ""
 
 
-def _select_kernel(
+def select_kernel(
     platform: str,
     op: Op,
     spec: ConvSpec,
     sizes: Sizes,
     operand_dtype: np.dtype,
     out_dtype: np.dtype,
+    epilogue: Sequence[str] = (),
 ) -> tuple[native.Selection, str]:
     """Chooses the kernel instance for one operation on one platform, or XLA's convolution.
 
-    A filter that lies as (k, spatial, c) is read so where the chosen instance can, which costs it
-    nothing; elsewhere XLA transposes it.
+    With words of an ``epilogue``, only instances that compute it too are in question. A filter that
+    lies as (k, spatial, c) is read so where the chosen instance can, which costs it nothing;
+    elsewhere XLA transposes it.
 
     Returns:
         The selection, and the problem key ("" where a dtype has none).
@@ -218,7 +220,7 @@ def _select_kernel(
     algorithm = spec.algorithm_of(op)
     if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
         return refused(reason), ""
-    key = problem_key(op, spec, sizes, operand_dtype, out_dtype)
+    key = problem_key(op, spec, sizes, operand_dtype, out_dtype, epilogue=epilogue)
     if platform == "cuda" and np.dtype(operand_dtype) == np.int8:
         plan = _int8_plan(platform, op, spec, sizes, out_dtype)
         return plan.chosen, plan.key if plan.chosen.instance else key
@@ -235,7 +237,9 @@ def _select_kernel(
         # A problem that JAX accepts and the library does not: its numbers are too large.
         return refused(str(error)), key
     if chosen.instance and op is not Op.WGRAD and _lies_as_krsc(spec, sizes):
-        as_it_lies = problem_key(op, spec, sizes, operand_dtype, out_dtype, krsc=True)
+        as_it_lies = problem_key(
+            op, spec, sizes, operand_dtype, out_dtype, krsc=True, epilogue=epilogue
+        )
         again = kernels.select(as_it_lies, chosen.instance, native.target())
         if again.instance:
             return again._replace(krsc=True), as_it_lies
@@ -344,7 +348,7 @@ def _with_explicit_input(op: Op, spec: ConvSpec, primitive, out_dtype, lhs, rhs)
     return primitive.bind(x, rhs, spec=explicit, out_dtype=out_dtype)
 
 
-def _layout(spec: ConvSpec, role: str, krsc: bool = False) -> tuple[int, ...]:
+def layout(spec: ConvSpec, role: str, krsc: bool = False) -> tuple[int, ...]:
     """Minor-to-major: stores an array in its canonical axis order, a krsc filter as it lies."""
     axes = spec.axes(role)
     return tuple(reversed(range(len(axes)) if krsc and role == "w" else axes))
@@ -400,8 +404,8 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
     workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
     call = jax.ffi.ffi_lowering(
         call_target(op),
-        operand_layouts=[_layout(spec, role, chosen.krsc) for role in op.roles[:2]],
-        result_layouts=[_layout(spec, op.roles[2]), (0,)],
+        operand_layouts=[layout(spec, role, chosen.krsc) for role in op.roles[:2]],
+        result_layouts=[layout(spec, op.roles[2]), (0,)],
     )
     results = call(
         ctx.replace(avals_out=[*ctx.avals_out, workspace]),

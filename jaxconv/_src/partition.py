@@ -148,7 +148,7 @@ def choose(
     return chosen
 
 
-def _partitions(spec: ConvSpec, role: str, split: Split) -> Partitions:
+def partitions(spec: ConvSpec, role: str, split: Split) -> Partitions:
     """How the array of one tensor is split."""
     axes: list[tuple[str, ...]] = [()] * len(spec.axes(role))
     for name, at in factors(spec, role).items():
@@ -274,7 +274,7 @@ class _Call:
 
     def _shardings(self, layout: DeviceLayout, split: Split) -> list[NamedSharding]:
         return [
-            NamedSharding(layout.split, partition_spec(_partitions(self.spec, role, split)))
+            NamedSharding(layout.split, partition_spec(partitions(self.spec, role, split)))
             for role in self.op.roles
         ]
 
@@ -306,36 +306,62 @@ class _Call:
         return self._shardings(*self._choose([*arguments, open_result]))[2]
 
     def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
-        """The factors in Shardy's terms: splits propagate between axes of one name."""
-        sizes: dict[str, int] = {}
-        mappings = []
-        for role, kind in zip(self.op.roles, (*operand_types, *result_types), strict=True):
-            names: list = [f"{role}{i}" for i in range(len(kind.shape))]
-            for name, axis in factors(self.spec, role).items():
-                names[axis] = name
-                of_one_group = kind.shape[axis] // self.spec.groups
-                if name == "g" and of_one_group > 1:
-                    inner = "c_of_g" if role == "x" else "k_of_g"
-                    names[axis] = CompoundFactor("g", inner)
-                    sizes |= {"g": self.spec.groups, inner: of_one_group}
-            mappings.append(ArrayMapping(*names))
-        *operands, out = mappings
-        if any("g" in names for names in mappings):  # its size is then that of an axis
-            sizes.pop("g", None)
-        free = {"batch", "n", "g", "c", "k", *_SPATIAL}
-        # Shardy wants the special factors in the order of their first appearance.
-        flat = [f for names in mappings for n in names for f in ([n] if isinstance(n, str) else n)]
-        return SdyShardingRule(
-            tuple(operands),
-            (out,),
-            need_replication_factors=tuple(dict.fromkeys(f for f in flat if f not in free)),
-            reduction_factors=contracted(self.op, self.spec),
-            **cast(Any, sizes),
-        )
+        arrays = [
+            (role, kind.shape, factors(self.spec, role))
+            for role, kind in zip(self.op.roles, (*operand_types, *result_types), strict=True)
+        ]
+        return sharding_rule(self.spec, arrays[:-1], arrays[-1:], contracted(self.op, self.spec))
 
 
-def _spread(ctx, call: _Call, lhs, rhs):
-    """Lowers to a call that XLA's partitioner hands back to ``_Call.partition``."""
+def sharding_rule(
+    spec: ConvSpec, operands: Sequence, results: Sequence, reduced: Sequence[str]
+) -> SdyShardingRule:
+    """The factors in Shardy's terms: splits propagate between axes of one name.
+
+    Args:
+        spec: the convolution.
+        operands, results: a name, the shape and the factors of every array; its other axes are
+            called by its name.
+        reduced: the factors that a sum runs over.
+    """
+    sizes: dict[str, int] = {}
+    mappings = []
+    for array, shape, at in (*operands, *results):
+        names: list = [f"{array}{i}" for i in range(len(shape))]
+        for name, axis in at.items():
+            names[axis] = name
+            of_one_group = shape[axis] // spec.groups
+            if name == "g" and of_one_group > 1:
+                inner = "c_of_g" if array == "x" else "k_of_g"
+                names[axis] = CompoundFactor("g", inner)
+                sizes |= {"g": spec.groups, inner: of_one_group}
+        mappings.append(ArrayMapping(*names))
+    if any("g" in names for names in mappings):  # its size is then that of an axis
+        sizes.pop("g", None)
+    free = {"batch", "n", "g", "c", "k", *_SPATIAL}
+    # Shardy wants the special factors in the order of their first appearance.
+    flat = [f for names in mappings for n in names for f in ([n] if isinstance(n, str) else n)]
+    return SdyShardingRule(
+        tuple(mappings[: len(operands)]),
+        tuple(mappings[len(operands) :]),
+        need_replication_factors=tuple(dict.fromkeys(f for f in flat if f not in free)),
+        reduction_factors=tuple(reduced),
+        **cast(Any, sizes),
+    )
+
+
+def spread(ctx, call, identity: str, operands: Sequence, multiple_results: bool = False):
+    """Lowers to a call that XLA's partitioner hands back to ``call.partition``.
+
+    Args:
+        ctx: the lowering context.
+        call: the operation on whole arrays, with the callbacks of ``_Call``.
+        identity: tells this call from others of the same shapes. JAX's persistent cache does so by
+            the address of the callback, and never finds another process' program, unless users have
+            that left out of the key (jax_remove_custom_partitioning_ptr_from_cache_key).
+        operands: the values.
+        multiple_results: whether the operation has several results.
+    """
     split = custom_partitioning(call)
     split.def_partition(
         call.partition,
@@ -343,19 +369,15 @@ def _spread(ctx, call: _Call, lhs, rhs):
         sharding_rule=call.rule,
         decode_shardings=False,
     )
-    # Tells this call from others of the same shapes. JAX's persistent cache does so by the address
-    # of the callback, and never finds another process' program, unless users have that left out of
-    # the key (jax_remove_custom_partitioning_ptr_from_cache_key).
-    identity = f"{call.op.value} {call.spec} {call.out_dtype}"
 
-    def identified(lhs, rhs):
+    def identified(*operands):
         with set_xla_metadata(jaxconv=identity):
-            return split(lhs, rhs)
+            return split(*operands)
 
     module = ctx.module_context
     context = compat.placed_context(math.prod(size for size, _ in call.axes))
     placed = ctx.replace(module_context=module.replace(axis_context=context))
-    return mlir.lower_fun(identified, multiple_results=False)(placed, lhs, rhs)
+    return mlir.lower_fun(identified, multiple_results=multiple_results)(placed, *operands)
 
 
 # --- explicit sharding ---
@@ -447,7 +469,7 @@ def result_sharding(op: Op, spec: ConvSpec, lhs, rhs) -> NamedSharding | None:
             )
     split = _choose_explicit(op, spec, mesh, lhs, rhs)
     _check_explicit(op, spec, mesh, lhs, rhs, split)
-    return NamedSharding(mesh, partition_spec(_partitions(spec, op.roles[2], split)))
+    return NamedSharding(mesh, partition_spec(partitions(spec, op.roles[2], split)))
 
 
 def like(array: jax.Array, aval) -> jax.Array:
@@ -519,7 +541,7 @@ def move_groups(array: jax.Array, source: int, target: int | None, groups: int) 
 def _map_explicit(mesh: AbstractMesh, primitive, op: Op, ctx, lhs, rhs, *, spec, out_dtype):
     """Lowers through ``shard_map`` over the explicit axes: the types say what each device holds."""
     split = _choose_explicit(op, spec, mesh, *ctx.avals_in)
-    *operands, out = (partition_spec(_partitions(spec, role, split)) for role in op.roles)
+    *operands, out = (partition_spec(partitions(spec, role, split)) for role in op.roles)
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -559,4 +581,5 @@ def lower(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype):
         return None
     if mesh is not None:
         return _map_explicit(mesh, ctx.primitive, op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
-    return _spread(ctx, _Call(ctx.primitive, op, spec, out_dtype, axes), lhs, rhs)
+    call = _Call(ctx.primitive, op, spec, out_dtype, axes)
+    return spread(ctx, call, f"{op.value} {spec} {out_dtype}", (lhs, rhs))

@@ -94,8 +94,8 @@ def _runs_by_group(role: str, name: str) -> bool:
     return name == "k" or (role, name) == ("x", "c")
 
 
-def _goes_inside(array: jax.Array, mapped: int, axis: int, groups: int) -> bool:
-    """Whether ``_fold`` puts the mapped axis inside the other one instead of outside.
+def goes_inside(array: jax.Array, mapped: int, axis: int, groups: int) -> bool:
+    """Whether ``fold`` puts the mapped axis inside the other one instead of outside.
 
     On an explicit mesh only the outermost of the axes that are merged can be split over devices.
 
@@ -113,7 +113,7 @@ def _goes_inside(array: jax.Array, mapped: int, axis: int, groups: int) -> bool:
     return bool(held) and groups == 1
 
 
-def _fold(array: jax.Array, mapped: int, axis: int, groups: int, inside: bool) -> jax.Array:
+def fold(array: jax.Array, mapped: int, axis: int, groups: int, inside: bool) -> jax.Array:
     """Merges axis ``mapped`` into ``axis`` (numbered without it), as (groups, mapped, rest).
 
     With one group and ``inside``, as (rest, mapped).
@@ -125,10 +125,10 @@ def _fold(array: jax.Array, mapped: int, axis: int, groups: int, inside: bool) -
     return partition.merge_axes(array, axis, 3)
 
 
-def _unfold(
+def unfold(
     array: jax.Array, count: int, axis: int, extent: int, groups: int, inside: bool
 ) -> tuple[jax.Array, int]:
-    """Undoes ``_fold`` on an axis that had ``extent``; also returns the mapped axis' position."""
+    """Undoes ``fold`` on an axis that had ``extent``; also returns the mapped axis' position."""
     rest = extent // groups
     parts = (groups, rest, count) if inside else (groups, count, rest)
     array = partition.split_axis(array, axis, parts)
@@ -151,25 +151,25 @@ def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype
                 (array, mapped, spec.axis(role, "batch"))
                 for array, mapped, role in zip(operands, mapped_axes, op.roles[:2], strict=True)
             ]
-            inside = any([_goes_inside(*place, 1) for place in places])
-            lhs, rhs = (_fold(*place, 1, inside) for place in places)
+            inside = any([goes_inside(*place, 1) for place in places])
+            lhs, rhs = (fold(*place, 1, inside) for place in places)
             out = bind(op, lhs, rhs, spec, out_dtype)
             count = operands[0].shape[lhs_mapped]
             axis = spec.axis(out_role, "batch")
-            return _unfold(out, count, axis, out_shape[axis], 1, inside)
+            return unfold(out, count, axis, out_shape[axis], 1, inside)
         positions = {lhs_role: lhs_mapped, rhs_role: rhs_mapped, out_role: None}
         return bind(op, lhs, rhs, spec.with_batch(**positions), out_dtype), 0
     side = 0 if rhs_mapped is None else 1
     role, mapped, name = op.roles[side], mapped_axes[side], _FOLD[op][side]
     count, axis = operands[side].shape[mapped], spec.axis(role, name)
     groups = spec.groups if _runs_by_group(role, name) else 1
-    inside = _goes_inside(operands[side], mapped, axis, groups)
-    folded = _fold(operands[side], mapped, axis, groups, inside)
+    inside = goes_inside(operands[side], mapped, axis, groups)
+    folded = fold(operands[side], mapped, axis, groups, inside)
     lhs, rhs = (folded, rhs) if side == 0 else (lhs, folded)
     out = bind(op, lhs, rhs, spec, out_dtype)
     axis = spec.axis(out_role, name)
     groups = spec.groups if _runs_by_group(out_role, name) else 1
-    return _unfold(out, count, axis, out_shape[axis], groups, inside)
+    return unfold(out, count, axis, out_shape[axis], groups, inside)
 
 
 for _op, _primitive in PRIMITIVES.items():

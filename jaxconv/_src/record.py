@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jaxconv._src import compat, winograd_jax
 from jaxconv._src.native import Refusal, Selection
@@ -20,8 +21,8 @@ class Convolution:
         operands: dtype and shape of both operands, such as "f32[8,28,28,64]".
         result: dtype and shape of the result.
         platform: "cpu" or "cuda".
-        problem: the problem key, or "" where no kernel came into question; it ends in "krsc"
-            where the kernel reads the filter so, as it lies.
+        problem: the problem key, or "" where no kernel came into question; it says "krsc"
+            where the kernel reads the filter so, as it lies, and ends in the epilogue's terms.
         precision: the demanded precision, "default", "high" or "highest".
         instance: the kernel instance, or None where XLA computes it.
         microseconds: predicted time of the instance or, where XLA is predicted to be faster, of
@@ -36,6 +37,10 @@ class Convolution:
             and ``auto`` chose; empty where it does.
         source: file, line and function of the user's code; a model library's where none called it.
         count: how often the program calls it; the body of a loop counts once.
+        epilogue: what the kernel computes beside the convolution, as in the problem key, such as
+            "scale bias relu".
+        apart: of a convolution with an epilogue that no kernel computes with it, each refusing
+            kernel and its reason; XLA then computes the epilogue from the float32 result.
         module: the named scopes around it, such as the path of Flax's and Haiku's modules,
             "ResNet/Block_2/Conv_0"; "" where there are none.
     """
@@ -57,6 +62,8 @@ class Convolution:
     count: int = 1
     declined: tuple[Refusal, ...] = ()
     module: str = ""
+    epilogue: str = ""
+    apart: tuple[Refusal, ...] = ()
 
     @property
     def rms_error(self) -> float | None:
@@ -81,10 +88,19 @@ class Recording(list[Convolution]):
 
 
 _sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("sinks", default=())
-# Source location and module path, and the reasons of a declined algorithm.
-_outer: contextvars.ContextVar[tuple[str, str, tuple[Refusal, ...]]] = contextvars.ContextVar(
-    "outer", default=("", "", ())
-)
+
+
+class _Outer(NamedTuple):
+    """What an operation that is lowered to others passes on to them."""
+
+    source: str = ""
+    module: str = ""
+    declined: tuple[Refusal, ...] = ()
+    apart: tuple[Refusal, ...] = ()
+
+
+_NOTHING = _Outer()
+_outer: contextvars.ContextVar[_Outer] = contextvars.ContextVar("outer", default=_NOTHING)
 
 
 @contextlib.contextmanager
@@ -113,16 +129,20 @@ def paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def located(ctx, declined: tuple[Refusal, ...] = ()) -> Iterator[None]:
+def located(
+    ctx, declined: tuple[Refusal, ...] = (), apart: tuple[Refusal, ...] = ()
+) -> Iterator[None]:
     """What is lowered meanwhile stems from the user's code that ``ctx`` points at.
 
-    ``declined`` says why it is not computed by the algorithm asked for; it holds inside too.
+    ``declined`` says why it is not computed by the algorithm asked for, ``apart`` why not together
+    with its epilogue; both hold inside too.
     """
     if not _sinks.get():
         yield
         return
+    outer = _outer.get()
     where = compat.user_location(ctx), compat.module_path(ctx)
-    token = _outer.set((*where, declined or _outer.get()[-1]))
+    token = _outer.set(_Outer(*where, declined or outer.declined, apart or outer.apart))
     try:
         yield
     finally:
@@ -143,6 +163,7 @@ def emit(
     flops: int,
     chosen: Selection,
     results: Sequence,
+    epilogue: str = "",
 ) -> Sequence:
     """Records the lowering of one convolution.
 
@@ -151,17 +172,20 @@ def emit(
         op, problem, precision, platform, flops: as in ``Convolution``.
         chosen: the kernel, or why there is none.
         results: what the convolution was lowered to.
+        epilogue: as in ``Convolution``.
 
     Returns:
         ``results``.
     """
     if not wanted():
         return results
-    source, module, declined = _outer.get()
+    outer = _outer.get()
+    source, module = outer.source, outer.module
     if not source:
         source, module = compat.user_location(ctx), compat.module_path(ctx)
-    arrays = [*ctx.avals_in, ctx.avals_out[0]]
-    lhs, rhs, out = (arrays[i].str_short(short_dtypes=True) for i in (0, 1, -1))
+    arrays = [*ctx.avals_in, *ctx.avals_out]
+    named = (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
+    lhs, rhs, out = (aval.str_short(short_dtypes=True) for aval in named)
     convolution = Convolution(
         op=op,
         operands=(lhs, rhs),
@@ -177,8 +201,10 @@ def emit(
         bytes=sum(a.size * a.dtype.itemsize for a in arrays),
         refusals=() if chosen.instance else chosen.refusals,
         source=source,
-        declined=declined,
+        declined=outer.declined,
         module=module,
+        epilogue=epilogue,
+        apart=outer.apart,
     )
     for sink in _sinks.get():
         if sink.tagged:

@@ -312,17 +312,19 @@ def problem_key(
     operand_dtype: np.dtype,
     out_dtype: np.dtype,
     krsc: bool = False,
+    epilogue: Sequence[str] = (),
 ) -> str:
     """The problem key: one line of text that ``cc/core/conv_problem.h`` defines and parses.
 
-    ``krsc`` is said of a filter that lies in memory as (k, spatial, c).
+    ``krsc`` is said of a filter that lies in memory as (k, spatial, c); ``epilogue`` are the words
+    of its terms.
 
     Raises:
         KeyError: a dtype has no name there.
     """
     names = dict.fromkeys("xwy", DTYPE_NAMES[np.dtype(operand_dtype).name])
     names[op.roles[2]] = DTYPE_NAMES[np.dtype(out_dtype).name]
-    return key_of(op, tuple(names.values()), spec, sizes, ["krsc"] if krsc else [])
+    return key_of(op, tuple(names.values()), spec, sizes, [*["krsc"] * krsc, *epilogue])
 
 
 def key_of(

@@ -1,0 +1,385 @@
+"""The primitive conv_fused: a forward convolution of floating-point operands with its epilogue.
+
+The operands are x, w and the terms that are present, in the order scale, bias, residual; the
+results are y and, where asked for, pre and the statistics (``epilogue`` has the definition). Arrays
+have the axis order of a ``ConvSpec``, as the three bilinear primitives take them.
+
+Where no kernel computes both, the plain convolution gives its sums in the accumulator's dtype, and
+XLA computes the epilogue from them: ``apart``.
+
+Derivatives are written in the three bilinear primitives and XLA's elementwise operations. With
+d = activation'(t), which y alone tells of relu, relu6, leaky_relu with a positive slope, sigmoid
+and tanh, and pre of the others, where it is a second result of the same call,
+
+    dt = fprop(dx, w) * scale + fprop(x, dw * scale + w * dscale) + dbias + dresidual
+    dy = d * dt
+
+So the gradient of scale is a sum over the filter's weight gradient, and no pass over activations;
+the gradients of bias and of residual are a reduction and a copy of d * dy in XLA.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxconv._src import compat, fused_partition, lowering, native, partition, primitives, record
+from jaxconv._src.epilogue import (
+    Activation,
+    Epilogue,
+    accumulator_dtype,
+    along_channels,
+    checked,
+    differential,
+    finish,
+    moments_tangent,
+)
+from jaxconv._src.spec import ConvSpec, Op, check_size, flops
+
+TARGET = "jaxconv_fused"
+
+conv_fused_p = Primitive("jaxconv_fused")
+conv_fused_p.multiple_results = True
+
+_log = logging.getLogger("jaxconv")
+
+
+def conv_fused(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    spec: ConvSpec,
+    activation: Activation = None,
+    out_dtype: np.dtype,
+) -> jax.Array:
+    """activation(scale * fprop(x, w) + bias + residual), rounded once.
+
+    Args:
+        x, w: floating-point operands in the axis order of ``spec``; two dtypes are computed at the
+            wider one.
+        scale, bias: (K,) floating-point numbers, or None.
+        residual: of the result's shape and dtype, or None.
+        spec: the convolution; not batched.
+        activation: as in ``jaxconv.conv``.
+        out_dtype: dtype of the result.
+
+    Raises:
+        TypeError, ValueError: an operand or the activation does not fit; the algorithm that
+            ``spec`` demands does not take this problem.
+    """
+    sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
+    form, terms = checked(
+        scale,
+        bias,
+        residual,
+        activation,
+        operand_dtype=compat.wider_dtype(x.dtype, w.dtype),
+        channels=sizes.k,
+        out_shape=spec.shape("y", sizes),
+        out_dtype=out_dtype,
+    )
+    return bind(x, w, terms, spec=spec, epilogue=form, out_dtype=out_dtype)[0]
+
+
+def bind(
+    x: jax.Array,
+    w: jax.Array,
+    terms: Mapping[str, jax.Array],
+    *,
+    spec: ConvSpec,
+    epilogue: Epilogue,
+    out_dtype: np.dtype,
+) -> list[jax.Array]:
+    """All results of an epilogue that ``epilogue.checked`` has accepted.
+
+    Raises:
+        ValueError: as ``primitives.bind``.
+    """
+    if epilogue.plain:
+        return [primitives.bind(Op.FPROP, x, w, spec, out_dtype)]
+    out_shape = spec.shape("y", spec.sizes(Op.FPROP, x.shape, w.shape))
+    check_size("result", out_shape, out_dtype)
+    common = compat.wider_dtype(x.dtype, w.dtype)
+    kernel_dtype = np.dtype(compat.wider_dtype(common, out_dtype))
+    wide = accumulator_dtype(kernel_dtype)
+    lowering.check_algorithm(Op.FPROP, spec, x.shape, w.shape, common, wide)
+    dtypes = {"x": common, "w": common, "scale": wide, "bias": wide, "residual": kernel_dtype}
+    operands = [
+        a if a.dtype == dtypes[name] else lax.convert_element_type(a, dtypes[name])
+        for name, a in {"x": x, "w": w, **terms}.items()
+    ]
+    operands = compat.match_varying(*operands)
+    y, *rest = conv_fused_p.bind(*operands, spec=spec, epilogue=epilogue, out_dtype=kernel_dtype)
+    return [y if kernel_dtype == out_dtype else lax.convert_element_type(y, out_dtype), *rest]
+
+
+def apart(*operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype) -> list[jax.Array]:
+    """All results by the plain convolution and XLA's elementwise operations."""
+    x, w, *rest = operands
+    acc = primitives.bind(Op.FPROP, x, w, spec, accumulator_dtype(out_dtype))
+    terms = dict(zip(epilogue.terms, rest, strict=True))
+    return finish(acc, terms, spec.axis("y", "k"), epilogue, out_dtype)
+
+
+def _abstract_eval(x, w, *terms, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
+    sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
+    sharding = partition.result_sharding(Op.FPROP, spec, x, w) or x.sharding
+    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
+    y = x.update(shape=spec.shape("y", sizes), dtype=out_dtype, weak_type=False, sharding=sharding)
+    results = [y] * (1 + epilogue.pre)
+    if epilogue.statistics:
+        results.append(
+            x.update(
+                shape=(2, sizes.k),
+                dtype=accumulator_dtype(out_dtype),
+                weak_type=False,
+                sharding=fused_partition.moments_sharding(spec, sharding),
+            )
+        )
+    return results
+
+
+# --- differentiation ---
+
+
+def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
+    names = ("x", "w", *epilogue.terms)
+    value = dict(zip(names, primals, strict=True))
+    tangent = {
+        name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)
+    }
+    form = epilogue.with_derivative()
+    results = conv_fused_p.bind(*primals, spec=spec, epilogue=form, out_dtype=out_dtype)
+    y, wide = results[0], accumulator_dtype(out_dtype)
+    dt = functools.reduce(jnp.add, _tangents_of_t(value, tangent, spec, out_dtype))
+    if dt.shape != y.shape:
+        dt = dt * jnp.ones_like(y, dtype=wide)
+    # jax.checkpoint: y or pre is what the backward pass keeps, not a function of it in float32.
+    times_derivative = jax.checkpoint(
+        functools.partial(differential, form.activation, form.slope), prevent_cse=False
+    )
+    dy = dt
+    if form.activation is not None:
+        dy = times_derivative(y if form.differentiates_from_y else results[1], dt)
+    out, out_tangents = [y], [dy.astype(out_dtype)]
+    if epilogue.pre:
+        out.append(results[1])
+        out_tangents.append(dt.astype(out_dtype))
+    if epilogue.statistics:
+        out.append(results[-1])
+        of_moments = jax.checkpoint(
+            functools.partial(moments_tangent, spec.axis("y", "k")), prevent_cse=False
+        )
+        out_tangents.append(of_moments(y, results[-1], dy))
+    return out, out_tangents
+
+
+def _tangents_of_t(value, tangent, spec: ConvSpec, out_dtype: np.dtype) -> list[jax.Array]:
+    """The terms of the tangent of t, of its shape or (K,), in the accumulator's dtype.
+
+    Convolutions give the result's dtype, so that their transposes read cotangents of that dtype.
+    """
+    wide = accumulator_dtype(out_dtype)
+    y_rank, y_channels = len(spec.y_axes), spec.axis("y", "k")
+
+    def fprop(x, w):
+        return primitives.bind(Op.FPROP, x, w, spec, out_dtype).astype(wide)
+
+    def by_filter(vector):
+        return along_channels(vector, len(spec.w_axes), spec.axis("w", "k"))
+
+    sums, terms = [], []
+    scale = value.get("scale")
+    if "x" in tangent:
+        sums.append(fprop(tangent["x"], value["w"]))
+    if "w" in tangent and "scale" not in tangent:
+        sums.append(fprop(value["x"], tangent["w"]))
+    if sums:
+        total = functools.reduce(jnp.add, sums)
+        terms.append(total if scale is None else total * along_channels(scale, y_rank, y_channels))
+    if "scale" in tangent:
+        w = value["w"]
+        scaled = w.astype(wide) * by_filter(tangent["scale"])
+        if "w" in tangent:
+            scaled = scaled + tangent["w"].astype(wide) * by_filter(scale)
+        terms.append(fprop(value["x"], scaled.astype(w.dtype)))
+    if "bias" in tangent:
+        terms.append(along_channels(tangent["bias"], y_rank, y_channels))
+    if "residual" in tangent:
+        terms.append(tangent["residual"].astype(wide))
+    return terms
+
+
+# --- batching ---
+
+
+def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
+    """Folds the mapped axis into N or K; everything else is vmap of ``apart``.
+
+    Apart are two mapped operands of the convolution, which make it a batched one, and an epilogue
+    that is mapped where its convolution is not, or along another axis.
+    """
+    names = ("x", "w", *epilogue.terms)
+    axes = {n: a for n, a in zip(names, mapped_axes, strict=True) if a is not None}
+    by_channel = axes.keys() & {"w", "scale", "bias"}
+    static = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
+    in_k = "w" in axes and "x" not in axes
+    if epilogue.statistics or not (in_k or ("x" in axes and not by_channel)):
+        results = jax.vmap(functools.partial(apart, **static), in_axes=mapped_axes)(*operands)
+        return results, [0] * len(results)
+    values = dict(zip(names, operands, strict=True))
+    main = "w" if in_k else "x"
+    count = values[main].shape[axes[main]]
+    name = "k" if in_k else "n"
+    groups = spec.groups if in_k else 1
+    places = {main: spec.axis(main, name)}
+    if "residual" in values:
+        places["residual"] = spec.axis("y", name)
+    if in_k:
+        places |= {term: 0 for term in epilogue.terms if term != "residual"}
+
+    def mapped(name):
+        """The operand with the mapped axis, repeated where it has none."""
+        if name in axes:
+            return values[name], axes[name]
+        return jnp.broadcast_to(values[name], (count, *values[name].shape)), 0
+
+    given = {name: mapped(name) for name in places}
+    inside = any([primitives.goes_inside(*given[n], at, groups) for n, at in places.items()])
+    folded = {n: primitives.fold(*given[n], at, groups, inside) for n, at in places.items()}
+    operands = compat.match_varying(*({**values, **folded}[n] for n in names))
+    results = conv_fused_p.bind(*operands, **static)
+    at = spec.axis("y", name)
+    extent = results[0].shape[at] // count
+    unfolded = [primitives.unfold(r, count, at, extent, groups, inside) for r in results]
+    return [r for r, _ in unfolded], [axis for _, axis in unfolded]
+
+
+# --- lowering ---
+
+
+def select(platform: str, spec: ConvSpec, sizes, operand_dtype, epilogue: Epilogue, out_dtype):
+    """The instance that computes convolution and epilogue, or why none does, and the problem key.
+
+    An algorithm that is demanded and has no epilogue computes the convolution alone.
+    """
+    algorithm = spec.algorithm_of(Op.FPROP)
+    if algorithm in lowering.IN_JAX and lowering.applies(algorithm, Op.FPROP):
+        return lowering.refused(f'algorithm="{algorithm}" has no epilogue'), ""
+    problem = (platform, Op.FPROP, spec, sizes, operand_dtype, out_dtype)
+    try:
+        return lowering.select_kernel(*problem, epilogue=epilogue.words)
+    except ValueError as error:  # no algorithm of this platform
+        return lowering.refused(str(error)), ""
+
+
+def _lower(platform: str, ctx, *operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
+    """Lowers to one custom call, or to the convolution and XLA's elementwise operations."""
+    x, w = ctx.avals_in[:2]
+    sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
+    chosen, key = select(platform, spec, sizes, x.dtype, epilogue, out_dtype)
+    static = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
+    if chosen.instance is None:
+        _log.info(
+            "epilogue of %s on %s goes to XLA: %s",
+            key or "fprop",
+            platform,
+            lowering.reasons(chosen.refusals),
+        )
+        with record.located(ctx, apart=chosen.refusals):
+            return mlir.lower_fun(functools.partial(apart, **static), multiple_results=True)(
+                ctx, *operands
+            )
+    recorded = functools.partial(
+        record.emit,
+        ctx,
+        Op.FPROP.value,
+        key,
+        spec.precision,
+        platform,
+        flops(spec, sizes),
+        chosen,
+        epilogue=" ".join(epilogue.words),
+    )
+    with record.paused():  # the parts on every device are this one convolution
+        split = fused_partition.lower(
+            ctx, ctx.primitive, operands, spec=spec, form=epilogue, out_dtype=out_dtype
+        )
+    if split is not None:
+        return recorded(split)
+    _log.debug("%s on %s: %s", key, platform, chosen.instance)
+    return recorded(_call(ctx, chosen, key, operands, spec, epilogue))
+
+
+def _call(ctx, chosen: native.Selection, key: str, operands, spec: ConvSpec, epilogue: Epilogue):
+    """The custom call. Absent operands and results have no elements; the workspace is dropped."""
+    given = dict(
+        zip(("x", "w", *epilogue.terms), zip(operands, ctx.avals_in, strict=True), strict=True)
+    )
+    absent = mlir.ir_constant(np.zeros((0,), np.float32)), ShapedArray((0,), np.float32)
+    values, avals = zip(
+        *(given.get(name, absent) for name in ("x", "w", "scale", "bias", "residual")),
+        strict=True,
+    )
+    y_layout = lowering.layout(spec, "y")
+    results = dict(
+        zip(
+            ["y", *["pre"] * epilogue.pre, *["statistics"] * epilogue.statistics],
+            ctx.avals_out,
+            strict=True,
+        )
+    )
+    out = [results.get(name, absent[1]) for name in ("y", "pre", "statistics")]
+    out.append(ShapedArray((chosen.workspace_bytes,), np.uint8))
+    call = jax.ffi.ffi_lowering(
+        TARGET,
+        operand_layouts=[
+            lowering.layout(spec, "x"),
+            lowering.layout(spec, "w", chosen.krsc),
+            (0,),
+            (0,),
+            y_layout if epilogue.residual else (0,),
+        ],
+        result_layouts=[
+            y_layout,
+            y_layout if epilogue.pre else (0,),
+            (1, 0) if epilogue.statistics else (0,),
+            (0,),
+        ],
+    )
+    axes = [np.asarray(spec.axes(role), np.int64) for role in Op.FPROP.roles]
+    y, pre, statistics, _ = call(
+        ctx.replace(avals_in=avals, avals_out=out),
+        *values,
+        instance=chosen.instance,
+        problem=key,
+        slices=np.int64(chosen.slices),
+        lhs_axes=axes[0],
+        rhs_axes=axes[1],
+        out_axes=axes[2],
+    )
+    return [y, *[pre] * epilogue.pre, *[statistics] * epilogue.statistics]
+
+
+conv_fused_p.def_impl(functools.partial(compat.apply_primitive, conv_fused_p))
+conv_fused_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[conv_fused_p] = _jvp
+batching.primitive_batchers[conv_fused_p] = _batch
+compat.report_nans(conv_fused_p)
+mlir.register_lowering(conv_fused_p, mlir.lower_fun(apart, multiple_results=True))
+for _platform in native.PLATFORMS:
+    mlir.register_lowering(
+        conv_fused_p, functools.partial(_lower, _platform), platform=_platform, cacheable=False
+    )

@@ -1,0 +1,404 @@
+"""Convolution with an epilogue: scale, bias, residual and activation in one call."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from numerics import assert_exact, reference
+from problems import Problem, problem
+
+import jaxconv
+from jaxconv._src import epilogue
+from jaxconv._src.fused import bind
+from jaxconv._src.spec import Op
+
+PROBLEMS = [
+    problem("dense", (6, 5), 3, n=2, c=4, k=8, padding=1),
+    problem("strided", (7, 6), 3, n=2, c=3, k=5, stride=2, padding=1),
+    problem("grouped", (6, 5), 3, n=2, c=4, k=6, padding=1, groups=2),
+    problem("pointwise", (6, 5), 1, n=2, c=16, k=24),
+    problem("one axis", (9,), 3, n=2, c=4, k=8, padding=1),
+]
+SLOPES = (("leaky_relu", 0.125), ("leaky_relu", -0.5))
+ACTIVATIONS = (None, *(a for a in epilogue.ACTIVATIONS if a != "leaky_relu"), *SLOPES)
+erf = np.vectorize(math.erf)
+erfc = np.vectorize(math.erfc)
+TERMS = ("scale", "bias", "residual")
+
+
+def name_of(activation) -> str:
+    return "-".join(map(str, activation)) if isinstance(activation, tuple) else str(activation)
+
+
+def defined(activation, t: np.ndarray) -> np.ndarray:
+    """The activations in float64."""
+    if isinstance(activation, tuple):
+        return np.where(t < 0, activation[1] * t, t)
+    cubic = math.sqrt(8 / math.pi) * (t + 0.044715 * t**3)
+    with np.errstate(over="ignore"):
+        return {
+            None: t,
+            "relu": np.maximum(t, 0),
+            "relu6": np.clip(t, 0, 6),
+            "gelu": t / 2 * erfc(-t * math.sqrt(0.5)),
+            "gelu_tanh": t / (1 + np.exp(-cubic)),
+            "silu": t / (1 + np.exp(-t)),
+            "sigmoid": 1 / (1 + np.exp(-t)),
+            "tanh": np.tanh(t),
+            "hard_swish": t * np.clip(t + 3, 0, 6) / 6,
+        }[activation]
+
+
+def operands(p: Problem, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Small whole numbers, and powers of two as scales: all sums are exact."""
+    rng = np.random.default_rng(seed)
+    drawn = {r: rng.integers(-2, 3, p.canonical_shape(r)).astype(dtype) for r in "xwy"}
+    return {
+        "x": drawn["x"],
+        "w": drawn["w"],
+        "scale": (2.0 ** rng.integers(-3, 2, p.k)).astype(np.float32),
+        "bias": rng.integers(-4, 5, p.k).astype(np.float32),
+        "residual": drawn["y"],
+    }
+
+
+def fused(p: Problem, activation=None, **options):
+    """The problem as a function of x, w and named terms."""
+
+    def call(x, w, **terms):
+        return jaxconv.conv(
+            x,
+            w,
+            stride=p.stride,
+            padding=p.padding,
+            dilation=p.dilation,
+            groups=p.groups,
+            activation=activation,
+            **options,
+            **terms,
+        )
+
+    return call
+
+
+def before_activation(p: Problem, values: dict, terms) -> np.ndarray:
+    t = reference(Op.FPROP, p, *(values[r].astype(np.float64) for r in "xw"))
+    t = t * values["scale"] if "scale" in terms else t
+    t = t + values["bias"] if "bias" in terms else t
+    return t + values["residual"].astype(np.float64) if "residual" in terms else t
+
+
+def subsets() -> list[tuple[str, ...]]:
+    return [s for n in range(4) for s in itertools.combinations(TERMS, n)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("p", PROBLEMS, ids=[p.name for p in PROBLEMS])
+def test_terms_are_exact_on_integers(platform, p, dtype):
+    values = operands(p, jnp.dtype(dtype))
+    exact_activations = (None, "relu", "relu6", ("leaky_relu", 0.5))
+    cases = [c for c in itertools.product(subsets(), exact_activations) if c != ((), None)]
+
+    @jax.jit
+    def program(values):
+        return [
+            fused(p, activation)(**{name: values[name] for name in ("x", "w", *terms)})
+            for terms, activation in cases
+        ]
+
+    for (terms, activation), y in zip(cases, program(values), strict=True):
+        expected = defined(activation, before_activation(p, values, terms))
+        assert y.dtype == dtype
+        rounded = np.asarray(expected.astype(np.float32)).astype(jnp.dtype(dtype))
+        assert_exact(y, rounded, f"{p.name} {terms} {activation} {dtype}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
+def test_activations_are_accurate(platform, activation):
+    """A pointwise convolution with the unit matrix: t is x, of all sizes."""
+    magnitudes = np.concatenate([np.zeros(8), np.geomspace(1e-6, 12, 504)]).astype(np.float32)
+    x = np.concatenate([magnitudes, -magnitudes]).reshape(8, 8, 16)
+    w = np.eye(16, dtype=np.float32)[None, None]
+    y = np.asarray(
+        jax.jit(functools.partial(jaxconv.conv, activation=activation))(x[None], w)[0]
+    ).astype(np.float64)
+    exact = defined(activation, x.astype(np.float64))
+    # Where the result is far smaller than its argument, that is large and exp magnifies its error.
+    allowed = 1e-6 * np.abs(exact) + 2e-7 * np.minimum(np.abs(x), np.exp(-np.abs(x)))
+    assert (np.abs(y - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
+def test_nan_stays(platform, activation):
+    x = np.zeros((1, 4, 4, 16), np.float32)
+    x[0, 1, 2, 3] = np.nan
+    w = np.eye(16, dtype=np.float32)[None, None]
+    bias = np.zeros(16, np.float32)
+    y = np.asarray(jax.jit(functools.partial(jaxconv.conv, activation=activation))(x, w, bias=bias))
+    # The matrix product meets every channel of the pixel.
+    assert np.isnan(y[0, 1, 2]).all()
+    assert np.isfinite(y[0, 0]).all()
+
+
+# --- derivatives ---
+
+
+def apart(p: Problem, activation):
+    """The same by the plain convolution and jax.numpy, in float32."""
+    convolve = fused(p)
+
+    def call(x, w, scale, bias, residual):
+        acc = convolve(x, w, preferred_element_type=jnp.float32)
+        t = acc * scale + bias + residual.astype(np.float32)
+        name, slope = epilogue.parse_activation(activation)
+        return epilogue.activate(t, name, slope).astype(x.dtype)
+
+    return call
+
+
+def normal(p: Problem, dtype=np.float32, seed: int = 0) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "x": p.canonical_shape("x"),
+        "w": p.canonical_shape("w"),
+        "scale": (p.k,),
+        "bias": (p.k,),
+        "residual": p.canonical_shape("y"),
+    }
+    return {
+        n: jnp.asarray(rng.standard_normal(s), np.float32 if n in ("scale", "bias") else dtype)
+        * 0.5
+        for n, s in shapes.items()
+    }
+
+
+TINY = problem("tiny", (3, 4), 2, n=2, c=2, k=4, groups=2, stride=(1, 2))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
+def test_gradients(activation):
+    """Of all operands, forward and reverse, in float64: the rules, without a kernel's rounding.
+
+    Of order 2 for one activation of each kind: none, known from y piecewise and smoothly, from t.
+    """
+    with jax.enable_x64(True):
+        values = {n: a.astype(np.float64) for n, a in normal(TINY).items()}
+        f = jax.jit(lambda v: fused(TINY, activation)(**v))
+        order = 2 if activation in (None, "relu", "silu", "sigmoid") else 1
+        check_grads(f, (values,), order=order, modes=["fwd", "rev"], eps=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"], ids=name_of)
+def test_gradients_are_those_of_the_parts(platform, activation, dtype):
+    p = PROBLEMS[0]
+    values = normal(p, jnp.dtype(dtype))
+    together, parts = fused(p, activation), apart(p, activation)
+
+    def loss(f, values):
+        y = f(**values).astype(np.float32)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
+
+    got = jax.jit(jax.grad(functools.partial(loss, together)))(values)
+    wanted = jax.jit(jax.grad(functools.partial(loss, parts)))(values)
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for name, gradient in got.items():
+        assert gradient.dtype == values[name].dtype
+        a, b = (np.asarray(g).astype(np.float64) for g in (gradient, wanted[name]))
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
+def test_the_backward_pass_keeps_one_activation(activation):
+    """The result, or the activation's argument in its dtype, and nothing else of that shape."""
+    p = PROBLEMS[0]
+    values = normal(p, jnp.bfloat16)
+    f = functools.partial(fused(p, activation), bias=values["bias"], residual=values["residual"])
+    y, pullback = jax.vjp(f, values["x"], values["w"])
+    kept = [a for a in jax.tree.leaves(pullback) if a.shape == y.shape]
+    assert [a.dtype for a in kept] == [y.dtype] * (activation is not None)
+    if activation in ("relu", "relu6", "sigmoid", "tanh", SLOPES[0]):
+        assert_exact(kept[0], np.asarray(y), name_of(activation))
+
+
+# --- transformations ---
+
+
+@pytest.mark.parametrize("p", [PROBLEMS[0], PROBLEMS[2]], ids=["dense", "grouped"])
+def test_vmap_over_any_operands(p):
+    values = operands(p)
+    mapped = {n: np.stack([a, 2 * a, -a]).astype(a.dtype) for n, a in values.items()}
+
+    def f(*given):
+        return fused(p, "relu")(**dict(zip(values, given, strict=True)))
+
+    one = jax.jit(f)
+    for axes in itertools.product((None, 0), repeat=5):
+        if not any(a == 0 for a in axes):
+            continue
+        given = [(values if a is None else mapped)[n] for n, a in zip(values, axes, strict=True)]
+        y = jax.jit(jax.vmap(f, axes))(*given)
+        for i in range(3):
+            key = tuple(None if a is None else i for a in axes)
+            example = [g if k is None else g[k] for g, k in zip(given, key, strict=True)]
+            expected = one(*example)
+            assert_exact(y[i], np.asarray(expected), f"{axes} {i}")
+
+
+def test_vmap_folds_into_one_call(native_kernels):
+    """Images into N, filters into K: the plain convolution is not called beside the fused one."""
+    p = PROBLEMS[0]
+    values = operands(p)
+    images = {n: np.stack([values[n]] * 3) for n in ("x", "residual")}
+    filters = {n: np.stack([values[n]] * 3) for n in ("w", "scale", "bias")}
+    f = fused(p, "relu")
+    for mapped in (images, filters):
+        given = {**values, **mapped}
+        axes = {n: 0 if n in mapped else None for n in given}
+        jaxpr = str(jax.make_jaxpr(jax.vmap(lambda v: f(**v), (axes,)))(given))
+        assert jaxpr.count("jaxconv_fused") == 1 and "jaxconv_fprop" not in jaxpr
+
+
+def test_under_scan_remat_and_policies():
+    p = problem("square", (5, 5), 3, n=1, c=4, k=4, padding=1)
+    values = operands(p)
+    f = functools.partial(fused(p, "silu"), w=values["w"] * 0.1, bias=values["bias"])
+
+    def layers(x, step):
+        return jax.lax.scan(lambda x, _: (step(x), None), x, None, length=3)[0].sum()
+
+    plain = jax.jit(jax.grad(lambda x: layers(x, f)))(values["x"])
+    policy = jaxconv.checkpoint_policies.convs_saveable
+    for step in (jax.checkpoint(f), jax.checkpoint(f, policy=policy)):
+        again = jax.jit(jax.grad(lambda x, step=step: layers(x, step)))(values["x"])
+        np.testing.assert_allclose(again, plain, rtol=1e-6)
+
+
+def test_symbolic_shapes_and_export():
+    p = PROBLEMS[0]
+    values = operands(p)
+    f = functools.partial(fused(p, "relu"), **{n: values[n] for n in ("w", "scale", "bias")})
+    batch = jax.export.symbolic_shape("b")[0]
+    x = jax.ShapeDtypeStruct((batch, *values["x"].shape[1:]), np.float32)
+    checks = jaxconv.export.disabled_checks()
+    symbolic = jax.export.export(jax.jit(f), platforms=["cpu"])(x)
+    fixed = jax.export.export(jax.jit(f), platforms=["cpu"], disabled_checks=checks)(values["x"])
+    expected = np.maximum(before_activation(p, values, ("scale", "bias")), 0).astype(np.float32)
+    for exported in (symbolic, fixed):
+        again = jax.export.deserialize(exported.serialize())
+        with jax.default_device(jax.devices("cpu")[0]):
+            assert_exact(again.call(values["x"]), expected, "exported")
+
+
+def test_one_example_and_formats(platform):
+    p = PROBLEMS[0]
+    values = operands(p)
+    expected = np.maximum(before_activation(p, values, TERMS), 0).astype(np.float32)
+    terms = {n: values[n] for n in ("scale", "bias")}
+    y = fused(p, "relu")(values["x"][0], values["w"], residual=values["residual"][0], **terms)
+    assert_exact(y, expected[0], "one example")
+    first = np.moveaxis(values["residual"], -1, 1)
+    y = fused(p, "relu", data_format="NCHW")(
+        np.moveaxis(values["x"], -1, 1),
+        np.transpose(values["w"], (3, 2, 0, 1)),
+        residual=first,
+        **terms,
+    )
+    assert_exact(y, np.moveaxis(expected, -1, 1), "NCHW")
+
+
+def test_a_wider_result_and_operands_of_two_dtypes(platform):
+    p = PROBLEMS[0]
+    values = operands(p, jnp.bfloat16)
+    expected = before_activation(p, values, ("bias",)).astype(np.float32)
+    wide = fused(p, preferred_element_type=np.float32)
+    assert_exact(wide(values["x"], values["w"], bias=values["bias"]), expected, "f32 of bf16")
+    y = fused(p)(values["x"], values["w"].astype(np.float32), bias=values["bias"])
+    assert_exact(y, expected, "bf16 and f32")
+
+
+def test_winograd_with_an_epilogue():
+    """An algorithm without an epilogue computes the convolution, XLA the epilogue."""
+    p = PROBLEMS[0]
+    values = {n: a for n, a in operands(p).items() if n != "scale"}
+    expected = np.maximum(before_activation(p, operands(p), ("bias", "residual")), 0)
+    for algorithm in ("winograd_f2x2", "im2col", "xla"):
+        y = jax.jit(fused(p, "relu", algorithm=algorithm))(**values)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics():
+    """Mean and squared deviations of y as rounded, and their gradient."""
+    p = PROBLEMS[0]
+    values = normal(p, jnp.bfloat16)
+    spec = spec_of(p, values)
+    form = epilogue.Epilogue(bias=True, activation="silu", statistics=True)
+
+    def f(x, w, bias):
+        return bind(x, w, {"bias": bias}, spec=spec, epilogue=form, out_dtype=x.dtype)
+
+    y, moments = jax.jit(f)(values["x"], values["w"], values["bias"] + 40)
+    assert moments.shape == (2, p.k) and moments.dtype == np.float32
+    exact = np.asarray(y).astype(np.float64).reshape(-1, p.k)
+    mean = exact.mean(0)
+    squares = ((exact - mean) ** 2).sum(0)
+    np.testing.assert_allclose(moments[0], mean, rtol=1e-6)
+    np.testing.assert_allclose(moments[1], squares, rtol=1e-4)
+    with jax.enable_x64(True):
+        wide = [values[n].astype(np.float64) for n in ("x", "w", "bias")]
+        check_grads(lambda *a: f(*a)[1], wide, order=2, modes=["fwd", "rev"], eps=1e-5)
+
+
+def spec_of(p: Problem, values):
+    """The ConvSpec that ``conv`` makes, read off its jaxpr."""
+    jaxpr = jax.make_jaxpr(lambda x, w: fused(p)(x, w))(values["x"], values["w"])
+    return next(e for e in jaxpr.eqns if "spec" in e.params).params["spec"]
+
+
+# --- messages ---
+
+X, W = np.zeros((2, 5, 6, 4), np.float32), np.zeros((3, 3, 4, 8), np.float32)
+REFUSED = {
+    "short scale": (
+        dict(scale=np.ones(4, np.float32)),
+        ValueError,
+        r"scale: expected shape \(8,\)",
+    ),
+    "bias of rank 4": (dict(bias=np.ones((1, 1, 1, 8))), ValueError, r"bias: .*\(1, 1, 1, 8\)"),
+    "integer bias": (dict(bias=np.ones(8, int)), TypeError, "bias: .*floating-point.*int"),
+    "bias of text": (dict(bias="abc"), TypeError, "bias: .*array of numbers"),
+    "residual of another shape": (
+        dict(residual=np.ones((2, 5, 6, 4), np.float32)),
+        ValueError,
+        r"residual: expected shape \(2, 5, 6, 8\).*got shape \(2, 5, 6, 4\)",
+    ),
+    "residual of another dtype": (
+        dict(residual=np.ones((2, 5, 6, 8), np.float16)),
+        ValueError,
+        "residual: expected dtype float32.*float16",
+    ),
+    "unknown activation": (dict(activation="swish"), ValueError, "activation: .*silu.*'swish'"),
+    "leaky_relu without a slope": (dict(activation="leaky_relu"), ValueError, "slope"),
+    "relu with a slope": (dict(activation=("relu", 0.1)), ValueError, "activation: .*relu"),
+    "an infinite slope": (dict(activation=("leaky_relu", 1e39)), ValueError, "finite slope"),
+    "a slope of text": (dict(activation=("leaky_relu", "a")), TypeError, "slope.*number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    options, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        jaxconv.conv(X, W, **options)
+
+
+def test_an_epilogue_of_integers_is_refused():
+    with pytest.raises(TypeError, match=r"bias: .*floating-point.*int8.*jaxconv\.int8\.conv"):
+        jaxconv.conv(X.astype(np.int8), W.astype(np.int8), bias=np.ones(8, np.float32))
