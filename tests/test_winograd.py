@@ -157,6 +157,18 @@ def test_exact_in_other_layouts(platform, name, layout):
     check_exact({p.name: p for p in PROBLEMS}[name], np.float16, "winograd_f2x2", layout)
 
 
+def test_taps_that_cancel_leave_nothing():
+    """3 a - a - 2 a is 0, but not of a rounded product 3 a, nor of one that is not rounded."""
+    taps = list(itertools.product(range(-7, 8), repeat=3))
+    w = jnp.broadcast_to(jnp.asarray(taps, jnp.float32).T[None], (3, 3, len(taps)))
+    for m in POINTS:
+        u, _ = winograd_jax.filter_transform(w, winograd_jax.Tile(1, m))
+        exact = [
+            [sum(a * b for a, b in zip(row, t, strict=True)) for t in taps] for row in matrices(m).g
+        ]
+        np.testing.assert_allclose(u[0], np.array(exact, float), rtol=2e-7, atol=0)
+
+
 # --- accurate as stated ---------------------------------------------------------------------------
 
 
@@ -171,6 +183,23 @@ def test_errors_are_those_stated(platform, dtype):
             *(jax.ShapeDtypeStruct(s, DTYPES[dtype]) for s in ((1, 24, 24, 64), (3, 3, 64, 64))),
         ).convolutions
         assert found.rms < 1.2 * c.rms_error, (tile, found)
+
+
+@pytest.mark.optimized
+def test_the_error_stated_of_tf32_is_that_of_u_and_v_in_11_bits(monkeypatch):
+    """As a GPU multiplies float32 operands at DEFAULT; U and V are rounded here."""
+
+    def rounded(subscripts, *operands, einsum=jnp.einsum, **options):
+        operands = (lax.reduce_precision(a, exponent_bits=8, mantissa_bits=10) for a in operands)
+        return einsum(subscripts, *operands, **options)
+
+    monkeypatch.setattr(winograd_jax.jnp, "einsum", rounded)
+    measurement = Measurement(seed=1)
+    for tile in winograd_jax.TILES:
+        stated = winograd_jax.rms_error(f"fprop_winograd_f32_{tile[1:]}_jax", "cuda", "default")
+        # A program of its own for every tile, compiled while einsum rounds.
+        found = measurement(Case(tile, "f32", 64))
+        assert stated / 1.1 < found.rms < 1.1 * stated, (tile, found)
 
 
 @pytest.mark.parametrize("op", OPS)
