@@ -312,6 +312,7 @@ def _depthwise_problems() -> list[Problem]:
         ((7, 7), 1),
         ((1, 3), 1),
         ((1, 4), 1),
+        ((11, 17), 1),
     ):
         pads = tuple((r // 2, (r - 1) // 2) for r in window)
         name = "depthwise_{}x{}_stride{}".format(*window, stride)

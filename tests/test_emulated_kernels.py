@@ -47,6 +47,30 @@ DEPTHWISE = [
     problem("toeplitz_9", (9, 35), (7, 9), c=24, k=24, groups=24, padding=((3, 3), (4, 2))),
     problem("toeplitz_17", (10, 20), (3, 15), c=24, k=24, groups=24, padding=((0, 2), (7, 7))),
     problem("toeplitz_33", (5, 33), (5, 31), n=1, c=16, k=16, groups=16, padding=(2, 15)),
+    # Parts of 16 rows and columns of taps, two strips, rows of zeros between those of x.
+    problem("hankel_16x16", (10, 40), (18, 17), c=16, k=16, groups=16, padding=((9, 8), (3, 13))),
+    problem(
+        "hankel_16x16",
+        (5, 9),
+        (4, 11),
+        c=5,
+        k=10,
+        groups=5,
+        padding=((5, -1), 5),
+        lhs_dilation=(2, 1),
+        batch=2,
+    ),
+    # Five images, and a depth of two taps: a CTA has several tiles.
+    problem("hankel_32x32", (24, 34), 31, n=5, c=8, k=8, groups=8, padding=15),
+    problem(
+        "hankel_32x32",
+        (3, 9, 10),
+        (2, 9, 20),
+        c=13,
+        k=13,
+        groups=13,
+        padding=((1, 0), (4, 4), (9, 10)),
+    ),
 ]
 # What the other instances do not take: dilation, two outputs of each channel, dilated inputs.
 DEPTHWISE_ANY = problem(
@@ -150,7 +174,8 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
         # dgrad walks dx: the stride is one of dy, whose zeros it does not multiply.
         name = p.name.removesuffix("_stride2") if op == "dgrad" else p.name
-        general = filter_and_stride == "any" and p.window != (3, 3) and "toeplitz" not in name
+        long = name.startswith(("toeplitz", "hankel"))
+        general = filter_and_stride == "any" and p.window != (3, 3) and not long
         if filter_and_stride == name or general:
             yield p, ""
 

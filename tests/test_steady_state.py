@@ -190,8 +190,21 @@ def few_channels_problems(each: Instance) -> list[Problem]:
 
 
 def depthwise_problems(each: Instance) -> list[Problem]:
-    """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM."""
+    """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM.
+
+    Of wgrad by Hankel matrices a map is one tile: three tiles of channels, and many images.
+    """
     channels, form = re.match(r"(\d+)ch_(.*)", each.variant).groups()
+    if form.startswith("hankel"):
+        window = {"hankel_16x16": (9, 13), "hankel_32x32": (17, 31)}[form]
+        pads = tuple((r // 2, (r - 1) // 2) for r in window)
+        make = functools.partial(
+            problem, spatial=(9, 33), window=window, n=3 * 3 * SMS // 3, padding=pads
+        )
+        return [
+            make("vectors", c=24, k=24, groups=24),
+            make("multiplier", c=11, k=22, groups=11),
+        ]
     windows = {
         "any": (3, 6),
         "toeplitz_9": (7, 9),

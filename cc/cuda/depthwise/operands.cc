@@ -18,7 +18,7 @@ Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem) {
   return {};
 }
 
-void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params) {
+void DescribeOperands(const ConvProblem& problem, DType dtype, HaloParams* params) {
   DescribeAxes(problem, params);
   const bool dgrad = problem.op == Op::kDgrad;
   const int64_t multiplier = problem.k / problem.c;
@@ -27,6 +27,10 @@ void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params) {
   params->repeat = FastDivmod(dgrad ? 1 : multiplier);
   params->reduce = static_cast<int32_t>(dgrad ? multiplier : 1);
   params->vector = multiplier == 1 && problem.c * ByteWidth(dtype) % 16 == 0;
+}
+
+void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params) {
+  DescribeOperands(problem, dtype, static_cast<HaloParams*>(params));
   const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
   params->tap_stride = static_cast<int32_t>(krsc ? 1 : problem.k);
   params->channel_stride = static_cast<int32_t>(krsc ? problem.taps() : 1);

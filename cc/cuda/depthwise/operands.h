@@ -20,7 +20,8 @@ inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Refuses what no kernel of the family takes.
 Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
 
-// The fields that follow from the problem alone.
+// The fields that follow from the problem alone. Params: of the filter too.
+void DescribeOperands(const ConvProblem& problem, DType dtype, HaloParams* params);
 void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params);
 
 }  // namespace jaxconv::depthwise

@@ -21,6 +21,16 @@ struct Params : HaloParams {
   int32_t tap_parts = 1;  // wgrad: groups of taps, each with CTAs of its own
 };
 
+// hankel.cuh. box_columns divides by the words of a row of x.
+struct HankelParams : HaloParams {
+  int32_t tap_parts = 1, parts_of_row = 1;  // groups of taps, each with CTAs of its own
+  int32_t strips = 1;                       // of a tile, side by side
+  FastDivmod dy_words;                      // of a row
+  // Planes of x, from byte 0, of dy, and a row of zeros.
+  int32_t x_plane_bytes = 0, dy_plane_bytes = 0, dy_row_bytes = 0;
+  int32_t dy_offset = 0, zeros_offset = 0;
+};
+
 using LaunchParams = HaloLaunch<Params>;
 
 }  // namespace jaxconv::depthwise

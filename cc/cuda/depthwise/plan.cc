@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/common/instances.h"
+#include "cuda/depthwise/hankel_plan.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
@@ -166,6 +167,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
+PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
 using DirectInstance = Instance;
 using WgradInstance = Instance;

@@ -30,23 +30,10 @@
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
 #include "cuda/depthwise/params.h"
+#include "cuda/depthwise/share.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace jaxconv::depthwise {
-
-// A CTA's share of the work: its slice, the taps that it sums, its filter of a batch, its channels.
-struct Share {
-  int32_t slice, part, filter, first_channel;
-  __device__ __forceinline__ Share(const Params& params, int tile_channels) {
-    int32_t rest = blockIdx.x, channel_tile;
-    slice = rest % params.slices;
-    rest /= params.slices;
-    part = rest % params.tap_parts;
-    rest /= params.tap_parts;
-    params.channel_tiles.Divmod(rest, &filter, &channel_tile);
-    first_channel = channel_tile * tile_channels;
-  }
-};
 
 template <class Tag>
 __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
@@ -61,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   constexpr int kWindowRows = (Tag::kRows - 1) * kStride + kR;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  const Share share(params, kChannels);
+  const Share share(params, params.tap_parts, kChannels);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int32_t block_row = warp / params.blocks_across * Tag::kRows;
   const int32_t block_column = warp % params.blocks_across * Tag::kStrip;

@@ -1,0 +1,347 @@
+// depthwise, wgrad of long filters on the tensor cores (sm_80): 16-bit operands, stride 1.
+//
+// For one channel and one row of x, the sums of 16 filter columns s and 8 filter rows r are a product
+//
+//     dw[r, s] += sum over q of H[s, q] dy[row - r, q],     H[s, q] = x[row, q + s - pad]
+//
+// with a Hankel matrix: A of mma.m16n8k16, and eight rows of dy as B. Where taps and columns stand in A
+// and B is free as long as both agree. Lane 4 g + t has the columns 8 t ... 8 t + 7 of a strip of 32, and
+// of 16 taps 2 g and 2 g + 1. Then all of its pairs x[q + s], x[q + s + 1] of two instructions lie in
+// five neighbouring words of the row of x, and those of odd columns are made of two words by a prmt: H
+// is never stored. Its words of dy are 16 bytes.
+//
+// A warp has one channel and 8 kRowBlocks x 16 kColumnBlocks taps, whose sums stay in registers over all
+// tiles of the CTA. It steps down x by 8 rows, eight times from another row, because then the block of
+// eight rows of dy that meets filter rows 0-7 now meets 8-15 at the next step: each block is loaded once
+// for all filter rows. Products whose rows of dy are all outside of the tile are left out, and rows of x
+// outside of the tensor are neither stored nor visited.
+//
+//     x planes: 8 x rows x (32 strips + 16 kColumnBlocks) | dy planes: 8 x rows x 32 strips | zeros
+//
+// The planes are [channel][row][column]. Threads load two neighbouring pixels of 8 channels, 16 bytes
+// each, and store a word to each of 8 planes: neighbouring lanes have neighbouring words, no bank
+// conflict. Rows of dy are an odd number of 16 bytes apart, and column n of B is row n / 2 + n % 2 * 4,
+// so that eight lanes that load 16 bytes each meet different banks. A row of B outside of the tile reads
+// the zeros.
+//
+// 31x31 on 56x56, tiles of 28 rows: 98 KB, two CTAs an SM, one of which loads while the other multiplies.
+// Of a row of x and a strip: 11 loads, 14 wavefronts, and up to 16 products.
+//
+// A CTA walks tiles slice, slice + slices, ...; the slices are added by common/splitk_reduce.cuh: the
+// same bits in every run. Larger filters, and the taps along the depth of rank 3, are cut into parts,
+// each by CTAs of its own.
+//
+// Zeros of dy meet pixels of x: an Inf or NaN of x spreads to all taps of its channel.
+//
+// Refused, with a reason (hankel_plan.cc): other types, strides and dilations.
+#ifndef JAXCONV_CUDA_DEPTHWISE_HANKEL_CUH_
+#define JAXCONV_CUDA_DEPTHWISE_HANKEL_CUH_
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/depthwise/hankel_tile.h"
+#include "cuda/depthwise/params.h"
+#include "cuda/depthwise/share.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+
+namespace jaxconv::depthwise {
+
+// kColumnBlocks, kRowBlocks: taps of a part, 16 columns and 8 rows each.
+template <Op kOp, DType kType, int kColumnBlocks_, int kRowBlocks_, int kCtasPerSm_>
+struct Hankel {
+  using T = typename ElementOf<kType>::Type;
+  using Epilogue = PlainEpilogue;
+  static constexpr int kColumnBlocks = kColumnBlocks_, kRowBlocks = kRowBlocks_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr int kRows = HankelRows(kRowBlocks), kColumns = HankelColumns(kColumnBlocks);
+  static_assert(kWarps == kHankelChannels);
+  // Pairs of pixels that a thread loads before it stores the first: three CTAs have fewer registers.
+  static constexpr int kInFlight = kCtasPerSm < 3 ? 4 : 2;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream);
+};
+
+// Two neighbouring pixels, null where the tensor has none, and the byte of their word in a plane.
+template <typename T>
+struct PixelPair {
+  const T *first, *second;
+  int32_t at;
+};
+
+// Eight channels of a pixel. ChannelOf: where the pixel has the channel e, or -1.
+template <typename T, bool kVector, class ChannelOf>
+__device__ __forceinline__ uint4 LoadPixel(const T* pixel, const ChannelOf& channel_of) {
+  uint4 words = make_uint4(0, 0, 0, 0);
+  if (pixel == nullptr) return words;
+  if constexpr (kVector) {
+    return __ldg(reinterpret_cast<const uint4*>(pixel + channel_of(0)));
+  } else {
+    T elements[kHankelChannels];
+#pragma unroll
+    for (int e = 0; e < kHankelChannels; ++e) {
+      const int32_t channel = channel_of(e);
+      elements[e] = channel >= 0 ? pixel[channel] : FromFloat<T>(0);
+    }
+    memcpy(&words, elements, sizeof(words));
+    return words;
+  }
+}
+
+// Copies `count` pairs of pixels to planes, kPairs at a time. PairOf: pair i.
+template <typename T, bool kVector, int kPairs, class PairOf, class ChannelOf>
+__device__ __forceinline__ void FillPlanes(int32_t count, uint32_t planes, int32_t plane_bytes,
+                                           const PairOf& pair_of, const ChannelOf& channel_of) {
+  constexpr int kInFlight = kVector ? kPairs : 1;
+  for (int32_t i = threadIdx.x; i < count; i += kInFlight * kThreads) {
+    uint4 first[kInFlight], second[kInFlight];
+    int32_t at[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      // Past the end a thread loads the last pair and does not store it.
+      const PixelPair<T> pair = pair_of(min(i + j * kThreads, count - 1));
+      first[j] = LoadPixel<T, kVector>(pair.first, channel_of);
+      second[j] = LoadPixel<T, kVector>(pair.second, channel_of);
+      at[j] = pair.at;
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (i + j * kThreads >= count) break;
+      const uint32_t a[4] = {first[j].x, first[j].y, first[j].z, first[j].w};
+      const uint32_t b[4] = {second[j].x, second[j].y, second[j].z, second[j].w};
+#pragma unroll
+      for (int c = 0; c < kHankelChannels; ++c) {
+        StoreWord(planes + c * plane_bytes + at[j],
+                  __byte_perm(a[c / 2], b[c / 2], c % 2 == 0 ? 0x5410 : 0x7632));
+      }
+    }
+  }
+}
+
+// A warp's view of a strip. Rows of x run from the first that a tap of the first row of dy meets.
+struct Strip {
+  int32_t first_row, last_row;  // of x, stored
+  int32_t dy_rows;              // of the tile
+  // The lane's words of row first_row; of row 0 of dy, advanced to the lane's row of a block; zeros.
+  uint32_t x, dy, zeros;
+  int32_t x_row_bytes, dy_row_bytes, lane_row;
+};
+
+// The upper half of a word and the lower half of the next. An instruction of ours stays where it is: left
+// to itself the compiler repeats it for every product.
+__device__ __forceinline__ uint32_t OddPair(uint32_t word, uint32_t next) {
+  uint32_t pair;
+  asm volatile("prmt.b32 %0, %1, %2, 0x5432;" : "=r"(pair) : "r"(word), "r"(next));
+  return pair;
+}
+
+template <class Tag>
+__device__ __forceinline__ void MultiplyStrip(
+    const Strip& strip, float (&sums)[Tag::kRowBlocks][Tag::kColumnBlocks][4]) {
+  constexpr int kN = Tag::kRowBlocks, kM = Tag::kColumnBlocks;
+  const int32_t starts = min(strip.first_row + 8, strip.last_row);
+#pragma unroll 1
+  for (int32_t start = strip.first_row; start < starts; ++start) {
+    // Blocks of dy, and whether they have a row of the tile.
+    uint32_t dy[kN][4];
+    bool any[kN];
+    // The block that filter rows 0-7 meet at a row of x: its first row is `row` - 7.
+    auto load = [&](int32_t row, int slot) {
+      any[slot] = static_cast<uint32_t>(row) < static_cast<uint32_t>(strip.dy_rows + 7);
+      const int32_t first = row - 7;
+      const bool inside =
+          static_cast<uint32_t>(first + strip.lane_row) < static_cast<uint32_t>(strip.dy_rows);
+      const uint4 chunk = LoadChunk(inside ? strip.dy + first * strip.dy_row_bytes : strip.zeros);
+      dy[slot][0] = chunk.x, dy[slot][1] = chunk.y, dy[slot][2] = chunk.z, dy[slot][3] = chunk.w;
+    };
+#pragma unroll
+    for (int j = 1; j < kN; ++j) load(start - 8 * j, kN - j);
+    uint32_t x = strip.x + (start - strip.first_row) * strip.x_row_bytes;
+#pragma unroll 1
+    for (int32_t first = start; first < strip.last_row; first += 8 * kN) {
+#pragma unroll
+      for (int u = 0; u < kN; ++u) {
+        const int32_t row = first + 8 * u;
+        if (row >= strip.last_row) break;
+        load(row, u);
+        uint32_t a[kHankelSteps][kM][4];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          uint32_t words[2 * kHankelSteps + 1];
+#pragma unroll
+          for (int i = 0; i < 2 * kHankelSteps + 1; ++i) words[i] = LoadWord(x + (8 * m + i) * 4);
+#pragma unroll
+          for (int i = 0; i < 2 * kHankelSteps; ++i) {
+            a[i / 2][m][i % 2 * 2] = words[i];
+            a[i / 2][m][i % 2 * 2 + 1] = OddPair(words[i], words[i + 1]);
+          }
+        }
+        x += 8 * strip.x_row_bytes;
+#pragma unroll
+        for (int j = 0; j < kN; ++j) {
+          // Filter rows 8 j ... 8 j + 7.
+          const int slot = (u - j + kN) % kN;
+          if (!any[slot]) continue;
+#pragma unroll
+          for (int k = 0; k < kHankelSteps; ++k) {
+#pragma unroll
+            for (int m = 0; m < kM; ++m) {
+              MultiplyAdd<typename Tag::T>(sums[j][m], a[k][m], dy[slot][2 * k],
+                                           dy[slot][2 * k + 1]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    HankelKernel(const __grid_constant__ HankelParams params) {
+  using T = typename Tag::T;
+  constexpr int kM = Tag::kColumnBlocks, kN = Tag::kRowBlocks;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
+  const Share share(params, params.tap_parts, kHankelChannels);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const uint32_t planes = SharedAddress(dynamic);
+  // The part's first taps, and how many rows it has.
+  const int32_t first_tap = share.part % params.parts_of_row * Tag::kColumns;
+  int32_t rest = share.part / params.parts_of_row;
+  const int32_t row_parts = (rows.taps + Tag::kRows - 1) / Tag::kRows;
+  const int32_t first_row_tap = rest % row_parts * Tag::kRows;
+  const int32_t depth_tap = rest / row_parts;
+  const int32_t row_taps = min(Tag::kRows, rows.taps - first_row_tap);
+
+  Strip strip;
+  strip.zeros = planes + params.zeros_offset + t * 16;
+  strip.x_row_bytes = static_cast<int32_t>(params.box_columns.divisor) * 4;
+  strip.dy_row_bytes = params.dy_row_bytes;
+  strip.lane_row = g / 2 + g % 2 * 4;
+  const uint32_t x_at = planes + warp * params.x_plane_bytes + (g + 4 * t) * 4;
+  const uint32_t dy_at = planes + params.dy_offset + warp * params.dy_plane_bytes +
+                         strip.lane_row * params.dy_row_bytes + t * 16;
+  if (threadIdx.x < kHankelZeroBytes / 16) {
+    StoreChunk(planes + params.zeros_offset + threadIdx.x * 16, {0, 0, 0, 0});
+  }
+
+  float sums[kN][kM][4] = {};
+  for (int32_t item = share.slice; item < params.items; item += params.slices) {
+    const TilePlace tile(params, item, kHankelChannels);
+    const int32_t image = tile.image + share.filter * params.images;
+    const int32_t depth =
+        ElementAt(depths, tile.depth * depths.stride + depth_tap * depths.dilation - depths.pad);
+    // Row 0 of x, and the first behind the tensor.
+    const int32_t x_row = tile.row + first_row_tap - rows.pad;
+    const int32_t x_end = (rows.in - 1) * static_cast<int32_t>(rows.in_dilation.divisor) + 1;
+    strip.dy_rows = min(rows.tile, rows.out - tile.row);
+    strip.first_row = max(0, -x_row);
+    strip.last_row = min(strip.dy_rows + row_taps - 1, x_end - x_row);
+    if (depth < 0 || strip.first_row >= strip.last_row) continue;
+
+    auto fill = [&](auto vector) {
+      constexpr bool kVector = decltype(vector)::value;
+      const T* x = static_cast<const T*>(params.gathered) + (int64_t{image} * depths.in + depth) *
+                                                                rows.in * columns.in *
+                                                                params.gathered_channels;
+      const int32_t x_column = tile.column + first_tap - columns.pad;
+      auto x_pair = [&](int32_t i) {
+        int32_t row, word;
+        params.box_columns.Divmod(i, &row, &word);
+        row = ElementAt(rows, x_row + strip.first_row + row);
+        auto pixel = [&](int32_t u) -> const T* {
+          const int32_t column = ElementAt(columns, u);
+          if (row < 0 || column < 0) return nullptr;
+          return x + (int64_t{row} * columns.in + column) * params.gathered_channels;
+        };
+        return PixelPair<T>{pixel(x_column + 2 * word), pixel(x_column + 2 * word + 1), i * 4};
+      };
+      const auto channel_exists = [&](int e) { return share.first_channel + e < params.channels; };
+      FillPlanes<T, kVector, Tag::kInFlight>(
+          (strip.last_row - strip.first_row) * static_cast<int32_t>(params.box_columns.divisor),
+          planes, params.x_plane_bytes, x_pair, [&](int e) {
+            if (!kVector && !channel_exists(e)) return -1;
+            return params.repeat.Div(share.first_channel + e);
+          });
+      const T* dy =
+          static_cast<const T*>(params.walked) +
+          (int64_t{image} * depths.out + tile.depth) * rows.out * columns.out * params.channels;
+      auto dy_pair = [&](int32_t i) {
+        int32_t row, word;
+        params.dy_words.Divmod(i, &row, &word);
+        auto pixel = [&](int32_t column) -> const T* {
+          if (column >= columns.out) return nullptr;
+          return dy + (int64_t{tile.row + row} * columns.out + column) * params.channels;
+        };
+        const int32_t column = tile.column + 2 * word;
+        return PixelPair<T>{pixel(column), pixel(column + 1), row * params.dy_row_bytes + word * 4};
+      };
+      FillPlanes<T, kVector, Tag::kInFlight>(
+          strip.dy_rows * static_cast<int32_t>(params.dy_words.divisor), planes + params.dy_offset,
+          params.dy_plane_bytes, dy_pair,
+          [&](int e) { return kVector || channel_exists(e) ? share.first_channel + e : -1; });
+    };
+    if (params.vector) {
+      fill(std::true_type());
+    } else {
+      fill(std::false_type());
+    }
+    __syncthreads();
+    for (int32_t s = 0; s < params.strips; ++s) {
+      if (tile.column + s * kHankelColumns >= columns.out) break;
+      strip.x = x_at + s * kHankelColumns * 2;
+      strip.dy = dy_at + s * kHankelColumns * 2;
+      MultiplyStrip<Tag>(strip, sums);
+    }
+    // The next pass fills the planes.
+    __syncthreads();
+  }
+
+  // The sums, [tap][channel], so that the channels of a tap are stored together. They lie where the
+  // zeros may have been stored.
+  __syncthreads();
+  auto* shared_sums = reinterpret_cast<float*>(dynamic);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int r = 8 * j + 7 - t - e % 2 * 4, s = 16 * m + 2 * g + e / 2;
+        shared_sums[(r * Tag::kColumns + s) * kHankelSumPitch + warp] = sums[j][m][e];
+      }
+    }
+  }
+  __syncthreads();
+  const int32_t row_before = depth_tap * rows.taps + first_row_tap;
+  float* out = static_cast<float*>(params.out) +
+               (int64_t{share.slice} * params.filters + share.filter) * depths.taps * rows.taps *
+                   columns.taps * params.channels;
+  for (int i = threadIdx.x; i < Tag::kRows * Tag::kColumns * kHankelChannels; i += kThreads) {
+    const int tap = i / kHankelChannels, c = i % kHankelChannels;
+    const int32_t r = tap / Tag::kColumns, s = first_tap + tap % Tag::kColumns;
+    const int32_t channel = share.first_channel + c;
+    if (r >= row_taps || s >= columns.taps || channel >= params.channels) continue;
+    out[(int64_t{row_before + r} * columns.taps + s) * params.channels + channel] =
+        shared_sums[tap * kHankelSumPitch + c];
+  }
+}
+
+template <Op kOp, DType kType, int kColumnBlocks_, int kRowBlocks_, int kCtasPerSm_>
+template <class Tag>
+Status Hankel<kOp, kType, kColumnBlocks_, kRowBlocks_, kCtasPerSm_>::Launch(
+    const Plan& plan, const Operands& operands, void* stream) {
+  return LaunchHaloWgrad<HankelParams, HankelKernel<Tag>, Epilogue>(plan, operands, stream);
+}
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_HANKEL_CUH_

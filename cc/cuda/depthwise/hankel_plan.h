@@ -1,0 +1,23 @@
+#ifndef JAXCONV_CUDA_DEPTHWISE_HANKEL_PLAN_H_
+#define JAXCONV_CUDA_DEPTHWISE_HANKEL_PLAN_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/common/gpu.h"
+#include "cuda/common/kernel.h"
+
+namespace jaxconv::depthwise {
+
+// A line of kernels.def, of hankel.cuh.
+struct HankelInstance {
+  int32_t column_blocks, row_blocks, ctas_per_sm;
+};
+
+Status PlanHankel(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                  int64_t slices, Plan* plan);
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_HANKEL_PLAN_H_
