@@ -101,6 +101,8 @@ struct PixelWalk {
   int32_t pixel, row, column;
   __device__ __forceinline__ explicit PixelWalk(const FastDivmod& columns)
       : pixel(threadIdx.x / P::kChunks), columns_(static_cast<int32_t>(columns.divisor)) {
+    // Else the steps are computed before a kernel's loop and kept: wgrad of 7x7 would spill.
+    asm volatile("" : "+r"(columns_));
     columns.Divmod(pixel, &row, &column);
     columns.Divmod(kStep, &row_step_, &column_step_);
   }
