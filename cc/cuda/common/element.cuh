@@ -6,7 +6,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/conv_problem.h"
 
@@ -78,6 +80,65 @@ struct Pack<T, 4> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = ToFloat(elements[i]);
   }
+};
+
+// Two elements rounded into a word.
+template <typename T>
+__device__ __forceinline__ uint32_t PackPair(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t PackPair<__nv_bfloat16>(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+template <>
+__device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+// kWidth neighbouring elements, up to 16 bytes, loaded and stored as one vector at an address that
+// is aligned to it.
+template <typename T, int kWidth>
+struct Neighbours {
+  static constexpr int kBytes = kWidth * sizeof(T);
+  using Raw = std::conditional_t<
+      kBytes == 16, uint4,
+      std::conditional_t<kBytes == 8, uint2,
+                         std::conditional_t<kBytes == 4, uint32_t, unsigned short>>>;
+  static_assert(sizeof(Raw) == kBytes);
+  Raw raw;
+
+  static __device__ __forceinline__ Neighbours Load(const T* from) {
+    return {__ldg(reinterpret_cast<const Raw*>(from))};
+  }
+  static __device__ __forceinline__ Neighbours Rounded(const float (&values)[kWidth]) {
+    Neighbours rounded;
+    if constexpr (sizeof(T) == 2 && kWidth % 2 == 0) {
+      uint32_t words[kWidth / 2];
+#pragma unroll
+      for (int i = 0; i < kWidth / 2; ++i) {
+        words[i] = PackPair<T>(values[2 * i], values[2 * i + 1]);
+      }
+      memcpy(&rounded.raw, words, kBytes);
+    } else {
+      T elements[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) elements[i] = FromFloat<T>(values[i]);
+      memcpy(&rounded.raw, elements, kBytes);
+    }
+    return rounded;
+  }
+  __device__ __forceinline__ void Unpack(float (&values)[kWidth]) const {
+    T elements[kWidth];
+    memcpy(elements, &raw, kBytes);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = ToFloat(elements[i]);
+  }
+  __device__ __forceinline__ void Store(T* to) const { *reinterpret_cast<Raw*>(to) = raw; }
 };
 
 // Four neighbouring elements at an address that is aligned to them.

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/activation.cuh"
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue_params.h"
 #include "cuda/common/kernel.h"
@@ -24,25 +25,6 @@ struct OutputPlace {
   bool inside;      // false: a lane without an element; nothing may be read for it
 };
 
-// Comparisons are written so that NaN stays NaN: fmaxf would drop it.
-__device__ __forceinline__ float Activate(Activation activation, float negative_slope, float v) {
-  switch (activation) {
-    case Activation::kNone:
-      return v;
-    case Activation::kRelu:
-      return v < 0 ? 0 : v;
-    case Activation::kRelu6:
-      return v < 0 ? 0 : v > 6 ? 6 : v;
-    case Activation::kLeakyRelu:
-      return v < 0 ? v * negative_slope : v;
-    case Activation::kGelu:  // exact, not the tanh form; 1 + erf would cancel below 0
-      return 0.5f * v * erfcf(v * -0.70710678f);
-    case Activation::kSilu:
-      return v / (1 + expf(-v));
-  }
-  return v;
-}
-
 // The identity: what the convolution primitives use. Acc is float or int32_t.
 struct PlainEpilogue {
   static constexpr bool kPlain = true;
@@ -56,23 +38,105 @@ struct PlainEpilogue {
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
 };
 
-// Scale, bias, residual and activation.
+// The factors and summands of kWidth neighbouring output channels.
+template <int kWidth>
+struct ChannelTerms {
+  float scale[kWidth], bias[kWidth];
+};
+
+// Scale, bias, residual and activation. Stores that hold several neighbouring channels of a pixel
+// take them together (Terms, Scale, Add), so that scale and bias are loaded once for all of a thread's
+// pixels and the residual as vectors; others call it for each element.
 struct FusedEpilogue {
   static constexpr bool kPlain = false;
+  static constexpr bool partial = false;
   const EpilogueParams& params;
+  __device__ __forceinline__ const FusedEpilogue& Whole() const { return *this; }
   __device__ explicit FusedEpilogue(const EpilogueParams& p) : params(p) {}
+
   template <typename Out, typename Acc>
   __device__ __forceinline__ float operator()(Acc sum, const OutputPlace& at) const {
     if (!at.inside) return 0;
-    auto value = static_cast<float>(sum);
-    if (params.scale != nullptr) value *= __ldg(params.scale + at.channel);
-    if (params.bias != nullptr) value += __ldg(params.bias + at.channel);
-    if (params.residual != nullptr) {
-      value += ToFloat(static_cast<const Out*>(params.residual)[at.offset]);
-    }
-    return Activate(params.activation, params.negative_slope, value);
+    float value[1] = {static_cast<float>(sum)};
+    Neighbours<Out, 1> residual{};
+    if (params.residual != nullptr) residual = Residual<Out, 1>(at.offset);
+    Scale(Terms<1>(at.channel), value);
+    Add<Out>(value, residual, at.offset);
+    Activate(params.activation, params.negative_slope, value);
+    return value[0];
   }
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
+
+  // Whether only the sums' channels decide, and in so few instructions that they may stand beside
+  // every sum: no residual, no second result, and the activation is to clamp.
+  __device__ __forceinline__ bool Clamps() const {
+    return params.residual == nullptr && params.pre == nullptr &&
+           params.activation <= Activation::kRelu6;
+  }
+  __device__ __forceinline__ float Clamp(float value, float scale, float bias) const {
+    value = MaxNan(fmaf(value, scale, bias),
+                   params.activation == Activation::kNone ? -INFINITY : 0.0f);
+    return MinNan(value, params.activation == Activation::kRelu6 ? 6.0f : INFINITY);
+  }
+
+  // Of channels [channel, channel + kWidth); where kWidth is a multiple of 4, so is `channel`.
+  template <int kWidth>
+  __device__ __forceinline__ ChannelTerms<kWidth> Terms(int32_t channel) const {
+    ChannelTerms<kWidth> terms;
+    LoadTerm(params.scale, channel, 1, terms.scale);
+    LoadTerm(params.bias, channel, 0, terms.bias);
+    return terms;
+  }
+
+  // Of kWidth channels from an output offset on, which is a multiple of kWidth. Only where there is
+  // a residual.
+  template <typename Out, int kWidth>
+  __device__ __forceinline__ Neighbours<Out, kWidth> Residual(int64_t offset) const {
+    return Neighbours<Out, kWidth>::Load(static_cast<const Out*>(params.residual) + offset);
+  }
+
+  // Sums and scale and bias of their channels.
+  template <int kWidth>
+  static __device__ __forceinline__ void Scale(const ChannelTerms<kWidth>& terms, float* values) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) values[e] = fmaf(values[e], terms.scale[e], terms.bias[e]);
+  }
+
+  // Scaled sums -> t, which is stored where a second result is wanted. `residual` is read where
+  // there is one.
+  template <typename Out, int kWidth>
+  __device__ __forceinline__ void Add(float (&values)[kWidth],
+                                      const Neighbours<Out, kWidth>& residual,
+                                      int64_t offset) const {
+    if (params.residual != nullptr) {
+      float added[kWidth];
+      residual.Unpack(added);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) values[e] += added[e];
+    }
+    if (params.pre != nullptr) {
+      Neighbours<Out, kWidth>::Rounded(values).Store(static_cast<Out*>(params.pre) + offset);
+    }
+  }
+
+ private:
+  template <int kWidth>
+  static __device__ __forceinline__ void LoadTerm(const float* from, int32_t channel, float absent,
+                                                  float (&to)[kWidth]) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) to[e] = absent;
+    if (from == nullptr) return;
+    constexpr int kVector = kWidth % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int e = 0; e < kWidth; e += kVector) {
+      Pack<float, kVector> pack;
+      pack.Load(from + channel + e);
+      float values[kVector];
+      pack.Unpack(values);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) to[e + v] = values[v];
+    }
+  }
 };
 
 // An epilogue that leaves the partial sums of split-K slices alone: the reduction finishes their
@@ -82,9 +146,11 @@ struct WholeSumsOnly {
   static constexpr bool kPlain = false;
   const Epilogue epilogue;
   const bool partial;
+  __device__ __forceinline__ const Epilogue& Whole() const { return epilogue; }
   template <typename Out, typename Acc>
   __device__ __forceinline__ float operator()(Acc sum, const OutputPlace& at) const {
-    return partial ? static_cast<float>(sum) : epilogue.template operator()<Out>(sum, at);
+    if (partial) return static_cast<float>(sum);
+    return epilogue.template operator()<Out>(sum, at);
   }
   __device__ __forceinline__ void FinishTile(int32_t m_first, int32_t m_end, int32_t channel_first,
                                              int32_t channel_end) const {
@@ -107,6 +173,7 @@ inline void BindEpilogue(const Operands& operands, EpilogueParams* params) {
   params->scale = operands.scale;
   params->bias = operands.bias;
   params->residual = operands.residual;
+  params->pre = operands.pre;
 }
 
 }  // namespace jaxconv

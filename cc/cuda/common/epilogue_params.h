@@ -8,15 +8,21 @@
 
 namespace jaxconv {
 
-// y = activation(scale * sum + bias + residual), then rounded to the output type. Scale and bias
-// have one float for each output channel, the residual has the output's shape and type. Null leaves
-// a term out.
+// t = scale * sum + bias + residual; y = activation(t), then rounded to the output type. Scale and
+// bias have one float for each output channel, the residual has the output's shape and type, and so
+// has `pre`, to which t is stored. Null leaves a term out.
 struct EpilogueParams {
   const float* scale = nullptr;
   const float* bias = nullptr;
   const void* residual = nullptr;
+  void* pre = nullptr;
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // of kLeakyRelu
+
+  EpilogueParams() = default;
+  // What a plan knows; the pointers come with a launch.
+  explicit EpilogueParams(const Epilogue& epilogue)
+      : activation(epilogue.activation), negative_slope(epilogue.negative_slope) {}
 };
 
 }  // namespace jaxconv

@@ -15,6 +15,11 @@
 //
 // adds the same instances, their names ending in _padded, for channel counts that are not multiples
 // of 8 (padded_channels.h).
+//
+//     FUSED(FPROP, BF16_F16, 128x256x64_cooperative)
+//
+// compiles the same instances once more with FusedEpilogue (epilogue.cuh), their names ending in
+// _fused. They take the problems with an epilogue, and only those.
 #ifndef JAXCONV_CUDA_COMMON_INSTANCES_H_
 #define JAXCONV_CUDA_COMMON_INSTANCES_H_
 
@@ -64,6 +69,15 @@
 #define JAXCONV_INSTANCE(op, family, dtype, variant, form, args, ...)                           \
   struct JAXCONV_TAG(op, family, dtype, variant)                                                \
       : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> {};           \
+  JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)
+// The same with the fused epilogue, of a variant whose name ends so.
+#define JAXCONV_FUSED_INSTANCE(op, family, dtype, variant, form, args, ...)                     \
+  struct JAXCONV_TAG(op, family, dtype, variant)                                                \
+      : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> {             \
+    using Epilogue = FusedEpilogue;                                                             \
+  };                                                                                            \
+  JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)
+#define JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)                                     \
   Status JAXCONV_LAUNCH(op, family, dtype, variant)(const Plan& plan, const Operands& operands, \
                                                     void* stream) {                             \
     using Tag = JAXCONV_TAG(op, family, dtype, variant);                                        \

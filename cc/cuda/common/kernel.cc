@@ -3,6 +3,27 @@
 #include <initializer_list>
 
 namespace jaxconv {
+namespace {
+
+Status CheckEpilogue(const KernelDesc& kernel, const ConvProblem& problem) {
+  if (!kernel.fused) {
+    if (problem.epilogue.Plain()) return {};
+    return Status::Unimplemented("stores plain sums only");
+  }
+  if (problem.epilogue.Plain()) {
+    return Status::Unimplemented("has an epilogue, which this problem has not");
+  }
+  if (problem.epilogue.statistics) {
+    return Status::Unimplemented("has no statistics of its result");
+  }
+  if (problem.output_dtype() != kernel.dtype) {
+    return Status::Unimplemented(std::string("with an epilogue stores ") + Name(kernel.dtype) +
+                                 " only, got " + Name(problem.output_dtype()));
+  }
+  return problem.RequireRsck();
+}
+
+}  // namespace
 
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32) {
   if (problem.op != kernel.op) {
@@ -20,7 +41,7 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf3
   }
   JAXCONV_RETURN_IF_ERROR(problem.RequireRsckOrKrsc());
   JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
-  if (!problem.epilogue.Plain()) return Status::Unimplemented("stores plain sums only");
+  JAXCONV_RETURN_IF_ERROR(CheckEpilogue(kernel, problem));
   if (tf32 && kernel.dtype == DType::kF32 && problem.precision != Precision::kDefault) {
     return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
                                  Name(problem.precision) + " asks for more");
@@ -36,7 +57,7 @@ Status CheckOperands(const Plan& plan, const Operands& operands) {
   }
   for (const void* pointer : std::initializer_list<const void*>{
            operands.lhs, operands.rhs, operands.scale, operands.offset, operands.bias,
-           operands.residual, operands.out, operands.workspace}) {
+           operands.residual, operands.out, operands.pre, operands.workspace}) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
       return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
     }

@@ -47,6 +47,7 @@ struct Operands {
   const void* residual = nullptr;   // of the output's shape and type
   const float* residual_scale = nullptr;  // one
   void* out = nullptr;
+  void* pre = nullptr;  // the output before its activation
   float* statistics = nullptr;
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
@@ -79,11 +80,15 @@ struct KernelDesc {
   // Algorithms "auto" and "native" do not choose it: its error is above the direct kernels', or no
   // measurement says that it is faster.
   bool on_request = false;
+  // Compiled with FusedEpilogue: takes problems with an epilogue, and only those.
+  bool fused = false;
 };
 
 // What every family of float operands asks of a problem before its own conditions: the operation,
 // operands of the instance's type, an output of that type or float32, a filter stored as rsck or
-// krsc, channels-last activations, a plain epilogue, and for float32 operands that are multiplied in TF32 precision "default".
+// krsc, channels-last activations, and for float32 operands that are multiplied in TF32 precision
+// "default". Of a fused instance an epilogue, an output of the operands' type and a filter stored as
+// rsck; of any other no epilogue.
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
 // Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns

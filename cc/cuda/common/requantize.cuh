@@ -14,6 +14,7 @@
 
 #include "cuda/common/requantize_params.h"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/min_max.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv {
@@ -36,18 +37,6 @@ struct OutputPixel {
 };
 
 namespace requantize_internal {
-
-// min and max that keep NaN.
-__device__ __forceinline__ float MaxNan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-__device__ __forceinline__ float MinNan(float a, float b) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
 
 // Four values saturated to bytes.
 __device__ __forceinline__ uint32_t PackS8(const int32_t* v) {

@@ -139,6 +139,16 @@ __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlac
   }
   const int64_t base = place.batch * params.out_batch + int64_t{place.group} * params.out_group + n;
   const Epilogue epilogue(params.epilogue);
+  [[maybe_unused]] ChannelTerms<4> terms;
+  [[maybe_unused]] Neighbours<T, 4> residual[kRows];
+  if constexpr (!Epilogue::kPlain) {
+    terms = epilogue.template Terms<4>(place.group * params.gemm_n + n);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (params.epilogue.residual == nullptr || dst[r] < 0) continue;
+      residual[r] = epilogue.template Residual<T, 4>(base + int64_t{dst[r]} * params.out_channels);
+    }
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (dst[r] < 0) continue;
@@ -153,16 +163,14 @@ __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlac
     }
     const int64_t offset = base + int64_t{dst[r]} * params.out_channels;
     auto store = [&](auto* out) {
-      using Out = std::remove_pointer_t<decltype(out)>;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum[e] = epilogue.template operator()<Out>(
-            sum[e], OutputPlace{offset + e, dst[r], place.group * params.gemm_n + n + e,
-                                /*inside=*/true});
+      if constexpr (!Epilogue::kPlain) {
+        epilogue.Scale(terms, sum);
+        epilogue.template Add<T>(sum, residual[r], offset);
+        Activate(params.epilogue.activation, params.epilogue.negative_slope, sum);
       }
       StoreQuad(out + offset, sum);
     };
-    if (params.out_is_f32) {
+    if (Epilogue::kPlain && params.out_is_f32) {
       store(static_cast<float*>(params.out));
     } else {
       store(static_cast<T*>(params.out));

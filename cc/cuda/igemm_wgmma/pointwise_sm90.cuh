@@ -121,7 +121,7 @@ template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, int k
 __device__ __forceinline__ void ConsumePointwise(const Params& params, const Maps& maps,
                                                  uint32_t ring,
                                                  const PointwiseBarriers<Tile>& barriers) {
-  constexpr bool kBoxes = Tile::kSwapAb && Epilogue::kPlain;  // 16-bit tiles stored by TMA
+  constexpr bool kBoxes = Tile::kSwapAb;  // 16-bit tiles stored by TMA
   const ResidueClass& of = params.residue_class[0];
   const int32_t k_blocks = of.k_blocks;
   RingPlace<Tile::kStages> stage;
@@ -162,10 +162,21 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
     const Epilogue epilogue(params.epilogue);
     if constexpr (Tile::kSwapAb) {
       const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
-      if (kBoxes && !params.out_is_f32) {
-        StoreSwapAbBoxes<3 + kWarpgroup, T>(acc.of, staging, &maps.out, place.n_tile * 64,
+      auto store_boxes = [&](const auto& results) {
+        StoreSwapAbBoxes<3 + kWarpgroup, T>(results, staging, &maps.out, place.n_tile * 64,
                                             place.m_tile * Tile::kTileM);
         FinishTile<Tile>(params, place, of, epilogue);
+      };
+      if constexpr (!Epilogue::kPlain) {
+        if (epilogue.Clamps()) {
+          ClampSwapAb(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64, acc.of);
+          store_boxes(acc.of);
+        } else {
+          StoreFusedSwapAb<kOp, T, Tile, 3 + kWarpgroup>(params, place, of, acc, staging, epilogue);
+          FinishTile<Tile>(params, place, of, epilogue);
+        }
+      } else if (!params.out_is_f32) {
+        store_boxes(acc.of);
       } else {
         StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue);
       }

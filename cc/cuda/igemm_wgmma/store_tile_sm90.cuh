@@ -10,6 +10,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/finish_staged.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -23,23 +24,6 @@ struct RowPlace {
   int64_t offset;
   int32_t row;
 };
-
-template <typename T>
-__device__ __forceinline__ uint32_t PackPair(float first, float second);
-template <>
-__device__ __forceinline__ uint32_t PackPair<__nv_bfloat16>(float first, float second) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
-  return word;
-}
-template <>
-__device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
-  return word;
-}
 
 // Sixteen rows by 128 bytes of a warp -> output of type T: rounded at once, staged in 2 KB, 16-bit
 // ones by stmatrix, so that neither access conflicts (chunk c of row r at c ^ r % 8, or in float32
@@ -161,22 +145,6 @@ __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging
   }
 }
 
-// Applies an epilogue to the fragments of 16 rows by 64 columns. `upper`, `lower`: of rows lane / 4
-// and lane / 4 + 8.
-template <typename Out, class Epilogue>
-__device__ __forceinline__ void FinishFragments(const float* acc, const Epilogue& epilogue,
-                                                const RowPlace& upper, const RowPlace& lower,
-                                                int columns, int channel0, float (&finished)[32]) {
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const RowPlace& at = i / 2 % 2 == 0 ? upper : lower;
-    const int column = i / 4 * 8 + Lane() % 4 * 2 + i % 2;
-    finished[i] = epilogue.template operator()<Out>(
-        acc[i], OutputPlace{at.offset + column, at.row, channel0 + column,
-                            at.offset >= 0 && column < columns});
-  }
-}
-
 // Float32 results straight from the fragments: a store of a warp is eight rows of four lanes with
 // 32 bytes, a whole sector, and needs no shared memory, whose throughput the other warpgroup's
 // operands take. `upper`, `lower`: of rows lane / 4 and lane / 4 + 8.
@@ -205,13 +173,80 @@ __device__ __forceinline__ void StoreFragments(const float* acc, float* out,
   }
 }
 
-// A warpgroup's part of a finished tile -> the output. `m_first`: the warp's first row.
-// kWholeRows: 16-bit rows of 256 columns are stored as such.
+// A warpgroup's part of a finished tile -> the fused epilogue -> the output, through as much staging
+// as there is, 16 rows by 64 or 32 columns at a time. `m_first`: the warp's first row. The loop over them is not unrolled, so that there is one copy of the epilogue;
+// a uniform branch picks the accumulators.
+template <Op kOp, typename T, class Tile>
+__device__ __forceinline__ void StoreFusedTile(const Params& params, const TilePlace& place,
+                                               const ResidueClass& of,
+                                               const typename Tile::Accumulators& acc,
+                                               int32_t m_first, uint32_t staging,
+                                               const FusedEpilogue& epilogue) {
+  constexpr int kColumns = Tile::kStagingBytes < 4096 ? 32 : 64;
+  static_assert(Tile::kStagingBytes >= 16 * kColumns * 4);
+  constexpr int kWidth = 16 / sizeof(T), kLanesOfRow = kColumns / kWidth;
+  constexpr int kVectors = 16 * kLanesOfRow / 32;
+  const int lane = Lane();
+  const int g = lane / 4, t = lane % 4;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int64_t base = place.OutputOffset(params, n_first);
+  // Neither the pairs of the fragments nor the rows' vectors conflict.
+  auto chunk_address = [&](int row, int chunk) {
+    const int swizzled =
+        kColumns == 64 ? chunk ^ chunk / 8 ^ row % 4 * 2 : chunk ^ (row % 4 * 2 + row % 2);
+    return staging + row * (kColumns * 4) + swizzled * 16;
+  };
+#pragma unroll 1
+  for (int block = 0; block < Tile::kBlocks; ++block) {
+    const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
+#pragma unroll 1
+    for (int c = 0; c < Tile::kTileN && n_first + c < params.gemm_n; c += kColumns) {
+      const int column = c + lane % kLanesOfRow * kWidth;
+      const bool inside = n_first + column < params.gemm_n;
+      auto row_of = [&](int i) { return i * (32 / kLanesOfRow) + lane / kLanesOfRow; };
+      auto offset_of = [&](int i) -> int64_t {
+        const int32_t m = __shfl_sync(0xffffffff, decoded, row_of(i));
+        return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
+      };
+      const StagedVectors<T, kVectors, Tile::kAccumulators <= 160> vectors(
+          epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) {
+#pragma unroll
+        for (int k = 0; k < Tile::kTileN; k += kColumns) {
+          if (i != block || k != c) continue;
+          const float* chunk = acc.Columns(i, k);
+#pragma unroll
+          for (int j = 0; j < kColumns / 8; ++j) {
+            const uint32_t at = chunk_address(g, 2 * j + t / 2) + t % 2 * 8;
+            StorePair(at, chunk[4 * j], chunk[4 * j + 1]);
+            StorePair(at + 8 * kColumns * 4, chunk[4 * j + 2], chunk[4 * j + 3]);
+          }
+        }
+      }
+      __syncwarp();
+      vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
+        return chunk_address(row_of(i), lane % kLanesOfRow * (kWidth / 4) + q);
+      });
+    }
+  }
+}
+
+// A warpgroup's part of a finished tile -> the output. kWholeRows: 16-bit rows of 256 columns are
+// stored as such.
 template <Op kOp, typename T, class Tile, bool kWholeRows = false, class Epilogue>
 __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
                                           const ResidueClass& of,
                                           const typename Tile::Accumulators& acc, int32_t m_first,
                                           uint32_t staging, const Epilogue& epilogue) {
+  if constexpr (!Epilogue::kPlain) {
+    if (!epilogue.partial) {
+      StoreFusedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue.Whole());
+      FinishTile<Tile>(params, place, of, epilogue);
+      return;
+    }
+  }
   const int lane = Lane();
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.OutputOffset(params, n_first);
@@ -227,6 +262,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   };
   const int channel0 = place.group * params.gemm_n + n_first;
   constexpr bool kPlain = Epilogue::kPlain;
+  const PlainEpilogue sums(params.epilogue);
   // Rows of 128 bytes, of a block's columns from c on, through one or two buffers of 2 KB. Whoever
   // wrote to the buffer last has been read once the warp meets: of two, when the other one was used.
   auto store_rounded = [&](const float* chunk, int c, const int64_t (&dst)[4]) {
@@ -250,8 +286,8 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
       for (int c = 0; c < Tile::kTileN; c += 64) {
         const int columns = params.gemm_n - n_first - c;
         if (columns <= 0) break;
-        StoreFragments(acc.Columns(i, c), static_cast<float*>(params.out) + c, epilogue, upper,
-                       lower, columns, channel0 + c);
+        StoreFragments(acc.Columns(i, c), static_cast<float*>(params.out) + c, sums, upper, lower,
+                       columns, channel0 + c);
       }
     } else if (kPlain && (sizeof(T) == 4 || !params.out_is_f32)) {
       if constexpr (kWholeRows) {
@@ -279,24 +315,10 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
           return {at.offset < 0 ? at.offset : at.offset + c, at.row};
         };
         if constexpr (Tile::kStagingBytes < 4096) {
-          if (kPlain || params.out_is_f32) {
-            StoreFragments(chunk, static_cast<float*>(params.out) + c, epilogue,
-                           row_place(i, lane / 4), row_place(i, lane / 4 + 8), columns,
-                           channel0 + c);
-          } else if constexpr (!kPlain) {
-            // The staging has no room for float32.
-            float finished[32];
-            FinishFragments<T>(chunk, epilogue, place_of(lane / 4), place_of(lane / 4 + 8), columns,
-                               channel0 + c, finished);
-            int64_t dst[4];
-            rounded_offsets(i, dst);
-            store_rounded(finished, c, dst);
-          }
+          StoreFragments(chunk, static_cast<float*>(params.out) + c, sums, row_place(i, lane / 4),
+                         row_place(i, lane / 4 + 8), columns, channel0 + c);
         } else if (params.out_is_f32) {
-          StoreFinished(chunk, staging, static_cast<float*>(params.out), epilogue, place_of,
-                        columns, channel0 + c);
-        } else if constexpr (!kPlain) {
-          StoreFinished(chunk, staging, static_cast<T*>(params.out), epilogue, place_of, columns,
+          StoreFinished(chunk, staging, static_cast<float*>(params.out), sums, place_of, columns,
                         channel0 + c);
         }
       }

@@ -13,6 +13,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/finish_staged.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -181,6 +182,77 @@ __device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], 
   }
 }
 
+// The fused epilogue where the channels alone decide (FusedEpilogue::Clamps): a thread has two of
+// them, channel g of each half of its warp's sixteen, and nothing but two factors and two summands
+// to load.
+template <int kCount>
+__device__ __forceinline__ void ClampSwapAb(const FusedEpilogue& epilogue, int32_t channel0,
+                                            int channels, float (&acc)[kCount]) {
+  const int channel = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool inside = channel + half * 8 < channels;
+    const ChannelTerms<1> terms = epilogue.Terms<1>(inside ? channel0 + channel + half * 8 : 0);
+#pragma unroll
+    for (int i = half * 2; i < kCount; i += 4) {
+#pragma unroll
+      for (int e = i; e < i + 2; ++e) {
+        acc[e] = epilogue.Clamp(acc[e], terms.scale[0], terms.bias[0]);
+      }
+    }
+  }
+}
+
+// The fused epilogue in general, through one buffer of 32 pixels in float32: one copy of it for all
+// pixels, a uniform branch picks the accumulators. Chunk c of pixel p as above, and c >= 8 with its
+// lowest bit flipped: no bank conflicts in the loads.
+template <Op kOp, typename T, class Tile, int kBarrier>
+__device__ __forceinline__ void StoreFusedSwapAb(const Params& params, const TilePlace& place,
+                                                 const ResidueClass& of,
+                                                 const typename Tile::Accumulators& acc,
+                                                 uint32_t staging, const FusedEpilogue& epilogue) {
+  constexpr int kPixels = 32, kWidth = 16 / sizeof(T), kLanesOfPixel = 64 / kWidth;
+  constexpr int kVectors = kPixels / 4 * kLanesOfPixel / 32;
+  static_assert(Tile::kTileM % kPixels == 0 && 4 * Tile::kStagingBytes >= kPixels * 256);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int g = lane / 4, t = lane % 4;
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int64_t base = place.OutputOffset(params, n_first);
+  const int column = lane % kLanesOfPixel * kWidth;
+  const bool inside = n_first + column < params.gemm_n;
+  auto chunk_address = [&](int pixel, int chunk) {
+    return staging + pixel * 256 + (chunk ^ chunk / 8 ^ pixel / 2 % 4 * 2) * 16;
+  };
+  // A warp finishes eight of the pixels, decoded once, a pixel a lane.
+  auto pixel_of = [&](int i) { return i * (32 / kLanesOfPixel) + lane / kLanesOfPixel; };
+#pragma unroll 1
+  for (int p = 0; p < Tile::kTileM; p += kPixels) {
+    const int32_t decoded = OutputRow<kOp>(
+        params, of, place.m_tile * Tile::kTileM + p + warp * (kPixels / 4) + lane % (kPixels / 4));
+    auto offset_of = [&](int i) -> int64_t {
+      const int32_t m = __shfl_sync(0xffffffff, decoded, pixel_of(i));
+      return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
+    };
+    const StagedVectors<T, kVectors> vectors(
+        epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
+    if (p > 0) NamedBarrierSync(kBarrier, 128);  // the buffer has been read
+#pragma unroll
+    for (int k = 0; k < Tile::kTileM; k += kPixels) {
+      if (k != p) continue;
+#pragma unroll
+      for (int e = 0; e < kPixels / 2; ++e) {
+        const int channel = warp * 16 + e / 2 % 2 * 8 + g, pixel = e / 4 * 8 + t * 2 + e % 2;
+        const float value[1] = {acc.of[k / 2 + e]};
+        StoreShared(chunk_address(pixel, channel / 4) + channel % 4 * 4, value);
+      }
+    }
+    NamedBarrierSync(kBarrier, 128);
+    vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
+      return chunk_address(warp * (kPixels / 4) + pixel_of(i), column / 4 + q);
+    });
+  }
+}
+
 // A warpgroup's finished tile -> the output. `staging`: of the warpgroup.
 template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue>
 __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const TilePlace& place,
@@ -206,22 +278,35 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
   // Nobody reads the staging of the tile before: the warpgroup's threads have met since, when its
   // turn came.
   constexpr int kBarrier = 3 + kWarpgroup;
-  if (Epilogue::kPlain && !params.out_is_f32) {
-    StoreRoundedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out) + base,
+  const int channel0 = place.group * params.gemm_n + n_first;
+  auto store_rounded = [&](const auto& results) {
+    StoreRoundedSwapAb<kBarrier>(results, staging, static_cast<T*>(params.out) + base,
                                  params.out_channels * sizeof(T), row, channels);
+  };
+  if constexpr (!Epilogue::kPlain) {
+    if (!epilogue.partial) {
+      if (epilogue.Whole().Clamps()) {
+        typename Tile::Accumulators finished = acc;
+        ClampSwapAb(epilogue.Whole(), channel0, channels, finished.of);
+        store_rounded(finished.of);
+      } else {
+        StoreFusedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging,
+                                                 epilogue.Whole());
+      }
+      FinishTile<Tile>(params, place, of, epilogue);
+      return;
+    }
+  } else if (!params.out_is_f32) {
+    store_rounded(acc.of);
     return;
   }
-  const int channel0 = place.group * params.gemm_n + n_first;
   auto pixel_offset = [&](int sixteen, int pixel) -> RowPlace {
     const int32_t m = row(sixteen, pixel);
     return {m < 0 ? -1 : base + int64_t{m} * params.out_channels, m};
   };
   if (params.out_is_f32) {
-    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<float*>(params.out), epilogue,
-                                  pixel_offset, channels, channel0);
-  } else if constexpr (!Epilogue::kPlain) {
-    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<T*>(params.out), epilogue,
-                                  pixel_offset, channels, channel0);
+    StoreFinishedSwapAb<kBarrier>(acc.of, staging, static_cast<float*>(params.out),
+                                  PlainEpilogue(params.epilogue), pixel_offset, channels, channel0);
   }
   FinishTile<Tile>(params, place, of, epilogue);
 }

@@ -1,0 +1,102 @@
+// Sums that wait in shared memory -> fused epilogue -> output, 16 bytes of output a lane.
+//
+// All vectors of a lane have the same channels, so that scale and bias are loaded once for them.
+// Residuals are loaded before the sums are stored to shared memory, all at once: a warp waits for
+// them once. A slow activation (activation.cuh) gets a second pass: t goes back to where the sum
+// lay, and a loop that is not unrolled finishes one vector at a time.
+#ifndef JAXCONV_CUDA_COMMON_FINISH_STAGED_CUH_
+#define JAXCONV_CUDA_COMMON_FINISH_STAGED_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+
+namespace jaxconv {
+
+// kVectors vectors of a lane. kAhead: scale and bias are loaded once and kept in registers, and the
+// residuals are loaded ahead; where a thread has no registers for that, all are loaded for one vector
+// after another. A functor offset_of(i) gives the output offset of vector i, or a
+// negative number where nothing is stored; all lanes of the warp call it.
+template <typename Out, int kVectors, bool kAhead = true>
+struct StagedVectors {
+  static constexpr int kWidth = 16 / sizeof(Out);
+  ChannelTerms<kAhead ? kWidth : 4> terms;
+  int32_t first_channel;
+  Neighbours<Out, kWidth> residual[kAhead ? kVectors : 1];
+  bool slow;
+
+  // What global memory has of them. `inside`: whether the channels are the output's.
+  template <typename OffsetOf>
+  __device__ __forceinline__ StagedVectors(const FusedEpilogue& epilogue, int32_t channel,
+                                           bool inside, OffsetOf offset_of)
+      : first_channel(inside ? channel : 0), slow(!IsQuick(epilogue.params.activation)) {
+    if constexpr (kAhead) {
+      terms = epilogue.Terms<kWidth>(first_channel);
+      if (epilogue.params.residual == nullptr) return;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t offset = offset_of(i);
+        if (offset >= 0) residual[i] = epilogue.Residual<Out, kWidth>(offset);
+      }
+    }
+  }
+
+  // quad(i, q): the shared address of vector i's sums 4 q to 4 q + 3.
+  template <typename OffsetOf, typename QuadOf>
+  __device__ __forceinline__ void Finish(const FusedEpilogue& epilogue, Out* out,
+                                         OffsetOf offset_of, QuadOf quad) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t offset = offset_of(i);
+      float values[kWidth];
+#pragma unroll
+      for (int q = 0; q < kWidth / 4; ++q) LoadShared<0>(quad(i, q), &values[4 * q]);
+      if constexpr (kAhead) {
+        epilogue.Scale(terms, values);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kWidth; e += 4) {
+          epilogue.Scale(epilogue.Terms<4>(first_channel + e), values + e);
+        }
+      }
+      if (offset >= 0) {
+        if constexpr (kAhead) {
+          epilogue.Add<Out>(values, residual[i], offset);
+        } else {
+          Neighbours<Out, kWidth> late;
+          if (epilogue.params.residual != nullptr) {
+            late = epilogue.Residual<Out, kWidth>(offset);
+          }
+          epilogue.Add<Out>(values, late, offset);
+        }
+      }
+      if (slow) {
+#pragma unroll
+        for (int q = 0; q < kWidth / 4; ++q) {
+          const float t[4] = {values[4 * q], values[4 * q + 1], values[4 * q + 2],
+                              values[4 * q + 3]};
+          StoreShared(quad(i, q), t);
+        }
+      } else {
+        ActivateQuick(epilogue.params.activation, epilogue.params.negative_slope, values);
+        if (offset >= 0) Neighbours<Out, kWidth>::Rounded(values).Store(out + offset);
+      }
+    }
+    if (!slow) return;
+#pragma unroll 1
+    for (int i = 0; i < kVectors; ++i) {
+      float values[kWidth];
+#pragma unroll
+      for (int q = 0; q < kWidth / 4; ++q) LoadShared<0>(quad(i, q), &values[4 * q]);
+      const int64_t offset = offset_of(i);
+      ActivateSlow(epilogue.params.activation, values);
+      if (offset >= 0) Neighbours<Out, kWidth>::Rounded(values).Store(out + offset);
+    }
+  }
+};
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_FINISH_STAGED_CUH_
