@@ -4,9 +4,10 @@ A table has one call per design of kernel:
 
     KERNEL(FPROP_DGRAD, BF16_F16, 256x64x64_swap_ab, swap_ab_sm90, ...)  // 2 ops x 2 types
     PADDED(FPROP_DGRAD, BF16_F16, 256x64x64_swap_ab)  // and each with padded channels
+    FUSED(FPROP, BF16_F16, 256x64x64_swap_ab)  // and these with the fused epilogue
 
 The folder is the family. An instance is named ``<op>_<family>_<type>_<variant>``, and with padded
-channels ``<op>_<family>_<type>_<variant>_padded``.
+channels ``<op>_<family>_<type>_<variant>_padded``, with an epilogue ``..._fused``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TYPES = ("f32", "bf16", "f16", "s8", "u8")
 INT8_FAMILIES = ("imma_nchw32", "imma_wgmma")
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-CALL = re.compile(r"\b(KERNEL|PADDED)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+CALL = re.compile(r"\b(KERNEL|PADDED|FUSED)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 
 
@@ -36,10 +37,11 @@ class Instance(NamedTuple):
     variant: str
     padded: bool
     source: str
+    fused: bool = False
 
     @property
     def name(self) -> str:
-        suffix = "_padded" * self.padded
+        suffix = "_padded" * self.padded + "_fused" * self.fused
         return f"{self.op}_{self.family}_{self.dtype}_{self.variant}{suffix}"
 
 
@@ -48,34 +50,45 @@ def parse(family: str, text: str) -> list[Instance]:
 
     Raises:
         ValueError: text beside the calls, an unknown operation or type, an instance that is there
-            twice, or padding of a kernel that is not there.
+            twice, or another form of a kernel that is not there.
     """
     text = DIRECTIVE.sub("", COMMENT.sub("", text))
     if rest := CALL.sub("", text).replace(";", "").strip():
-        raise ValueError(f"{family}/kernels.def: neither KERNEL nor PADDED: {rest[:80]!r}")
+        raise ValueError(f"{family}/kernels.def: neither KERNEL, PADDED nor FUSED: {rest[:80]!r}")
     found: dict[str, Instance] = {}
     for macro, arguments in CALL.findall(text):
         ops, types, variant, *rest = (a.strip() for a in arguments.split(","))
-        padded = macro == "PADDED"
         for op, dtype in itertools.product(ops.lower().split("_"), types.lower().split("_")):
             if op not in OPS or dtype not in TYPES or not re.fullmatch(r"\w+", variant):
                 raise ValueError(f"{family}/kernels.def: cannot read {macro}({arguments})")
-            instance = Instance(op, family, dtype, variant, padded, rest[0] if rest else "")
-            if padded:
-                plain = instance._replace(padded=False).name
+            instance = Instance(op, family, dtype, variant, False, rest[0] if rest else "")
+            if macro != "KERNEL":
+                plain = instance.name
                 if plain not in found:
-                    raise ValueError(f"{family}/kernels.def: PADDED without KERNEL: {plain}")
-                instance = instance._replace(source=found[plain].source)
+                    raise ValueError(f"{family}/kernels.def: {macro} without KERNEL: {plain}")
+                instance = instance._replace(
+                    source=found[plain].source, padded=macro == "PADDED", fused=macro == "FUSED"
+                )
             if instance.name in found:
                 raise ValueError(f"{family}/kernels.def: twice: {instance.name}")
             found[instance.name] = instance
     return list(found.values())
 
 
-def instances(tables: pathlib.Path = TABLES) -> list[Instance]:
+def all_instances(tables: pathlib.Path = TABLES) -> list[Instance]:
     """Every CUDA instance, family by family."""
     return [
         instance
         for table in sorted(tables.glob("*/kernels.def"))
         for instance in parse(table.parent.name, table.read_text())
     ]
+
+
+def instances(tables: pathlib.Path = TABLES) -> list[Instance]:
+    """Those of problems without an epilogue, and the 8-bit ones, which always have one."""
+    return [instance for instance in all_instances(tables) if not instance.fused]
+
+
+def fused_instances(tables: pathlib.Path = TABLES) -> list[Instance]:
+    """Those of floating-point problems with an epilogue."""
+    return [instance for instance in all_instances(tables) if instance.fused]

@@ -1,7 +1,8 @@
 """Device kernels on the host, in tests/emulator: exact results without a GPU.
 
 Of depthwise and winograd every line of the tables runs, its operations and types in turn; of the
-other families each device kernel's file. Each case runs twice. First copies arrive as late as the
+other families each device kernel's file, and each file once more with the fused epilogue. Each case
+runs twice. First copies arrive as late as the
 waits allow, then at once and with the threads of a CTA in reverse order.
 """
 
@@ -31,7 +32,7 @@ from jaxconv._src.spec import Op
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
 
 import host_build
-from kernel_tables import INT8_FAMILIES, instances
+from kernel_tables import INT8_FAMILIES, fused_instances, instances
 
 # Families of which every line of the table runs.
 WHOLE = ("block_diagonal", "depthwise", "winograd")
@@ -144,6 +145,32 @@ OTHERS = {
     "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": EIGHT_BIT[1:],
 }
 
+# With the fused epilogue: the kernels' stores, whose words choose among the ways through them.
+EPILOGUES = {
+    "fprop_igemm_wgmma_bf16_128x128x64_cooperative": [
+        (STRIDED, "scale bias residual relu pre", ""),
+        (DENSE, "scale bias residual leaky_relu:0x1p-2 pre", "slices=2"),
+        *((DENSE, activation, "") for activation in ("gelu_tanh pre", "sigmoid", "tanh")),
+    ],
+    "fprop_igemm_wgmma_f16_192x128x64_pingpong": [(DENSE, "scale bias residual relu6", "")],
+    "fprop_igemm_wgmma_f32_128x64x32_pingpong": [(DENSE, "bias residual gelu", "")],
+    "fprop_igemm_wgmma_f16_128x128x64_pingpong_filter_row": [(DENSE, "bias hard_swish pre", "")],
+    "fprop_igemm_wgmma_bf16_256x64x64_swap_ab": [
+        (WIDE, "scale bias relu6", ""),
+        (WIDE, "scale residual silu pre", ""),
+    ],
+    "fprop_igemm_wgmma_f16_224x64x64_swap_ab_filter_row": [(DENSE, "bias residual relu", "")],
+    "fprop_igemm_wgmma_f16_64x256x64_pointwise_c128": [(POINTWISE, "scale residual relu", "")],
+    "fprop_igemm_wgmma_f16_256x64x64_pointwise_swap_ab": [
+        (POINTWISE, "scale bias", ""),
+        (POINTWISE, "residual gelu", ""),
+    ],
+    "fprop_igemm_wgmma_bf16_64x64x64_cluster": [
+        (DENSE, "scale bias residual relu pre", "slices=1"),
+        (DENSE, "scale bias residual silu pre", "slices=3"),
+    ],
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -163,7 +190,7 @@ def lines_of(family: str) -> list[str]:
     """One instance of every line of a table: its operations and types in turn."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, (of, _, _, *line) in host_build.forms().items():
-        if of == family:
+        if of == family and not name.endswith("_fused"):
             lines.setdefault(tuple(line), []).append(name)
     # From the front and from the back in turn: neighbouring lines differ in operation and type.
     return [names[(-i if i % 2 else i) % len(names)] for i, names in enumerate(lines.values())]
@@ -218,6 +245,12 @@ def cases() -> Iterator[Case]:
             else:
                 key = p.line(Op(op), dtype) + words
             yield Case(instance, p.name, key, options)
+    for instance, of_instance in EPILOGUES.items():
+        dtype = host_build.forms()[instance][2]
+        for p, words, option in of_instance:
+            key = f"{p.line(Op.FPROP, dtype)} {words}"
+            name = f"{p.name} {words}".replace(" ", "_")
+            yield Case(f"{instance}_fused", name, key, (option,) if option else ())
 
 
 CASES = list(cases())
@@ -272,6 +305,10 @@ def test_every_device_kernel_is_emulated():
     emulated = {host_build.forms()[c.instance][0::4] for c in CASES}
     missing = {(i.family, i.source) for i in instances()} - emulated
     assert not missing, f"no case in OTHERS runs {missing}"
+    missing = {(i.family, i.source) for i in fused_instances()} - {
+        host_build.forms()[c.instance][0::4] for c in CASES if c.instance.endswith("_fused")
+    }
+    assert not missing, f"no case in EPILOGUES runs {missing}"
     for family in WHOLE:
         forms = [host_build.forms()[c.instance] for c in CASES]
         of_family = [(op, dtype) for of, op, dtype, *_ in forms if of == family]

@@ -11,6 +11,7 @@ KERNEL(FPROP_DGRAD, BF16_F16, 256x64x64_swap_ab, swap_ab_sm90, 256, 64, {1, 2}) 
 KERNEL(WGRAD, F32,
        128x64x32_mma, wgrad_mma_sm90, Tile(128, 64))
 PADDED(DGRAD, BF16, 256x64x64_swap_ab)
+FUSED(FPROP, F16, 256x64x64_swap_ab)
 """
 
 
@@ -23,15 +24,17 @@ def test_a_call_stands_for_every_pair_of_operation_and_type():
         "dgrad_igemm_wgmma_f16_256x64x64_swap_ab",
         "wgrad_igemm_wgmma_f32_128x64x32_mma",
         "dgrad_igemm_wgmma_bf16_256x64x64_swap_ab_padded",
+        "fprop_igemm_wgmma_f16_256x64x64_swap_ab_fused",
     ]
 
 
-def test_a_padded_instance_runs_the_kernel_of_the_plain_one():
+def test_padded_and_fused_instances_have_the_source_of_the_plain_one():
     found = kernel_tables.parse("igemm_wgmma", TABLE)
-    assert [(i.source, i.padded) for i in (found[0], found[4], found[5])] == [
-        ("swap_ab_sm90", False),
-        ("wgrad_mma_sm90", False),
-        ("swap_ab_sm90", True),
+    assert [(i.source, i.padded, i.fused) for i in (found[0], *found[4:])] == [
+        ("swap_ab_sm90", False, False),
+        ("wgrad_mma_sm90", False, False),
+        ("swap_ab_sm90", True, False),
+        ("swap_ab_sm90", False, True),
     ]
 
 
@@ -42,8 +45,9 @@ def test_a_padded_instance_runs_the_kernel_of_the_plain_one():
         ("KERNEL(FORWARD, F32, 1x1, a)", "cannot read"),
         ("KERNEL(FPROP, F32, 1 x 1, a)", "cannot read"),
         ("KERNEL(FPROP, F32, 1x1, a) KERNEL(FPROP, BF16_F32, 1x1, a)", "twice"),
-        ("PADDED(FPROP, F32, 1x1)", "without KERNEL"),
-        ("KERNELS(FPROP, F32, 1x1, a)", "neither KERNEL nor PADDED"),
+        ("PADDED(FPROP, F32, 1x1)", "PADDED without KERNEL"),
+        ("FUSED(FPROP, F32, 1x1)", "FUSED without KERNEL"),
+        ("KERNELS(FPROP, F32, 1x1, a)", "neither KERNEL, PADDED nor FUSED"),
     ],
 )
 def test_what_is_no_table_is_refused(text, message):
@@ -52,7 +56,7 @@ def test_what_is_no_table_is_refused(text, message):
 
 
 def test_the_tables_are_there_and_name_every_instance_once():
-    found = kernel_tables.instances()
+    found = kernel_tables.all_instances()
     assert {instance.op for instance in found} == {"fprop", "dgrad", "wgrad"}
     assert {instance.dtype for instance in found} >= {"f32", "bf16", "f16"}
     assert len({instance.name for instance in found}) == len(found)

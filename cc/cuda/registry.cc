@@ -30,12 +30,22 @@ std::vector<KernelDesc> FamilyKernels() {
 }
 
 // The instances of the PADDED lines: whose channels are padded, and the name of the padded form.
+#define JAXCONV_TWO_NAMES(op, dtype, variant, ending) \
+  {JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant),  \
+   JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant) ending},
 constexpr std::pair<std::string_view, const char*> kPadded[] = {
-#define JAXCONV_PADDED_NAMES(op, dtype, variant)     \
-  {JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant), \
-   JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant) "_padded"},
 #define KERNEL(...)
-#define PADDED(ops, types, variant) JAXCONV_FOR_EACH(ops, types, JAXCONV_PADDED_NAMES, variant)
+#define PADDED(ops, types, variant) \
+  JAXCONV_FOR_EACH(ops, types, JAXCONV_TWO_NAMES, variant, "_padded")
+#define FUSED(...)
+#include "cuda/families.def"
+};
+// Of the FUSED lines: compiled with the fused epilogue too, and the name of that.
+constexpr std::pair<std::string_view, const char*> kFused[] = {
+#define KERNEL(...)
+#define PADDED(...)
+#define FUSED(ops, types, variant) \
+  JAXCONV_FOR_EACH(ops, types, JAXCONV_TWO_NAMES, variant, "_fused")
 #include "cuda/families.def"
 };
 
@@ -48,6 +58,11 @@ const std::vector<KernelDesc>& Kernels() {
     for (const auto& [name, padded_name] : kPadded) {
       for (const KernelDesc& kernel : unpadded) {
         if (kernel.name == name) all.push_back(PaddedKernel(kernel, padded_name));
+      }
+    }
+    for (const auto& [name, fused_name] : kFused) {
+      for (const KernelDesc& kernel : unpadded) {
+        if (kernel.name == name) all.push_back(FusedKernel(kernel, fused_name));
       }
     }
     return all;

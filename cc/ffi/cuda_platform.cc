@@ -64,23 +64,59 @@ ffi::Error Execute(void* stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuf
           {lhs, rhs, *out, *workspace, instance, problem, slices, lhs_axes, rhs_axes, out_axes}));
 }
 
+const void* PointerIf(bool present, const ffi::AnyBuffer& buffer) {
+  return present ? buffer.untyped_data() : nullptr;
+}
+
+Status RunFused(void* stream, int device, const FusedCall& call) {
+  std::shared_ptr<const PlannedCall> planned;
+  JAXCONV_RETURN_IF_ERROR(
+      Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
+  JAXCONV_RETURN_IF_ERROR(CheckFusedCall(call, planned->problem));
+  const Epilogue& terms = planned->problem.epilogue;
+  Operands operands;
+  operands.lhs = call.x.untyped_data();
+  operands.rhs = call.w.untyped_data();
+  operands.scale =
+      static_cast<const float*>(PointerIf(terms.scale != ScaleKind::kNone, call.scale));
+  operands.bias = static_cast<const float*>(PointerIf(terms.bias, call.bias));
+  operands.residual = PointerIf(terms.residual, call.residual);
+  operands.out = call.y.untyped_data();
+  operands.pre = terms.pre ? call.pre.untyped_data() : nullptr;
+  operands.workspace = call.workspace.untyped_data();
+  operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
+  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, stream);
+}
+
+ffi::Error ExecuteFused(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                        ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::AnyBuffer residual,
+                        ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> pre,
+                        ffi::Result<ffi::AnyBuffer> statistics,
+                        ffi::Result<ffi::AnyBuffer> workspace, std::string_view instance,
+                        std::string_view problem, int64_t slices, Axes lhs_axes, Axes rhs_axes,
+                        Axes out_axes) {
+  return ToError(RunFused(stream, device,
+                          {x, w, scale, bias, residual, *y, *pre, *statistics, *workspace, instance,
+                           problem, slices, lhs_axes, rhs_axes, out_axes}));
+}
+
 Status RunInt8(void* stream, int device, const Int8Call& call) {
   std::shared_ptr<const PlannedCall> planned;
   JAXCONV_RETURN_IF_ERROR(
       Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
   JAXCONV_RETURN_IF_ERROR(CheckInt8Call(call, planned->problem));
   const Epilogue& terms = planned->problem.epilogue;
-  auto pointer = [](bool present, const ffi::AnyBuffer& buffer) -> const void* {
-    return present ? buffer.untyped_data() : nullptr;
-  };
   Operands operands;
   operands.lhs = call.x.untyped_data();
   operands.rhs = call.w.untyped_data();
-  operands.scale = static_cast<const float*>(pointer(terms.scale != ScaleKind::kNone, call.scale));
-  operands.offset = static_cast<const int32_t*>(pointer(terms.offset, call.offset));
-  operands.bias = static_cast<const float*>(pointer(terms.bias, call.bias));
-  operands.residual = pointer(terms.residual, call.residual);
-  operands.residual_scale = static_cast<const float*>(pointer(terms.residual, call.residual_scale));
+  operands.scale =
+      static_cast<const float*>(PointerIf(terms.scale != ScaleKind::kNone, call.scale));
+  operands.offset = static_cast<const int32_t*>(PointerIf(terms.offset, call.offset));
+  operands.bias = static_cast<const float*>(PointerIf(terms.bias, call.bias));
+  operands.residual = PointerIf(terms.residual, call.residual);
+  operands.residual_scale =
+      static_cast<const float*>(PointerIf(terms.residual, call.residual_scale));
   operands.out = call.out.untyped_data();
   operands.workspace = call.workspace.untyped_data();
   operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
@@ -111,6 +147,12 @@ JAXCONV_CUDA_HANDLER(JaxconvCudaFprop, Op::kFprop);
 JAXCONV_CUDA_HANDLER(JaxconvCudaDgrad, Op::kDgrad);
 JAXCONV_CUDA_HANDLER(JaxconvCudaWgrad, Op::kWgrad);
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaFused, ExecuteFused,
+                              JAXCONV_BIND_FUSED_CALL(ffi::Ffi::Bind()
+                                                          .Ctx<ffi::PlatformStream<void*>>()
+                                                          .Ctx<ffi::DeviceOrdinal>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaInt8, ExecuteInt8,
                               JAXCONV_BIND_INT8_CALL(ffi::Ffi::Bind()
                                                          .Ctx<ffi::PlatformStream<void*>>()
@@ -121,6 +163,7 @@ std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCudaFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCudaDgrad)},
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)},
+          {"jaxconv_fused", reinterpret_cast<void*>(JaxconvCudaFused)},
           {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCudaInt8)}};
 }
 

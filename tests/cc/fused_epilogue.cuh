@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/epilogue_reference.h"
 #include "cc/naive_conv.h"
 #include "core/conv_problem.h"
 #include "cuda/common/element.cuh"
@@ -103,24 +104,6 @@ inline std::vector<double> Draw(size_t size, int range, double unit, uint32_t* s
   return values;
 }
 
-inline double ActivateReference(Activation activation, double slope, double v) {
-  switch (activation) {
-    case Activation::kNone:
-      return v;
-    case Activation::kRelu:
-      return v < 0 ? 0 : v;
-    case Activation::kRelu6:
-      return v < 0 ? 0 : v > 6 ? 6 : v;
-    case Activation::kLeakyRelu:
-      return v < 0 ? v * slope : v;
-    case Activation::kGelu:
-      return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
-    case Activation::kSilu:
-      return v / (1 + std::exp(-v));
-  }
-  return v;
-}
-
 // Outputs are poisoned with NaN beforehand; the residual holds NaN and both infinities, which must
 // reach their own element and no other.
 template <class Tag, DType kType, class LaunchParams>
@@ -154,10 +137,10 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
   const DeviceArray<T> lhs_device(lhs), rhs_device(rhs), residual_device(residual);
   const DeviceArray<float> scale_device(scale), bias_device(bias);
   const DeviceArray<float> workspace(std::vector<double>(plan.workspace_bytes / 4 + 1, NAN));
-  // One rounding to the output type, after erf or exp in single precision.
-  const double epsilon = kType == DType::kF32 ? 4e-6 : kType == DType::kF16 ? 6e-4 : 5e-3;
   for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
-                                Activation::kLeakyRelu, Activation::kGelu, Activation::kSilu}) {
+                                Activation::kLeakyRelu, Activation::kGelu, Activation::kGeluTanh,
+                                Activation::kSilu, Activation::kSigmoid, Activation::kTanh,
+                                Activation::kHardSwish}) {
     for (bool with_terms : {false, true}) {
       const DeviceArray<T> out(std::vector<double>(outputs, NAN));
       auto params = std::make_shared<LaunchParams>(plan.As<LaunchParams>());
@@ -190,7 +173,7 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
         const bool same = std::isnan(expected)   ? std::isnan(got[i])
                           : std::isinf(expected) ? got[i] == expected
                                                  : std::abs(got[i] - expected) <=
-                                                       epsilon * (std::abs(expected) + 1e-3);
+                                                       ActivationTolerance(kType, sum, expected);
         wrong += !same;
       }
       if (wrong > 0) {

@@ -18,6 +18,7 @@ namespace jaxconv {
 #define KERNEL(ops, types, variant, header, form, arguments, ...) \
   JAXCONV_FOR_EACH(ops, types, JAXCONV_FUSED_TAG, variant, JAXCONV_FAMILY, form, arguments)
 #define PADDED(...)
+#define FUSED(...)
 #define JAXCONV_FAMILY igemm_simt
 #include "cuda/igemm_simt/kernels.def"
 #undef JAXCONV_FAMILY

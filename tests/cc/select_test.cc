@@ -104,6 +104,39 @@ void TestPaddedChannels() {
          "the workspace holds the padded tensors");
 }
 
+// Instances with the fused epilogue take the problems that have one, and no others do.
+void TestEpilogues() {
+  const Gpu h200 = Model("h200");
+  int fused_instances = 0;
+  for (const char* dtype : {"bf16", "f16", "f32"}) {
+    for (const char* layer : {"n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+                              "n64 g1 c64 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0"}) {
+      const std::string plain =
+          std::string("fprop ") + dtype + ":" + dtype + ":" + dtype + " default b1 " + layer;
+      const ConvProblem fused = Parse(plain + " scale bias residual relu");
+      for (const KernelDesc& kernel : Kernels()) {
+        const std::string name = kernel.name;
+        const bool ends = name.size() > 6 && name.substr(name.size() - 6) == "_fused";
+        Expect(kernel.fused == ends, std::string(kernel.name) + " is named for its epilogue");
+        Expect(!Takes(kernel, kernel.fused ? Parse(plain) : fused),
+               std::string(kernel.name) + " refuses " + plain);
+        fused_instances += kernel.fused && Takes(kernel, fused);
+      }
+      const Selection chosen = SelectOk(fused, h200), of_plain = SelectOk(Parse(plain), h200);
+      Expect(Contains(chosen.instance, "_fused"), chosen.instance + " has an epilogue");
+      Expect(!Contains(of_plain.instance, "_fused"), of_plain.instance + " has none");
+      Expect(chosen.microseconds > of_plain.microseconds, "the residual takes time");
+      Expect(chosen.xla_microseconds > of_plain.xla_microseconds, "so does XLA's second kernel");
+      Expect(SelectOk(Parse(plain + " relu pre"), h200).instance != "", plain + " relu pre");
+      const Selection counted = SelectOk(Parse(plain + " relu statistics"), h200);
+      Expect(counted.instance.empty() && !counted.refusals.empty() &&
+                 Contains(counted.refusals[0].reason, "statistics"),
+             "no kernel has statistics, and says so");
+    }
+  }
+  Expect(fused_instances > 50, "fused instances take these layers");
+}
+
 // Filters stored as krsc: the same kernels as of rsck where they read both, and no others.
 void TestFilterLayouts() {
   const Gpu h200 = Model("h200");
@@ -364,6 +397,7 @@ void TestDeterminism() {
 
 int main() {
   jaxconv::TestPaddedChannels();
+  jaxconv::TestEpilogues();
   jaxconv::TestFilterLayouts();
   jaxconv::TestArchitectures();
   jaxconv::TestClusters();

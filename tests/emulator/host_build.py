@@ -47,7 +47,12 @@ def forms() -> dict[str, tuple[str, ...]]:
             for op in ops.lower().split("_"):
                 for dtype in types.lower().split("_"):
                     family = table.parent.name
-                    found[f"{op}_{family}_{dtype}_{rest[0]}"] = (family, op, dtype, *rest)
+                    name = f"{op}_{family}_{dtype}_{rest[0]}"
+                    if macro == "KERNEL":
+                        found[name] = (family, op, dtype, *rest)
+                    else:
+                        _, _, _, variant, *form = found[name]
+                        found[f"{name}_fused"] = (family, op, dtype, f"{variant}_fused", *form)
     return found
 
 
@@ -69,18 +74,23 @@ def units(names: list[str]) -> dict[str, str]:
         lines = includes.setdefault(family, ['#include "cuda/common/instances.h"'])
         if (line := f'#include "cuda/{family}/{header}.cuh"') not in lines:
             lines.append(line)
-        instance = f"JAXCONV_INSTANCE({op}, {family}, {dtype}, {variant}, {form})"
+        macro = "JAXCONV_FUSED_INSTANCE" if plain.endswith("_fused") else "JAXCONV_INSTANCE"
+        instance = f"{macro}({op}, {family}, {dtype}, {variant}, {form})"
         unit = instances.setdefault(family, [])
         if instance not in unit:
             unit.append(instance)
             declarations.append(f"Status Launch_{plain}(const Plan&, const Operands&, void*);")
             launches.append(f'  if (name == "{plain}") return Launch_{plain};')
+        described = plain.removesuffix("_fused")
         kernels.append(
             f"  for (const KernelDesc& kernel : {family}::Kernels()) {{\n"
-            f'    if (name != "{name}" || kernel.name != std::string_view("{plain}")) continue;'
+            f'    if (name != "{name}" || kernel.name != std::string_view("{described}")) continue;'
         )
-        if name == plain:
+        if name == described:
             kernels.append("    return &kernel;\n  }")
+        elif name == plain:
+            kernels.append(f'    static const KernelDesc fused = FusedKernel(kernel, "{name}");')
+            kernels.append("    return &fused;\n  }")
         else:
             launches.append(f'  if (name == "{name}") return LaunchPadded;')
             kernels.append(f'    static const KernelDesc padded = PaddedKernel(kernel, "{name}");')

@@ -19,6 +19,7 @@ struct Narrow {
     if (value != value) return 0x7fff;
     value = std::fabs(value);
     if (value == 0) return sign;
+    if (std::isinf(value)) return sign | kInfinity;  // of which frexp says nothing
     int exponent;
     std::frexp(value, &exponent);
     exponent = exponent - 1 < kLeast ? kLeast : exponent - 1;

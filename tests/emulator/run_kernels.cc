@@ -8,8 +8,10 @@
 // the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1, those of the
 // second operand times the weight: a multiple of the denominators of Winograd's filter transform, so
 // that it is exact (F(4, 3): 15 for each axis that is transformed). With files they are the files'
-// bytes, and the result is written and not compared, of packed or prepared filters too. The result
-// and the workspace begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses
+// bytes, and the result is written and not compared, of packed or prepared filters too. Of a problem
+// with an epilogue scale, bias and residual are multiples of a quarter, the residual has NaN and
+// infinities, and the activations that are not exact may differ by their rounding. The results and
+// the workspace begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses
 // the problem, 3 where the emulator stops the kernel.
 #include <algorithm>
 #include <cmath>
@@ -20,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/epilogue_reference.h"
 #include "cc/naive_conv.h"
 #include "core/conv_problem.h"
 #include "cuda/common/folded_columns.h"
@@ -97,6 +100,41 @@ int64_t Elements(const Extents& extents) {
   return product;
 }
 
+// Compares the results of an epilogue; `values` are the sums.
+int CheckFused(const KernelDesc& kernel, const ConvProblem& problem, const Options& options,
+               const Plan& plan, const Buffer& out, const Buffer& pre,
+               const std::vector<double>& scale, const std::vector<double>& bias,
+               const std::vector<double>& residual, std::vector<double>* values) {
+  const Epilogue& terms = problem.epilogue;
+  const DType type = problem.output_dtype();
+  const auto same = [](double a, double b, double tolerance) {
+    return std::isnan(b) ? std::isnan(a) : a == b || std::fabs(a - b) <= tolerance;
+  };
+  int64_t differ = 0, first = -1;
+  for (int64_t i = 0; i < static_cast<int64_t>(values->size()); ++i) {
+    const int64_t channel = i % problem.k;
+    double t = (*values)[i] * scale[channel] + bias[channel];
+    if (terms.residual) t += residual[i];
+    const double y = ActivateReference(terms.activation, terms.negative_slope, t);
+    const bool exact = ExactActivation(terms.activation);
+    const bool right = same(Get(out.data(), i, type), exact ? Rounded(y, type) : y,
+                            exact ? 0 : ActivationTolerance(type, t, y)) &&
+                       (!terms.pre || same(Get(pre.data(), i, type), Rounded(t, type), 0));
+    (*values)[i] = y;
+    if (!right && differ++ == 0) first = i;
+  }
+  if (differ > 0) {
+    std::printf("WRONG %s seed %u slices %lld: %lld differ, first at %lld (%g, expected %g)\n",
+                kernel.name, options.seed, static_cast<long long>(plan.slices),
+                static_cast<long long>(differ), static_cast<long long>(first),
+                Get(out.data(), first, type), (*values)[first]);
+    return 1;
+  }
+  std::printf("OK %s seed %u slices %lld\n", kernel.name, options.seed,
+              static_cast<long long>(plan.slices));
+  return 0;
+}
+
 int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& options) {
   Gpu gpu;
   if (!QueryGpu(0, &gpu).ok()) return 3;
@@ -138,7 +176,37 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
                 static_cast<long long>(rhs));
     return 3;
   }
+  const Epilogue& terms = problem.epilogue;
+  const bool fused = !terms.Plain();
+  const Buffer scale_buffer(fused ? problem.k * 4 : 0), bias_buffer(fused ? problem.k * 4 : 0);
+  const Buffer residual_buffer(terms.residual ? out * ByteWidth(out_type) : 0);
+  const Buffer pre_buffer(terms.pre ? out * ByteWidth(out_type) : 0);
+  std::vector<double> scale(problem.k, 1), bias(problem.k, 0), residual(terms.residual ? out : 0);
+  const auto quarters = [&](const Buffer& buffer, DType dtype, std::vector<double>* values) {
+    for (size_t i = 0; i < values->size(); ++i) {
+      (*values)[i] = (static_cast<int>(random() / 256 % 25) - 12) * 0.25;
+      Put(buffer.data(), static_cast<int64_t>(i), dtype, (*values)[i]);
+    }
+  };
+  if (terms.scale != ScaleKind::kNone) quarters(scale_buffer, DType::kF32, &scale);
+  if (terms.bias) quarters(bias_buffer, DType::kF32, &bias);
+  quarters(residual_buffer, out_type, &residual);
+  if (out > 2 * problem.k && terms.residual) {
+    const auto put = [&](int64_t i, double value) {
+      residual[i] = value;
+      Put(residual_buffer.data(), i, out_type, value);
+    };
+    put(1, NAN);
+    put(problem.k, INFINITY);
+    put(2 * problem.k, -INFINITY);
+  }
   Operands operands;
+  if (terms.scale != ScaleKind::kNone) {
+    operands.scale = reinterpret_cast<const float*>(scale_buffer.data());
+  }
+  if (terms.bias) operands.bias = reinterpret_cast<const float*>(bias_buffer.data());
+  if (terms.residual) operands.residual = residual_buffer.data();
+  if (terms.pre) operands.pre = pre_buffer.data();
   operands.lhs = lhs_buffer.data();
   operands.rhs = rhs_buffer.data();
   operands.out = out_buffer.data();
@@ -156,7 +224,11 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
     const bool written = Transfer(options.out, "wb", out_buffer.data(), out * ByteWidth(out_type));
     return written ? 0 : 3;
   }
-  const std::vector<double> expected = NaiveConv(problem, lhs_values, rhs_values);
+  std::vector<double> expected = NaiveConv(problem, lhs_values, rhs_values);
+  if (fused) {
+    return CheckFused(kernel, problem, options, plan, out_buffer, pre_buffer, scale, bias, residual,
+                      &expected);
+  }
   double largest = 0, worst = 0, squares = 0, error_squares = 0;
   int64_t differ = 0, first = -1;
   for (double value : expected) largest = std::max(largest, std::fabs(value));

@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPOSITORY / "tests"))
 import kernel_tables  # noqa: E402
 
 _OUTWARDS = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
-_FAMILIES = {i.name: i.family for i in kernel_tables.instances()}
+_FAMILIES = {i.name: i.family for i in kernel_tables.all_instances()}
 _PLATFORM_CHOICE = {"=": "", "xla": "XLA"}
 
 
@@ -44,7 +44,7 @@ def instances_table() -> str:
     """One row an instance."""
     rows = [
         (i.name, i.op, i.family, i.dtype, "sm_90" if i.source.endswith("_sm90") else "sm_80+")
-        for i in kernel_tables.instances()
+        for i in kernel_tables.all_instances()
     ]
     if not rows:
         raise ValueError("no kernel tables in cc/cuda")

@@ -74,8 +74,8 @@ struct FusedEpilogue {
            params.activation <= Activation::kRelu6;
   }
   __device__ __forceinline__ float Clamp(float value, float scale, float bias) const {
-    value = MaxNan(fmaf(value, scale, bias),
-                   params.activation == Activation::kNone ? -INFINITY : 0.0f);
+    value =
+        MaxNan(fmaf(value, scale, bias), params.activation == Activation::kNone ? -INFINITY : 0.0f);
     return MinNan(value, params.activation == Activation::kRelu6 ? 6.0f : INFINITY);
   }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/conv_problem.h"
 #include "core/epilogue.h"
 
 namespace jaxconv {
@@ -24,6 +25,12 @@ struct EpilogueParams {
   explicit EpilogueParams(const Epilogue& epilogue)
       : activation(epilogue.activation), negative_slope(epilogue.negative_slope) {}
 };
+
+// Bytes that an epilogue moves beside the result: the residual and the result before activation.
+inline int64_t EpilogueBytes(const ConvProblem& problem) {
+  const int tensors = int{problem.epilogue.residual} + int{problem.epilogue.pre};
+  return tensors * problem.y_elements() * ByteWidth(problem.y_dtype);
+}
 
 }  // namespace jaxconv
 

@@ -12,9 +12,9 @@ bool FoldColumns(const ConvProblem& problem, ConvProblem* folded) {
                        problem.pad_lo[kColumns] == 0 && problem.pad_hi[kColumns] == 0 &&
                        problem.in[kColumns] == problem.out[kColumns] * columns;
   // A group's channels are not neighbours of the next pixel's; other layouts have an order of their
-  // own; dgrad's epilogue has a term for each channel.
-  if (!patches || problem.groups != 1 || !problem.epilogue.Plain() ||
-      !problem.RequireRsckOrKrsc().ok() || !problem.RequireChannelsLast().ok()) {
+  // own. An epilogue belongs to y, which stays as it is.
+  if (!patches || problem.groups != 1 || !problem.RequireRsckOrKrsc().ok() ||
+      !problem.RequireChannelsLast().ok()) {
     return false;
   }
   *folded = problem;

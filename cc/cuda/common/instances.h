@@ -66,16 +66,16 @@
 // In a generated translation unit, inside namespace jaxconv: the tag type of an instance, whose
 // name a profiler shows, and its launch. family::form<op, dtype, args...> is a template of the
 // kernel's header with a static member function template Launch<Tag>(plan, operands, stream).
-#define JAXCONV_INSTANCE(op, family, dtype, variant, form, args, ...)                           \
-  struct JAXCONV_TAG(op, family, dtype, variant)                                                \
-      : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> {};           \
+#define JAXCONV_INSTANCE(op, family, dtype, variant, form, args, ...)                 \
+  struct JAXCONV_TAG(op, family, dtype, variant)                                      \
+      : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> {}; \
   JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)
 // The same with the fused epilogue, of a variant whose name ends so.
-#define JAXCONV_FUSED_INSTANCE(op, family, dtype, variant, form, args, ...)                     \
-  struct JAXCONV_TAG(op, family, dtype, variant)                                                \
-      : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> {             \
-    using Epilogue = FusedEpilogue;                                                             \
-  };                                                                                            \
+#define JAXCONV_FUSED_INSTANCE(op, family, dtype, variant, form, args, ...)         \
+  struct JAXCONV_TAG(op, family, dtype, variant)                                    \
+      : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> { \
+    using Epilogue = FusedEpilogue;                                                 \
+  };                                                                                \
   JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)
 #define JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)                                     \
   Status JAXCONV_LAUNCH(op, family, dtype, variant)(const Plan& plan, const Operands& operands, \

@@ -25,6 +25,13 @@ Status CheckEpilogue(const KernelDesc& kernel, const ConvProblem& problem) {
 
 }  // namespace
 
+KernelDesc FusedKernel(const KernelDesc& kernel, const char* name) {
+  KernelDesc fused = kernel;
+  fused.name = name;
+  fused.fused = true;
+  return fused;
+}
+
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32) {
   if (problem.op != kernel.op) {
     return Status::Unimplemented(std::string("expected ") + Name(kernel.op) + ", got " +

@@ -84,6 +84,9 @@ struct KernelDesc {
   bool fused = false;
 };
 
+// The form of an instance that is compiled with FusedEpilogue.
+KernelDesc FusedKernel(const KernelDesc& kernel, const char* name);
+
 // What every family of float operands asks of a problem before its own conditions: the operation,
 // operands of the instance's type, an output of that type or float32, a filter stored as rsck or
 // krsc, channels-last activations, and for float32 operands that are multiplied in TF32 precision

@@ -49,14 +49,18 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
   *selection = Selection();
   const bool any = algorithm == "auto" || algorithm == "native";
   bool known = any;
+  // 8-bit instances have the epilogue's terms at run time.
+  const bool fused = !problem.epilogue.Plain() && problem.w_dtype != DType::kS8;
   for (const KernelDesc& kernel : Kernels()) {
     const bool named = kernel.name == algorithm;
     const bool several =
         kernel.family == algorithm || (!algorithm.empty() && kernel.alias == algorithm);
     if (any ? kernel.on_request : !named && !several) continue;
     known = true;
-    // A kernel of another operation or type is worth a refusal only to someone who asked for it.
-    const bool other = kernel.op != problem.op || kernel.dtype != problem.lhs_dtype();
+    // A kernel of another operation or type, with an epilogue or without one where the problem is not
+    // so, is worth a refusal only to someone who asked for it.
+    const bool other =
+        kernel.op != problem.op || kernel.dtype != problem.lhs_dtype() || kernel.fused != fused;
     if (other && !named) continue;
     Plan plan;
     if (Status status = Try(kernel, problem, gpu, &plan); !status.ok()) {
@@ -75,7 +79,8 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
   if (selection->instance.empty() && selection->refusals.empty()) {
     selection->refusals.push_back({any ? "cuda" : std::string(algorithm),
                                    std::string("has no kernel for ") + Name(problem.op) + " of " +
-                                       Name(problem.lhs_dtype())});
+                                       Name(problem.lhs_dtype()) +
+                                       (fused ? " with an epilogue" : "")});
   }
   if (selection->instance.empty()) return {};
   selection->xla_microseconds = PredictXlaMicroseconds(problem, gpu);

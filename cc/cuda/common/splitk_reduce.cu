@@ -8,4 +8,11 @@ Status LaunchSplitkReduce(const float* partial, int64_t elements, int64_t slices
                                                out_dtype, stream);
 }
 
+Status LaunchFusedSplitkReduce(const float* partial, int64_t elements, int64_t slices,
+                               int64_t channels, const EpilogueParams& epilogue, void* out,
+                               DType out_dtype, void* stream) {
+  return LaunchSplitkReduceWith<FusedEpilogue>(partial, elements, slices, channels, epilogue, out,
+                                               out_dtype, stream);
+}
+
 }  // namespace jaxconv

@@ -63,14 +63,24 @@ __global__ void __launch_bounds__(kSplitkThreads)
     }
   }
   if (!inside) return;
-  const Epilogue epilogue(epilogue_params);
+  if constexpr (!Epilogue::kPlain) {
+    const Epilogue epilogue(epilogue_params);
+    if (kWidth == 4 && channels % 4 == 0) {
+      Neighbours<Out, kWidth> residual{};
+      if (epilogue_params.residual != nullptr) {
+        residual = epilogue.template Residual<Out, kWidth>(first);
+      }
+      epilogue.Scale(epilogue.template Terms<kWidth>(static_cast<int32_t>(first % channels)), sum);
+      epilogue.template Add<Out>(sum, residual, first);
+      Activate(epilogue_params.activation, epilogue_params.negative_slope, sum);
+    } else {
 #pragma unroll
-  for (int e = 0; e < kWidth; ++e) {
-    const int64_t at = first + e;
-    if constexpr (!Epilogue::kPlain) {
-      const OutputPlace place{at, static_cast<int32_t>(at / channels),
-                              static_cast<int32_t>(at % channels), true};
-      sum[e] = epilogue.template operator()<Out>(sum[e], place);
+      for (int e = 0; e < kWidth; ++e) {
+        const int64_t at = first + e;
+        const OutputPlace place{at, static_cast<int32_t>(at / channels),
+                                static_cast<int32_t>(at % channels), true};
+        sum[e] = epilogue.template operator()<Out>(sum[e], place);
+      }
     }
   }
   if constexpr (kWidth == 4) {
@@ -119,15 +129,15 @@ Status LaunchSplitkReduceWith(const float* partial, int64_t elements, int64_t sl
   }
 }
 
-// The reduction behind a kernel whose instance has this epilogue. The plain one is compiled once.
+// The reduction behind a kernel whose instance has this epilogue. Each is compiled once.
 template <class Epilogue>
 Status ReduceSlices(const float* partial, int64_t elements, int64_t slices, int64_t channels,
                     const EpilogueParams& epilogue, void* out, DType out_dtype, void* stream) {
   if constexpr (Epilogue::kPlain) {
     return LaunchSplitkReduce(partial, elements, slices, out, out_dtype, stream);
   } else {
-    return LaunchSplitkReduceWith<Epilogue>(partial, elements, slices, channels, epilogue, out,
-                                            out_dtype, stream);
+    return LaunchFusedSplitkReduce(partial, elements, slices, channels, epilogue, out, out_dtype,
+                                   stream);
   }
 }
 

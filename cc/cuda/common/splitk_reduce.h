@@ -6,6 +6,7 @@
 
 #include "core/conv_problem.h"
 #include "core/status.h"
+#include "cuda/common/epilogue_params.h"
 
 namespace jaxconv {
 
@@ -13,6 +14,11 @@ namespace jaxconv {
 // float.
 Status LaunchSplitkReduce(const float* partial, int64_t elements, int64_t slices, void* out,
                           DType out_dtype, void* stream);
+
+// The same, then the fused epilogue over `channels` output channels, which run fastest.
+Status LaunchFusedSplitkReduce(const float* partial, int64_t elements, int64_t slices,
+                               int64_t channels, const EpilogueParams& epilogue, void* out,
+                               DType out_dtype, void* stream);
 
 }  // namespace jaxconv
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/epilogue_params.h"
+
 namespace jaxconv {
 namespace {
 
@@ -244,6 +246,12 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   }
   us += std::hypot(flops / (row->flop_share * FlopsPerUs(*row, gpu)),
                    bytes / (row->dram_share * gpu.dram_bytes_per_us));
+  if (!problem.epilogue.Plain()) {
+    // The convolution's result is float32, and a kernel of XLA's reads it and does the rest.
+    const auto y = static_cast<double>(problem.y_elements());
+    us += gpu.launch_us +
+          (8 * y + static_cast<double>(EpilogueBytes(problem))) / gpu.dram_bytes_per_us;
+  }
   return row->operands == Operands::kFp32 ? std::min(us, FftMicroseconds(problem, gpu)) : us;
 }
 

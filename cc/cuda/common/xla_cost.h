@@ -8,7 +8,7 @@
 namespace jaxconv {
 
 // Microseconds of lax's convolution inside a program, the copies and layout changes around it
-// included. 0 where XLA is no candidate: where no such problem was measured, or where the measured
+// included, and the pass over its result that an epilogue is there. 0 where XLA is no candidate: where no such problem was measured, or where the measured
 // error is above what the problem's precision asks for.
 double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu);
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/epilogue_params.h"
+
 namespace jaxconv::igemm_wgmma {
 namespace {
 
@@ -92,7 +94,7 @@ struct Traffic {
     const double x = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype));
     const double w = static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype));
     const double y = static_cast<double>(problem.y_elements() * ByteWidth(problem.y_dtype));
-    tensors = x + w + y;
+    tensors = x + w + y + static_cast<double>(EpilogueBytes(problem));
     written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
     if (problem.op != Op::kWgrad) {
       filter = static_cast<double>(problem.taps() * problem.c_per_group() * problem.k_per_group() *

@@ -133,6 +133,7 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& problem, cons
   params.cluster = FastDivmod(slices / grid_slices);
   params.slices = FastDivmod(grid_slices);
   params.k_blocks_per_slice = static_cast<int32_t>(CeilDiv(geometry.k_blocks, grid_slices));
+  params.epilogue = EpilogueParams(problem.epilogue);
   params.slice_elements = partial_bytes > 0 ? launch->output_elements : 0;
   params.out_is_f32 = partial_bytes > 0 || launch->output_is_f32;
   params.tiles = static_cast<int32_t>(geometry.tiles * grid_slices);
@@ -170,10 +171,12 @@ const std::vector<KernelDesc>& Kernels() {
     static constexpr Instance instance{kTraitsOf##form, JAXCONV_UNPACK host}; \
     JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                        \
   }
-#define PADDED(ops, types, variant)
+#define PADDED(...)
+#define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"
 #undef KERNEL
 #undef PADDED
+#undef FUSED
 #undef JAXCONV_ROW
     return all;
   }();

@@ -208,7 +208,7 @@ __device__ __forceinline__ void StoreFusedTile(const Params& params, const TileP
         const int32_t m = __shfl_sync(0xffffffff, decoded, row_of(i));
         return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
       };
-      const StagedVectors<T, kVectors, Tile::kAccumulators <= 160> vectors(
+      const StagedVectors<T, kVectors, (Tile::kAccumulators < 160)> vectors(
           epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
       __syncwarp();
 #pragma unroll

@@ -290,8 +290,7 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
         ClampSwapAb(epilogue.Whole(), channel0, channels, finished.of);
         store_rounded(finished.of);
       } else {
-        StoreFusedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging,
-                                                 epilogue.Whole());
+        StoreFusedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, epilogue.Whole());
       }
       FinishTile<Tile>(params, place, of, epilogue);
       return;

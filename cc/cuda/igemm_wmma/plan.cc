@@ -286,9 +286,11 @@ const std::vector<KernelDesc>& Kernels() {
     static constexpr Instance instance = {JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares}; \
     JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)                            \
   }
-#define PADDED(ops, types, variant)
+#define PADDED(...)
+#define FUSED(...)
 #include "cuda/igemm_wmma/kernels.def"
 #undef PADDED
+#undef FUSED
 #undef KERNEL
 #undef JAXCONV_ADD
     return all;
