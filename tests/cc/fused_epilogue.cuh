@@ -137,10 +137,10 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
   const DeviceArray<T> lhs_device(lhs), rhs_device(rhs), residual_device(residual);
   const DeviceArray<float> scale_device(scale), bias_device(bias);
   const DeviceArray<float> workspace(std::vector<double>(plan.workspace_bytes / 4 + 1, NAN));
-  for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
-                                Activation::kLeakyRelu, Activation::kGelu, Activation::kGeluTanh,
-                                Activation::kSilu, Activation::kSigmoid, Activation::kTanh,
-                                Activation::kHardSwish}) {
+  for (Activation activation :
+       {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kLeakyRelu,
+        Activation::kGelu, Activation::kGeluTanh, Activation::kSilu, Activation::kSigmoid,
+        Activation::kTanh, Activation::kHardSwish}) {
     for (bool with_terms : {false, true}) {
       const DeviceArray<T> out(std::vector<double>(outputs, NAN));
       auto params = std::make_shared<LaunchParams>(plan.As<LaunchParams>());
