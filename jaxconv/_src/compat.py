@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -212,3 +213,62 @@ ShardingTypeError = _core.ShardingTypeError
 def canonical_out_sharding(sharding, name: str):
     """An ``out_sharding`` argument as a NamedSharding, checked as lax checks its own."""
     return _sharding_impls.canonicalize_sharding(sharding, name)
+
+
+# --- programs (jaxprs) ---
+
+
+def open_jaxpr(jaxpr):
+    """The equations of a jaxpr that may be closed over constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def with_jaxpr(closed, jaxpr):
+    """A jaxpr as closed as ``closed``, with the equations of another one."""
+    return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
+
+
+# A variable of a program, of a given type.
+variable = _core.gensym()
+
+
+def located_at(eqn):
+    """What is traced meanwhile stems from where ``eqn`` does, and in its circumstances."""
+    stack = contextlib.ExitStack()
+    source = eqn.source_info
+    stack.enter_context(_source_info.user_context(source.traceback, name_stack=source.name_stack))
+    stack.enter_context(eqn.ctx.manager)
+    return stack
+
+
+def within(outer, eqn):
+    """An equation of a function that ``outer`` calls, as one of the caller."""
+    names = outer.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+
+def annotated(eqn, **metadata: str):
+    """An equation with XLA metadata, which its lowering sees."""
+    with eqn.ctx.manager, _xla_metadata.set_xla_metadata(**metadata):
+        return eqn.replace(ctx=_core.JaxprEqnContext())
+
+
+def inlinable(eqn) -> bool:
+    """Whether a call of a jitted function says nothing but what it computes."""
+    params = eqn.params
+    unspecified = all(
+        isinstance(s, _sharding_impls.UnspecifiedValue)
+        for s in (*params["in_shardings"], *params["out_shardings"])
+    )
+    laid_out = any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
+    donated = any(params["donated_invars"])
+    return unspecified and not (laid_out or donated or params.get("compiler_options_kvs"))
+
+
+# Runs a program: one with its constants, or the equations and the constants apart.
+eval_jaxpr = jax.core.eval_jaxpr
+
+
+def same_type(a, b) -> bool:
+    """Whether two arrays' types are one, with their shardings and the mesh axes they vary over."""
+    return _core.typematch(a, b)

@@ -78,6 +78,9 @@ class Convolution:
 # Attribute of the operation that computes a recorded convolution: its index in the recording.
 TAG = "jaxconv.convolution"
 
+# XLA metadata of a convolution that ``fuse`` saw: why what follows is not part of its call.
+CHAIN_END = "jaxconv_chain_end"
+
 
 class Recording(list[Convolution]):
     """A growing list of convolutions; with ``tagged``, their operations carry ``TAG``."""

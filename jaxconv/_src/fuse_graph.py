@@ -1,0 +1,168 @@
+"""A def-use graph of a jaxpr's equations, and what can be read off it: constants and vectors."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+# Operations that give their operand.
+IDENTITIES = ("copy", "copy_p")
+
+# Operations that leave a number what it is.
+_SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a convolution with an epilogue computes and stores this type."""
+    return np.dtype(dtype).name in ("float16", "bfloat16", "float32")
+
+
+class Graph:
+    """Which equation makes each variable, and which use it.
+
+    Attributes:
+        eqns: the equations, in the program's order.
+        returned: variables that the program returns.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        outvars: Iterable[Any],
+        known: Mapping[Var, Any] | None = None,
+    ):
+        self.eqns = list(eqns)
+        self.returned = {v for v in outvars if isinstance(v, Var)}
+        self.known = known or {}
+        self._made_by: dict[Var, int] = {}
+        self._used_by: dict[Var, list[int]] = collections.defaultdict(list)
+        for index, eqn in enumerate(self.eqns):
+            for var in eqn.outvars:
+                self._made_by[var] = index
+            for atom in eqn.invars:
+                if isinstance(atom, Var):
+                    self._used_by[atom].append(index)
+
+    def index(self, atom: Any) -> int | None:
+        """The position of the equation that makes an atom; None for an argument or a literal."""
+        return self._made_by.get(atom) if isinstance(atom, Var) else None
+
+    def producer(self, atom: Any) -> JaxprEqn | None:
+        """The equation that makes an atom, copies skipped."""
+        while (index := self.index(atom)) is not None:
+            eqn = self.eqns[index]
+            if eqn.primitive.name not in IDENTITIES:
+                return eqn
+            atom = eqn.invars[0]
+        return None
+
+    def source(self, atom: Any) -> Any:
+        """What an atom is a copy of."""
+        while (index := self.index(atom)) is not None:
+            if self.eqns[index].primitive.name not in IDENTITIES:
+                break
+            atom = self.eqns[index].invars[0]
+        return atom
+
+    def uses(self, var: Var) -> list[int]:
+        """Positions of the equations that use a variable, one entry a use."""
+        return self._used_by.get(var, [])
+
+    def constant(self, atom: Any) -> float | None:
+        """The number that a scalar, or an array of one number, is known to be."""
+        atom = self.source(atom)
+        if isinstance(atom, Literal):
+            value = atom.val
+        elif atom in self.known:
+            value = self.known[atom]
+        else:
+            eqn = self.producer(atom)
+            if eqn is not None and eqn.primitive.name in _SPREADING and len(eqn.invars) == 1:
+                return self.constant(eqn.invars[0])
+            if eqn is None or eqn.primitive.name != "convert_element_type":
+                return None
+            number = self.constant(eqn.invars[0])
+            if number is None:
+                return None
+            if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+                return None
+            return float(np.asarray(number).astype(eqn.outvars[0].aval.dtype))
+        if np.size(value) != 1 or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+            return None
+        if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+            return None
+        return float(np.asarray(value).reshape(()))
+
+    def channel_vector(self, atom: Any, shape: tuple[int, ...], axis: int) -> Vector | None:
+        """Reads an operand of an elementwise operation as one number a channel.
+
+        Args:
+            atom: the operand, of the shape ``shape`` or broadcast to it.
+            shape: the other operand's.
+            axis: its axis of channels.
+
+        Returns:
+            The vector, or None where the operand varies along another axis too.
+        """
+        casts: list[np.dtype] = []
+        while True:
+            aval = atom.aval
+            if aval.shape == () or math.prod(aval.shape) == 1:
+                return Vector(atom, tuple(reversed(casts)))
+            if len(aval.shape) == len(shape):
+                extended = [i for i, extent in enumerate(aval.shape) if extent > 1]
+                if extended == [axis]:
+                    return Vector(atom, tuple(reversed(casts)))
+            eqn = self.producer(atom)
+            if eqn is None:
+                return None
+            if eqn.primitive.name == "convert_element_type":
+                casts.append(np.dtype(eqn.params["new_dtype"]))
+                atom = eqn.invars[0]
+            elif eqn.primitive.name == "broadcast_in_dim":
+                (atom, *dynamic) = eqn.invars
+                places = eqn.params["broadcast_dimensions"]
+                extended = [p for p, e in zip(places, atom.aval.shape, strict=True) if e > 1]
+                if dynamic or extended not in ([], [axis]):
+                    return None
+                return Vector(atom, tuple(reversed(casts)))
+            else:
+                return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """One number a channel: an array of as many elements as channels, or of one.
+
+    Attributes:
+        atom: the array, of any rank.
+        casts: dtypes to which the program converts it on the way.
+    """
+
+    atom: Any
+    casts: tuple[np.dtype, ...]
+
+    def read(self, array: Any, channels: int) -> Any:
+        """The vector as float32 (channels,), from the array's value."""
+        array = jnp.asarray(array)
+        for dtype in self.casts:
+            array = array.astype(dtype)
+        array = array.astype(jnp.float32)
+        if array.size == channels:
+            return array.reshape((channels,))
+        return jnp.broadcast_to(array.reshape((1,)), (channels,))
+
+
+def renumbered_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) -> int | None:
+    """Where a reshape that only adds and drops axes of extent 1 puts an axis; None elsewhere."""
+    if [e for e in before if e > 1] != [e for e in after if e > 1] or before[axis] == 1:
+        return None
+    rank = sum(e > 1 for e in before[:axis])
+    return [i for i, e in enumerate(after) if e > 1][rank]

@@ -1,0 +1,392 @@
+"""Rewrites programs: the chains that ``fuse_chain`` finds become calls of ``conv_fused``.
+
+In the program itself and in every function that it calls: jit, remat, scan, while, cond, shard_map,
+custom derivatives. All other equations stay what they are, so that names, source locations, effects
+and derivatives do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jaxconv._src import compat, fuse_chain, fuse_convolution, fused, lowering, record
+from jaxconv._src.fuse_chain import Fusion
+from jaxconv._src.fuse_graph import Graph
+
+_FUSED = ("jaxconv_fused",)
+_JITTED = ("jit", "pjit")
+
+# A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
+# many equations.
+_INLINED = 64
+
+# Operations whose jaxprs are not programs of XLA's.
+_OPAQUE = ("pallas_call", "core_map", "run_state")
+
+
+def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
+    """A program with calls of ``conv_fused``, and the constants that it has besides.
+
+    Args:
+        closed: the program, as ``jax.make_jaxpr`` gives it.
+        fold: multiply scales into filters where both are constants.
+    """
+    jaxpr = compat.open_jaxpr(closed)
+    known = {
+        var: value
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        if not compat.is_traced(value)
+    }
+    extra: dict[Var, Any] = {}
+    jaxpr = _fused(jaxpr, known, extra if fold else None)
+    return jaxpr.replace(constvars=[*jaxpr.constvars, *extra]), list(extra.values())
+
+
+class _RefusedError(Exception):
+    """A chain that does not become a call after all."""
+
+    def __init__(self, position: int, reason: str):
+        super().__init__(reason)
+        self.position = position
+        self.reason = reason
+
+
+def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = None) -> Any:
+    """A program, not closed, with its chains as calls.
+
+    Args:
+        jaxpr: the program.
+        known: values of its constants.
+        extra: takes constants that it has besides, filters with their scales; None for none.
+    """
+    if not _convolves(jaxpr):
+        return jaxpr
+    eqns, outvars = _inlined(jaxpr)
+    graph = Graph(_live(eqns, outvars), outvars, known)
+    refused: dict[int, str] = {}
+    while True:
+        try:
+            eqns = _with_calls_traced(graph, outvars, refused, extra)
+        except _RefusedError as refusal:
+            refused[refusal.position] = refusal.reason
+        else:
+            return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _with_calls_traced(
+    graph: Graph, outvars: list[Any], refused: Mapping[int, str], extra: dict[Var, Any] | None
+) -> list[JaxprEqn]:
+    """The equations of a program with its chains as calls, but for those that are refused."""
+    fusions: dict[int, Fusion] = {}
+    notes = dict(refused)
+    taken: set[int] = set()
+    # From the end: of two convolutions that are added, the later one's residual is the other.
+    for position in reversed(range(len(graph.eqns))):
+        name = graph.eqns[position].primitive.name
+        if name not in fuse_convolution.NAMES or position in refused:
+            continue
+        conv = fuse_convolution.find(graph, position)
+        if isinstance(conv, str):
+            notes[position] = conv
+            continue
+        fusion, notes[position] = fuse_chain.follow(graph, conv, taken)
+        if fusion is not None:
+            fusions[position] = fusion
+            taken |= fusion.chain.taken
+    rewritten: list[JaxprEqn] = []
+    for item in _live(_with_calls(graph, fusions, notes), outvars):
+        rewritten += (
+            _traced_call(graph, item, extra) if isinstance(item, _Call) else [_descended(item)]
+        )
+    return rewritten
+
+
+# --- functions that a program calls ---
+
+# Fused functions by the original, so that a jitted one that is called again has its executable.
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _subprograms(eqn: JaxprEqn) -> list[tuple[str, int | None, Any]]:
+    """The jaxprs among an equation's parameters: name, place in a tuple, jaxpr."""
+    found: list[tuple[str, int | None, Any]] = []
+    if eqn.primitive.name in _OPAQUE:
+        return found
+    for name, value in eqn.params.items():
+        if isinstance(value, tuple | list):
+            found += [(name, i, v) for i, v in enumerate(value) if hasattr(v, "eqns")]
+        elif hasattr(value, "eqns"):
+            found.append((name, None, value))
+    return found
+
+
+def _convolves(jaxpr: Any) -> bool:
+    """Whether a program has convolutions, in itself or in what it calls."""
+    return any(
+        eqn.primitive.name in fuse_convolution.NAMES
+        or any(_convolves(inner) for _, _, inner in _subprograms(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _descended(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation with the functions that it calls fused."""
+    params = dict(eqn.params)
+    for name, place, inner in _subprograms(eqn):
+        if not _convolves(inner):
+            continue
+        if place is None:
+            params[name] = _function(inner)
+        else:
+            values = list(params[name])
+            values[place] = _function(inner)
+            params[name] = type(eqn.params[name])(values)
+    return eqn.replace(params=params)
+
+
+def _function(jaxpr: Any) -> Any:
+    """A function that a program calls, fused; its constants are not known."""
+    found = _known.setdefault(jaxpr, {})
+    key = lowering.algorithms_of_lax()
+    if key not in found:
+        found[key] = compat.with_jaxpr(jaxpr, _fused(compat.open_jaxpr(jaxpr), {}))
+    return found[key]
+
+
+# --- calls ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call in the place of a chain; what ``_live`` looks at is named as in an equation."""
+
+    fusion: Fusion
+    outvars: tuple[Var, ...]
+    note: str
+
+    @property
+    def pre(self) -> Var | None:
+        return self.outvars[1] if len(self.outvars) > 1 else None
+
+    @property
+    def invars(self) -> list[Any]:
+        atoms = [self.fusion.conv.x, self.fusion.conv.w]
+        atoms += [t.vector.atom for t in self.fusion.chain.terms if t.vector is not None]
+        return atoms if self.fusion.residual is None else [*atoms, self.fusion.residual]
+
+    effects = frozenset[Any]()
+
+
+def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> list[JaxprEqn]:
+    """The equations of a call: scale and bias, ``conv_fused``, and the results' shapes.
+
+    Raises:
+        _RefusedError: there is no such call.
+    """
+    conv, chain = call.fusion.conv, call.fusion.chain
+    (whole,) = graph.eqns[conv.position].outvars
+    channels = whole.aval.shape[conv.channel_axis]
+    vectors = [t.vector.atom for t in chain.terms if t.vector is not None]
+    residual = [] if call.fusion.residual is None else [call.fusion.residual]
+    w = conv.w
+    folded = None if extra is None else _folded_filter(graph, call.fusion, channels)
+    if folded is not None and extra is not None:
+        w = compat.variable(conv.w.aval)
+        extra[w] = folded
+
+    def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
+        scale, bias = fuse_chain.affine(chain.terms, vectors, channels)
+        results = fused.conv_fused(
+            x,
+            w,
+            None if folded is not None else scale,
+            bias,
+            residual[0].reshape(whole.aval.shape) if residual else None,
+            spec=conv.spec,
+            activation=chain.activation,
+            out_dtype=chain.out.aval.dtype,
+            pre=call.pre is not None,
+        )
+        results = results if isinstance(results, tuple) else (results,)
+        return [r.reshape(v.aval.shape) for r, v in zip(results, call.outvars, strict=True)]
+
+    try:
+        eqns = _traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
+    except (TypeError, ValueError, compat.ShardingTypeError) as error:
+        raise _RefusedError(conv.position, str(error).splitlines()[0]) from error
+    return [_noted(e, call.note) if e.primitive.name in _FUSED else e for e in eqns]
+
+
+def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
+    """A convolution with a note on its chain's end, for ``explain``."""
+    return compat.annotated(eqn, **{record.CHAIN_END: note}) if note else eqn
+
+
+def _traced(
+    function: Callable, operands: Any, outvars: Sequence[Var], graph: Graph, position: int
+) -> list[JaxprEqn]:
+    """The equations of a function of atoms, for results in these variables."""
+    leaves, tree = jax.tree.flatten(operands, is_leaf=lambda a: isinstance(a, Var | Literal))
+    atoms = [a for a in leaves if isinstance(a, Var)]
+
+    def of_atoms(*arrays: Any) -> Any:
+        values = dict(zip(atoms, arrays, strict=True))
+        given = [values[a] if isinstance(a, Var) else a.val for a in leaves]
+        return function(*jax.tree.unflatten(tree, given))
+
+    with compat.located_at(graph.eqns[position]):
+        closed = jax.make_jaxpr(of_atoms)(*(a.aval for a in atoms))
+    jaxpr = compat.open_jaxpr(closed)
+    if jaxpr.constvars or any(
+        not compat.same_type(v.aval, o.aval) for v, o in zip(jaxpr.outvars, outvars, strict=True)
+    ):
+        raise TypeError("the call's results have another type")
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
+    names |= dict(zip(jaxpr.outvars, outvars, strict=True))
+    return [
+        eqn.replace(
+            invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars],
+            outvars=[names.get(v, v) for v in eqn.outvars],
+        )
+        for eqn in jaxpr.eqns
+    ]
+
+
+# --- equations ---
+
+
+def _inlined(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a program with small jitted functions in place of their calls."""
+    eqns: list[JaxprEqn] = []
+    substitution: dict[Var, Any] = {}
+
+    def renamed(atom: Any, names: Mapping[Var, Any]) -> Any:
+        return names.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def visit(inner: Any, names: dict[Var, Any], callers: tuple[JaxprEqn, ...]) -> None:
+        for eqn in inner.eqns:
+            invars = [renamed(a, names) for a in eqn.invars]
+            if _becomes_part(eqn):
+                called = compat.open_jaxpr(eqn.params["jaxpr"])
+                own = dict(zip(called.invars, invars, strict=True))
+                visit(called, own, (*callers, eqn))
+                for var, atom in zip(eqn.outvars, called.outvars, strict=True):
+                    names[var] = renamed(atom, own)
+                continue
+            outvars = eqn.outvars
+            if callers:
+                outvars = [compat.variable(v.aval) for v in eqn.outvars]
+                names.update(zip(eqn.outvars, outvars, strict=True))
+                for caller in reversed(callers):
+                    eqn = compat.within(caller, eqn)
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+
+    visit(jaxpr, substitution, ())
+    return eqns, [renamed(atom, substitution) for atom in jaxpr.outvars]
+
+
+def _becomes_part(eqn: JaxprEqn) -> bool:
+    """Whether a call is of a jitted function that may be part of an epilogue."""
+    if eqn.primitive.name not in _JITTED or not compat.inlinable(eqn):
+        return False
+    called = compat.open_jaxpr(eqn.params["jaxpr"])
+    return (
+        not called.constvars
+        and not getattr(eqn.params["jaxpr"], "consts", ())
+        and len(called.eqns) <= _INLINED
+        and not _convolves(called)
+    )
+
+
+def _live(items: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations and calls on which results or effects depend; calls without unused results."""
+    needed = {v for v in outvars if isinstance(v, Var)}
+    kept = []
+    for item in reversed(items):
+        if not item.effects and not any(v in needed for v in item.outvars):
+            continue
+        if isinstance(item, _Call) and item.pre is not None and item.pre not in needed:
+            item = dataclasses.replace(item, outvars=item.outvars[:1])
+        needed |= {a for a in item.invars if isinstance(a, Var)}
+        kept.append(item)
+    return kept[::-1]
+
+
+def _with_calls(
+    graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
+) -> list[JaxprEqn | _Call]:
+    """The program with calls in the place of the chains, and notes at other convolutions."""
+    calls, dropped = {}, set()
+    redirected: dict[int, tuple[Var, Var]] = {}
+    for position, fusion in fusions.items():
+        chain = fusion.chain
+        outvars = (chain.out, chain.pre) if fusion.keeps_pre and chain.pre else (chain.out,)
+        calls[fusion.position] = _Call(fusion, outvars, notes[position])
+        dropped |= {position, *chain.taken}
+        if chain.pre is not None and chain.pre.aval.shape == chain.out.aval.shape:
+            redirected |= {i: (chain.pre, chain.out) for i in fusion.redirected}
+    items: list[JaxprEqn | _Call] = []
+    for position, eqn in enumerate(graph.eqns):
+        if position in calls:
+            items.append(calls[position])
+        if position in dropped:
+            continue
+        if position in redirected:
+            before, after = redirected[position]
+            eqn = eqn.replace(invars=[after if a is before else a for a in eqn.invars])
+        if note := notes.get(position):
+            eqn = _noted(eqn, note)
+        items.append(eqn)
+    return items
+
+
+# --- constants ---
+
+
+def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | None:
+    """The filter times the scale, where both are constants; None elsewhere."""
+    terms = fusion.chain.terms
+    if all(t.op in ("add", "sub") for t in terms):
+        return None
+    with jax.ensure_compile_time_eval():
+        w = _evaluated(graph, fusion.conv.w)
+        vectors = []
+        for term in terms:
+            if term.vector is None:
+                continue
+            vector = _evaluated(graph, term.vector.atom)
+            if vector is None and term.op not in ("add", "sub", "rsub"):
+                return None
+            vectors.append(jnp.zeros(term.vector.atom.aval.shape) if vector is None else vector)
+        if w is None:
+            return None
+        scale, _ = fuse_chain.affine(terms, vectors, channels)
+        assert scale is not None, "a chain that scales"
+        others = [a for a in range(w.ndim) if a != fusion.conv.spec.axis("w", "k")]
+        return (w.astype(jnp.float32) * lax.expand_dims(scale, others)).astype(w.dtype)
+
+
+def _evaluated(graph: Graph, atom: Any) -> Any:
+    """The value of an atom that depends on constants alone, or None."""
+    if isinstance(atom, Literal):
+        return jnp.asarray(atom.val)
+    if atom in graph.known:
+        return jnp.asarray(graph.known[atom])
+    index = graph.index(atom)
+    if index is None:
+        return None
+    eqn = graph.eqns[index]
+    if eqn.effects or eqn.primitive.multiple_results:
+        return None
+    operands = [_evaluated(graph, a) for a in eqn.invars]
+    if any(o is None for o in operands):
+        return None
+    return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
