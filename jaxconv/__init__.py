@@ -19,6 +19,7 @@ A whole program, without a change of its code
     install, uninstall            every convolution of ``jax.lax``, in the process
     override                      in the body of a ``with`` statement, in one thread
     installed                     which of them is in force
+    fuse                          bias, batch norm, residual and activation in the convolutions' calls
 
 What happens
     explain                       the kernel of each convolution of a function, or why it has none
@@ -40,6 +41,7 @@ from jaxconv._src.conv import (
     conv_with_general_padding,
 )
 from jaxconv._src.explain import Convolution, Explanation, explain
+from jaxconv._src.fuse import fuse
 from jaxconv._src.kernel_table import Kernel, Kernels, kernels
 from jaxconv._src.override import install, installed, override, uninstall
 from jaxconv._src.patches import conv_general_dilated_local, conv_general_dilated_patches
@@ -61,6 +63,7 @@ __all__ = [
     "conv_with_general_padding",
     "explain",
     "export",
+    "fuse",
     "install",
     "installed",
     "int8",

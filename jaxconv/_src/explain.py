@@ -52,7 +52,8 @@ class Explanation:
 
         A kernel whose error is above the direct convolution's shows it (docs/winograd.md), and one
         that computes an epilogue its terms. Last are the convolutions that the algorithm of
-        ``install`` or ``override`` does not compute, and those whose epilogue XLA computes.
+        ``install`` or ``override`` does not compute, and those whose epilogue XLA computes; then,
+        of a function that ``fuse`` gave, why chains end where they do.
 
         "us" and "XLA us" are the predicted times of the fastest kernel and of XLA's convolution in
         microseconds, "-" where there is no prediction. "share" is that of the row, with its count,
@@ -94,6 +95,7 @@ class Explanation:
             "not by the algorithm asked for:", [c.declined for c in self.convolutions]
         )
         lines += _reasons("epilogue apart, in XLA:", [c.apart for c in self.convolutions])
+        lines += _chain_ends(self.convolutions)
         return "\n".join(lines)
 
 
@@ -133,6 +135,19 @@ def _reasons(title: str, refusals: Sequence[Sequence[record.Refusal]]) -> list[s
         for (kernel, reason), rows in found.items()
     ]
     return [title, *lines] if lines else []
+
+
+def _chain_ends(convolutions: Sequence[Convolution]) -> list[str]:
+    """Why ``fuse`` left out what follows, of convolutions alone and of those with an epilogue."""
+    lines: list[str] = []
+    for title, fused in (("not fused:", False), ("fused, but for what follows:", True)):
+        found: dict[str, list[int]] = collections.defaultdict(list)
+        for number, c in enumerate(convolutions, 1):
+            if c.chain_end and fused == bool(c.epilogue or c.apart):
+                found[c.chain_end].append(number)
+        if found:
+            lines += [title, *(f"  row {', '.join(map(str, n))}: {r}" for r, n in found.items())]
+    return lines
 
 
 def _kernel(c: Convolution) -> str:

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jaxconv._src import compat, fuse_chain, fuse_convolution, fused, lowering, record
+from jaxconv._src import compat, epilogue, fuse_chain, fuse_convolution, fused, lowering, record
 from jaxconv._src.fuse_chain import Fusion
 from jaxconv._src.fuse_graph import Graph
 
-_FUSED = ("jaxconv_fused",)
 _JITTED = ("jit", "pjit")
 
 # A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
@@ -204,25 +203,27 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
 
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
         scale, bias = fuse_chain.affine(chain.terms, vectors, channels)
-        results = fused.conv_fused(
-            x,
-            w,
+        form, terms = epilogue.checked(
             None if folded is not None else scale,
             bias,
             residual[0].reshape(whole.aval.shape) if residual else None,
-            spec=conv.spec,
-            activation=chain.activation,
+            chain.activation,
+            operand_dtype=x.dtype,
+            channels=channels,
+            out_shape=whole.aval.shape,
             out_dtype=chain.out.aval.dtype,
-            pre=call.pre is not None,
         )
-        results = results if isinstance(results, tuple) else (results,)
+        form = dataclasses.replace(form, pre=call.pre is not None)
+        results = fused.bind(
+            x, w, terms, spec=conv.spec, epilogue=form, out_dtype=chain.out.aval.dtype
+        )
         return [r.reshape(v.aval.shape) for r, v in zip(results, call.outvars, strict=True)]
 
     try:
         eqns = _traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
         raise _RefusedError(conv.position, str(error).splitlines()[0]) from error
-    return [_noted(e, call.note) if e.primitive.name in _FUSED else e for e in eqns]
+    return [_noted(e, call.note) if e.primitive is fused.conv_fused_p else e for e in eqns]
 
 
 def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:

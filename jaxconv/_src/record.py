@@ -41,6 +41,8 @@ class Convolution:
             "scale bias relu".
         apart: of a convolution with an epilogue that no kernel computes with it, each refusing
             kernel and its reason; XLA then computes the epilogue from the float32 result.
+        chain_end: of a forward convolution in a function that ``jaxconv.fuse`` gave, why the
+            operation behind it, or behind its epilogue, is not part of its call; "" elsewhere.
         module: the named scopes around it, such as the path of Flax's and Haiku's modules,
             "ResNet/Block_2/Conv_0"; "" where there are none.
     """
@@ -64,6 +66,7 @@ class Convolution:
     module: str = ""
     epilogue: str = ""
     apart: tuple[Refusal, ...] = ()
+    chain_end: str = ""
 
     @property
     def rms_error(self) -> float | None:
@@ -208,6 +211,7 @@ def emit(
         module=module,
         epilogue=epilogue,
         apart=outer.apart,
+        chain_end=compat.xla_metadata_in_force().get(CHAIN_END, "") if op == "fprop" else "",
     )
     for sink in _sinks.get():
         if sink.tagged:

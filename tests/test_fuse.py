@@ -1,0 +1,470 @@
+"""``jaxconv.fuse``: what it recognises, what it leaves, and that the results are the same.
+
+A test counts the calls of ``jaxconv_fused`` and names their epilogues: an unfused program would pass
+a comparison of numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxconv
+
+N, H, C, K = 2, 6, 4, 4
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def draw(*shape: int, seed: int = 0, dtype=np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+X, W = draw(N, H, H, C), draw(3, 3, C, K, seed=1)
+SCALE, BIAS = draw(K, seed=2), draw(K, seed=3)
+
+
+def conv(x, w=W, numbers=NHWC, **options):
+    return lax.conv_general_dilated(
+        x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=numbers, **options
+    )
+
+
+def equations(jaxpr):
+    """All equations of a program, those of the functions that it calls too."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def epilogues(function, *args) -> list[str]:
+    """The epilogue of every fused call of ``fuse(function)``, in the program's order."""
+    program = jax.make_jaxpr(jaxconv.fuse(function))(*args)
+    return [
+        " ".join(e.params["epilogue"].words)
+        for e in equations(program)
+        if e.primitive.name == "jaxconv_fused"
+    ]
+
+
+def reasons(function, *args) -> str:
+    """What ``explain`` says behind its table."""
+    text = str(jaxconv.explain(jaxconv.fuse(function), *args))
+    return text[text.index("convolutions on jaxconv's kernels") :]
+
+
+def assert_close(actual, expected) -> None:
+    """Equal but for the order of sums and, in 16 bits, for the roundings that fuse leaves out."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        tolerance = 1e-5 if expected_wide(expected) else 0.03
+        assert np.abs(a - e).max() <= tolerance * max(np.abs(e).max(), 1e-3)
+
+
+def expected_wide(tree) -> bool:
+    return all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(tree))
+
+
+def check(function, *args, gives: list[str]) -> None:
+    """The calls, and the same result."""
+    assert epilogues(function, *args) == gives
+    assert_close(jax.jit(jaxconv.fuse(function))(*args), jax.jit(function)(*args))
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def own_relu(x):
+    return jnp.maximum(x, 0)
+
+
+own_relu.defjvp(lambda p, t: (own_relu(*p), t[0] * (p[0] > 0)))
+
+ACTIVATIONS = {
+    "relu": [jax.nn.relu, lambda x: jnp.maximum(x, 0), lambda x: lax.max(0.0, x), own_relu],
+    "relu6": [jax.nn.relu6, lambda x: jnp.clip(x, 0, 6), lambda x: lax.clamp(0.0, x, 6.0)],
+    "leaky_relu:0x1.333334p-2": [
+        functools.partial(jax.nn.leaky_relu, negative_slope=0.3),
+        lambda x: jnp.where(x > 0, x, 0.3 * x),
+        lambda x: jnp.maximum(x, 0.3 * x),
+    ],
+    "gelu": [
+        functools.partial(jax.nn.gelu, approximate=False),
+        lambda x: x * 0.5 * (1 + lax.erf(x / np.float32(2**0.5))),
+        lambda x: 0.5 * (x * lax.erfc(-x * np.float32(0.5**0.5))),
+    ],
+    "gelu_tanh": [
+        jax.nn.gelu,
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
+    ],
+    "silu": [
+        jax.nn.silu,
+        jax.nn.swish,
+        lambda x: jax.nn.sigmoid(x) * x,
+        lambda x: x / (1 + jnp.exp(-x)),
+    ],
+    "sigmoid": [jax.nn.sigmoid, lambda x: 1 / (1 + jnp.exp(-x))],
+    "tanh": [jnp.tanh, jax.nn.tanh],
+    "hard_swish": [jax.nn.hard_swish, lambda x: x * jnp.clip(x + 3, 0, 6) / 6],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "function"),
+    [
+        pytest.param(words, function, id=f"{words.partition(':')[0]}-{i}")
+        for words, functions in ACTIVATIONS.items()
+        for i, function in enumerate(functions)
+    ],
+)
+def test_an_activation(words, function):
+    check(lambda x: function(conv(x)), X, gives=[words])
+
+
+@pytest.mark.parametrize("words", ACTIVATIONS)
+def test_an_activation_in_16_bits(words):
+    function = ACTIVATIONS[words][0]
+    (given,) = epilogues(lambda x: function(conv(x) + BIAS.astype(x.dtype)), X.astype(jnp.bfloat16))
+    assert given.split(":")[0] == f"bias {words.partition(':')[0]}"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.where(x > 0, x, 0),  # NaN becomes 0 there
+        lambda x: jnp.minimum(x, 6),
+        jax.nn.softplus,
+        jax.nn.elu,
+        lambda x: x * jax.nn.sigmoid(1.702 * x),
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
+        lambda x: jnp.where(x > 1, x, 0.3 * x),
+        lambda x: jnp.where(x > 0, x, -0.3 * x),
+    ],
+)
+def test_what_is_no_activation_stays(function):
+    check(lambda x: function(conv(x)), X, gives=[])
+
+
+# --- scale, bias, residual ------------------------------------------------------------------------
+
+
+def broadcast(vector):
+    return lax.broadcast_in_dim(vector, (N, H, H, K), (3,))
+
+
+CHAINS = {
+    "bias": (lambda x: conv(x) + BIAS, ["bias"]),
+    "broadcast": (lambda x: lax.add(conv(x), broadcast(BIAS)), ["bias"]),
+    "scale": (lambda x: SCALE * conv(x), ["scale"]),
+    "both": (lambda x: conv(x) * SCALE + BIAS, ["scale bias"]),
+    "numbers": (lambda x: conv(x) * 0.5 - 1.0, ["scale bias"]),
+    "scalar arrays": (lambda x: conv(x) * SCALE[0] + BIAS[0], ["scale bias"]),
+    "norm": (lambda x: (conv(x) - BIAS) * lax.rsqrt(SCALE**2) * SCALE + BIAS, ["scale bias"]),
+    "divided norm": (lambda x: (conv(x) - BIAS) / SCALE * 3.0 + BIAS, ["scale bias"]),
+    "from a vector": (lambda x: BIAS - conv(x) * SCALE, ["scale bias"]),
+    "negated": (lambda x: -(conv(x) + BIAS), ["scale bias"]),
+    "residual": (lambda x: conv(x) + x, ["residual"]),
+    "residual first": (lambda x: jax.nn.relu(x + conv(x)), ["residual relu"]),
+    "all": (lambda x: jax.nn.relu(conv(x) * SCALE + BIAS + x), ["scale bias residual relu"]),
+    "of two, the later": (
+        lambda x: jax.nn.relu(conv(x) * SCALE + (conv(x, -W) + BIAS)),
+        ["scale", "bias residual relu"],
+    ),
+    "a chain of two": (lambda x: conv(conv(x) + BIAS) + x, ["bias", "residual"]),
+    "channels first": (
+        lambda x: jax.nn.relu(conv(x, numbers=("NCHW", "HWIO", "NCHW")) + BIAS[:, None, None]),
+        None,
+    ),
+    "strided axis": (
+        lambda x: conv(x, numbers=("NHWC", "HWIO", "CNHW")) * SCALE[:, None, None, None],
+        ["scale"],
+    ),
+    "groups": (lambda x: conv(x, W[:, :, :1], feature_group_count=C) + BIAS, ["bias"]),
+    "jaxconv": (lambda x: jax.nn.silu(jaxconv.conv(x, W) + BIAS), ["bias silu"]),
+    "reshaped": (lambda x: jax.nn.relu(conv(x)[:, None] + BIAS)[:, 0] + x, ["bias relu"]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain(name):
+    function, gives = CHAINS[name]
+    if name == "channels first":
+        x = draw(N, C, H, H)
+        check(function, x, gives=["bias relu"])
+    else:
+        check(function, X, gives=gives)
+
+
+ENDS = {
+    "used twice": (lambda x: (y := conv(x)) + y, [], "its result has 2 uses (add)"),
+    "returned too": (
+        lambda x: (y := conv(x), jax.nn.elu(y)),
+        [],
+        "its result is returned and used",
+    ),
+    "scale after the residual": (
+        lambda x: (conv(x) + x) * SCALE,
+        ["residual"],
+        "a scale follows the residual",
+    ),
+    "bias after the residual": (
+        lambda x: (conv(x) + x) + BIAS,
+        ["residual"],
+        "another order would round differently",
+    ),
+    "two residuals": (lambda x: (conv(x) + x) + x, ["residual"], "a second residual follows"),
+    "per image": (
+        lambda x: conv(x) * x[:, :1, :1],
+        [],
+        "mul with an array that is no vector of channels follows",
+    ),
+    "another axis": (lambda x: conv(x) + draw(H, 1), [], "neither a vector of channels nor of"),
+    "a division": (lambda x: conv(x) / SCALE, [], "would be rounded once more"),
+    "narrowed": (
+        lambda x: (conv(x) + BIAS).astype(jnp.bfloat16),
+        ["bias"],
+        "kernels give float32 or float32, not bfloat16",
+    ),
+    "a reduction": (lambda x: conv(x).sum(), [], "reduce_sum follows"),
+    "transposed": (
+        lambda x: lax.conv_transpose(x, W, (2, 2), "SAME") + BIAS,
+        [],
+        "it is computed as dgrad, which has no epilogue",
+    ),
+    "an algorithm": (
+        lambda x: jaxconv.conv(x, W, algorithm="winograd") + BIAS,
+        [],
+        "algorithm='winograd' was asked for",
+    ),
+    "complex": (
+        lambda x: conv(x.astype(jnp.complex64)) + BIAS,
+        [],
+        "no fused kernel for complex64, complex64, complex64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_chain_ends_and_says_why(name, native_cpu):
+    function, gives, reason = ENDS[name]
+    check(function, X, gives=gives)
+    if name != "complex":  # three real ones, of which fuse does not know
+        assert reason in reasons(function, X)
+
+
+def test_a_program_without_convolutions_stays():
+    function = jaxconv.fuse(lambda x: jax.nn.relu(x * SCALE + BIAS))
+    assert (function(X) == jax.nn.relu(X * SCALE + BIAS)).all()
+    assert str(jaxconv.explain(function, X)) == "no convolutions"
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_bits_are_those_of_the_call_by_hand(dtype):
+    x, r = X.astype(dtype), draw(N, H, H, K, seed=5, dtype=dtype)
+
+    def program(x):
+        y = (conv(x).astype(jnp.float32) * SCALE + BIAS).astype(dtype)
+        return jax.nn.relu(y + r)
+
+    def by_hand(x):
+        return jaxconv.conv(
+            x, W.astype(dtype), scale=SCALE, bias=BIAS, residual=r, activation="relu"
+        )
+
+    fused = jax.jit(jaxconv.fuse(program))(x)
+    assert fused.dtype == dtype
+    np.testing.assert_array_equal(fused, jax.jit(by_hand)(x))
+
+
+def test_16_bits_are_rounded_less():
+    """Against float64, the fused chain has the smaller error."""
+    x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+
+    def program(x):
+        y = (conv(x, w).astype(jnp.float32) - BIAS) * SCALE + BIAS
+        return jax.nn.silu(y.astype(jnp.bfloat16) + x)
+
+    acc = conv(x.astype(jnp.float32), w.astype(jnp.float32))
+    exact = np.asarray((acc - BIAS) * SCALE + BIAS + x.astype(jnp.float32), np.float64)
+    exact = exact / (1 + np.exp(-exact))
+
+    def error(y):
+        return np.sqrt(np.mean((np.asarray(y, np.float64) - exact) ** 2))
+
+    assert epilogues(program, x) == ["scale bias residual silu"]
+    assert error(jaxconv.fuse(program)(x)) < 0.8 * error(program(x))
+
+
+def test_a_conversion_to_float32_is_not_fused_alone():
+    """The call would write twice as much as the conversion reads."""
+    check(lambda x: conv(x).astype(jnp.float32), X.astype(jnp.bfloat16), gives=[])
+    program = jaxconv.fuse(lambda x: (conv(x) + BIAS.astype(x.dtype)).astype(jnp.float32))
+    eqns = list(equations(jax.make_jaxpr(program)(X.astype(jnp.bfloat16))))
+    (call,) = [e for e in eqns if e.primitive.name == "jaxconv_fused"]
+    assert call.outvars[0].aval.dtype == jnp.bfloat16
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def block(x, w=W):
+    return jax.nn.relu(conv(x, w) * SCALE + BIAS + x)
+
+
+def small(x, w=W):
+    return 0.1 * block(x, w)
+
+
+BLOCK = "scale bias residual relu"
+MESH = jax.make_mesh((2,), ("n",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+
+@jax.custom_vjp
+def own_derivative(x):
+    return block(x)
+
+
+own_derivative.defvjp(lambda x: (block(x), x), lambda x, g: (g * x,))
+
+PROGRAMS = {
+    "jit": (jax.jit(block), [BLOCK]),
+    "inner jit": (lambda x: jnp.sin(jax.jit(block)(x)), [BLOCK]),
+    "jitted parts": (lambda x: jax.jit(jax.nn.relu)(jax.jit(lambda y: y + BIAS)(conv(x))), None),
+    "scan": (
+        lambda x: lax.scan(lambda x, w: (small(x, w), None), x, jnp.stack([W, -W]))[0],
+        [BLOCK],
+    ),
+    "while": (lambda x: lax.fori_loop(0, x.shape[0], lambda _, x: small(x), x), [BLOCK]),
+    "while loop": (
+        lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, small(c[1])), (0, x))[1],
+        [BLOCK],
+    ),
+    "cond": (
+        lambda x: lax.cond(x.sum() > 0, block, lambda x: conv(x) + BIAS, x),
+        ["bias", BLOCK],
+    ),
+    "remat": (jax.checkpoint(block), [BLOCK]),
+    "custom_vjp": (own_derivative, [BLOCK]),
+    "vmap": (jax.vmap(lambda x: block(x[None])[0]), [BLOCK]),
+    "shard_map": (
+        jax.shard_map(block, mesh=MESH, in_specs=P("n"), out_specs=P("n")),
+        [BLOCK],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_seen_through(name):
+    function, gives = PROGRAMS[name]
+    check(function, X, gives=gives or ["bias relu"])
+
+
+def test_under_install_and_alone(native_cpu):
+    def two(x):
+        return conv(block(x))  # the second has nothing behind it
+
+    alone = jaxconv.explain(jaxconv.fuse(two), X)
+    with jaxconv.install():
+        installed = jaxconv.explain(jaxconv.fuse(two), X)
+        check(two, X, gives=[BLOCK])
+    assert [c.instance is not None for c in alone] == [True, False]
+    assert [c.instance is not None for c in installed] == [True, True]
+    assert "fprop_" in alone[0].instance
+
+
+def test_one_custom_call_and_no_operation_on_the_result(native_cpu):
+    compiled = jax.jit(jaxconv.fuse(block)).lower(X).compile().as_text()
+    assert compiled.count('custom_call_target="jaxconv_fused"') == 1
+    whole = f"f32[{N},{H},{H},{K}]"
+    for line in compiled.splitlines():
+        left, _, right = line.partition(" = ")
+        if right.startswith(whole):
+            assert any(f" {op}(" in right for op in ("parameter", "get-tuple-element")), line
+
+
+def test_pytrees_constants_and_decoration():
+    @jaxconv.fuse
+    def function(arrays, *, train, name="x"):
+        y = conv(arrays[name]) + arrays["b"]
+        return {"y": y if train else jax.nn.relu(y), "name": name, "train": train}
+
+    given = function({"x": X, "b": BIAS}, train=False)
+    assert given["name"] == "x" and given["train"] is False
+    assert_close(given["y"], jax.nn.relu(conv(X) + BIAS))
+    assert function.__name__ == "function"
+    assert epilogues(lambda x: function({"x": x, "b": BIAS}, train=False)["y"], X) == ["bias relu"]
+    folding = jaxconv.fuse(fold=True)
+    assert_close(folding(block)(X), block(X))
+
+
+def test_a_jitted_function_is_compiled_once():
+    traced = []
+
+    @jax.jit
+    def function(x):
+        traced.append(x)
+        return block(x)
+
+    fused = jaxconv.fuse(function)
+    fused(X)
+    with jax.log_compiles(False):
+        before = function._cache_size() if hasattr(function, "_cache_size") else 0
+        fused(X + 1)
+    assert len(traced) == 1
+    assert before == (function._cache_size() if hasattr(function, "_cache_size") else 0)
+
+
+def test_effects_and_unused_results_stay(capfd):
+    def function(x):
+        y = block(x)
+        jax.debug.print("seen {}", y.shape[0])
+        return y
+
+    check(function, X, gives=[BLOCK])
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen") >= 2
+
+
+@pytest.mark.parametrize("wrong", [3, None, "name"])
+def test_no_function(wrong):
+    if wrong is None:
+        assert callable(jaxconv.fuse(wrong))
+    else:
+        with pytest.raises(TypeError, match="fun: expected a function"):
+            jaxconv.fuse(wrong)
+
+
+# --- constants ------------------------------------------------------------------------------------
+
+
+def test_fold_multiplies_constant_filters():
+    def function(x):
+        return jax.nn.relu((conv(x) - BIAS) * SCALE + 1.0)
+
+    folded = jax.make_jaxpr(jaxconv.fuse(function, fold=True))(X)
+    (call,) = [e for e in folded.eqns if e.primitive.name == "jaxconv_fused"]
+    assert call.params["epilogue"].words == ["bias", "relu"]
+    assert_close(jaxconv.fuse(function, fold=True)(X), function(X))
+    assert_close(jax.jit(jaxconv.fuse(function, fold=True))(X), function(X))
+    # Of an argument there is nothing to fold.
+    of_arguments = jaxconv.fuse(lambda x, w: conv(x, w) * SCALE, fold=True)
+    (call,) = [
+        e
+        for e in jax.make_jaxpr(of_arguments)(X, W).eqns
+        if e.primitive.name == "jaxconv_fused"
+    ]
+    assert call.params["epilogue"].words == ["scale"]
