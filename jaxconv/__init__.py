@@ -19,7 +19,7 @@ A whole program, without a change of its code
     install, uninstall            every convolution of ``jax.lax``, in the process
     override                      in the body of a ``with`` statement, in one thread
     installed                     which of them is in force
-    fuse                          bias, batch norm, residual and activation in the convolutions' calls
+    fuse                          a function with batch norm, residual and activation in the calls
 
 What happens
     explain                       the kernel of each convolution of a function, or why it has none

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import fuse_activations
+from jaxconv._src import fuse_activations, fuse_convolution
 from jaxconv._src.fuse_activations import Activation
 from jaxconv._src.fuse_convolution import Convolution
 from jaxconv._src.fuse_graph import IDENTITIES, Graph, Vector, is_float, renumbered_axis
@@ -117,18 +117,16 @@ def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | N
         taken: positions of equations that belong to other calls.
 
     Returns:
-        The fusion, or None; and the reason why the operation behind it is left out.
+        The fusion, or None; and the reason why the operation behind it is left out, "" of a fusion
+        behind which nothing is that could be part of it.
     """
     (out,) = graph.eqns[conv.position].outvars
     chain = Chain(out, conv.channel_axis, last=conv.position)
-    walk, reason = [chain], ""
-    while True:
-        step = _step(graph, chain, taken)
-        if isinstance(step, str):
-            reason = step
-            break
+    walk = [chain]
+    while not isinstance(step := _step(graph, chain, taken), str):
         chain = step
         walk.append(chain)
+    reason = step if not chain.useful or _elementwise(graph, chain.out) else ""
     for chain in reversed(walk):
         if not chain.useful:
             break
@@ -137,6 +135,16 @@ def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | N
             return fusion, reason
         reason = fusion or reason
     return None, reason
+
+
+def _elementwise(graph: Graph, value: Var) -> bool:
+    """Whether something that keeps the shape is computed of a value."""
+    eqns = (graph.eqns[i] for i in graph.uses(value))
+    return any(
+        eqn.primitive.name not in fuse_convolution.NAMES
+        and any(getattr(v.aval, "shape", None) == value.aval.shape for v in eqn.outvars)
+        for eqn in eqns
+    )
 
 
 def _step(graph: Graph, chain: Chain, taken: Set[int]) -> Chain | str:

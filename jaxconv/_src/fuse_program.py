@@ -223,7 +223,11 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
         eqns = _traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
         raise _RefusedError(conv.position, str(error).splitlines()[0]) from error
-    return [_noted(e, call.note) if e.primitive is fused.conv_fused_p else e for e in eqns]
+    caller = graph.eqns[conv.position]
+    return [
+        compat.within(caller, _noted(e, call.note) if e.primitive is fused.conv_fused_p else e)
+        for e in eqns
+    ]
 
 
 def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
