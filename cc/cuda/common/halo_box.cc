@@ -51,18 +51,29 @@ Status CheckStride(const ConvProblem& problem, int64_t stride) {
   return {};
 }
 
+void HalveBoxes(HaloParams* params) {
+  for (int a = 1; a < 3; ++a) {
+    Axis& axis = params->axis[a];
+    axis.halved = 1;
+    axis.in_dilation = FastDivmod(1);
+    axis.shift = axis.pad & 1;
+  }
+}
+
 bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloParams* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
-  const int64_t box_rows = (tile_rows - 1) * rows.stride + (row_taps - 1) * rows.dilation + 1;
-  const int64_t box_columns =
-      (tile_columns - 1) * columns.stride + (columns.taps - 1) * int64_t{columns.dilation} + 1;
+  auto extent = [](const Axis& axis, int64_t tile, int64_t taps) {
+    return (((tile - 1) * axis.stride + (taps - 1) * axis.dilation) >> axis.halved) + 1;
+  };
+  const int64_t box_rows = extent(rows, tile_rows, row_taps);
+  const int64_t box_columns = extent(columns, tile_columns, columns.taps);
   if (std::max(box_rows, box_columns) > INT16_MAX) return false;
   rows.tile = static_cast<int32_t>(tile_rows);
   columns.tile = static_cast<int32_t>(tile_columns);
   rows.box = static_cast<int32_t>(box_rows);
   columns.box = static_cast<int32_t>(box_columns);
-  rows.tiles = FastDivmod(CeilDiv(rows.out, tile_rows));
-  columns.tiles = FastDivmod(CeilDiv(columns.out, tile_columns));
+  rows.tiles = FastDivmod(CeilDiv(int64_t{rows.out} + rows.shift, tile_rows));
+  columns.tiles = FastDivmod(CeilDiv(int64_t{columns.out} + columns.shift, tile_columns));
   params->box_columns = FastDivmod(box_columns);
   params->tile_columns = FastDivmod(tile_columns);
   return true;

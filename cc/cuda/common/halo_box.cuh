@@ -53,8 +53,8 @@ struct TilePlace {
     params.axis[2].tiles.Divmod(index, &index, &column);
     params.axis[1].tiles.Divmod(index, &index, &row);
     params.axis[0].tiles.Divmod(index, &index, &depth);
-    column *= params.axis[2].tile;
-    row *= params.axis[1].tile;
+    column = column * params.axis[2].tile - params.axis[2].shift;
+    row = row * params.axis[1].tile - params.axis[1].shift;
     // Images vary before channel tiles: the next tile of a CTA mostly has the same filter.
     params.all_images.Divmod(index, &first_channel, &image);
     first_channel *= tile_channels;
@@ -140,8 +140,9 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
   const int32_t depth =
       ElementAt(depths, tile.depth * depths.stride + step.depth_tap * depths.dilation - depths.pad);
   const int32_t first_row =
-      tile.row * rows.stride + step.row_tap * rows.dilation - rows.pad + first_box_row;
-  const int32_t first_column = tile.column * columns.stride - columns.pad;
+      ((tile.row * rows.stride + step.row_tap * rows.dilation - rows.pad) >> rows.halved) +
+      first_box_row;
+  const int32_t first_column = (tile.column * columns.stride - columns.pad) >> columns.halved;
   const int chunk = threadIdx.x % P::kChunks;
   const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
   const T* plane =

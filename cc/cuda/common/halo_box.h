@@ -27,6 +27,10 @@ struct Axis {
   int32_t tile = 1;  // window positions of a tile
   int32_t box = 1;   // u of a tile
   FastDivmod tiles;
+  // Of a kernel that knows that elements lie at even u alone, where in_dilation is 2: a box holds them
+  // without the zeros between (halved is 1, in_dilation 1), and the first tile begins `shift` positions
+  // before 0, so that every tile's first u is even.
+  int32_t halved = 0, shift = 0;
 };
 
 // What every such kernel gets, a part of the family's parameter block.
@@ -77,6 +81,9 @@ void DescribeAxes(const ConvProblem& problem, HaloParams* params);
 
 // Refuses other strides than `stride`, and dilation, of rows and columns.
 Status CheckStride(const ConvProblem& problem, int64_t stride);
+
+// Lets the boxes of rows and columns hold the elements of dilation 2 without the zeros between.
+void HalveBoxes(HaloParams* params);
 
 // Tiles the rows and columns by tile_rows x tile_columns positions, whose boxes hold the window's
 // row_taps and all its columns. False where a box is wider than any shared memory.

@@ -3,8 +3,9 @@
 //     out[n, o, k] = sum over taps of gathered[n, o stride + tap - pad, k / m] filter[tap, k]
 //
 // There is no reduction over channels, so no matrix product: a lane owns kVec neighbouring channels
-// and sums in float32. dgrad is fprop of dy with the taps reversed; dy's dilation by the stride is made
-// where its box is filled, by zeros between the pixels.
+// and sums in float32. dgrad is fprop of dy with the taps reversed. dy's dilation by a stride of 2 is
+// known to instances of stride 2, which do a quarter of the multiplications; otherwise it is made where
+// the box is filled, by zeros between the pixels.
 //
 // Tile: kWarps blocks of kRows x kStrip outputs (blocks_across side by side) of 32 kVec channels; a
 // warp has one block. The warp reads each row of its block's window once from shared memory, converts
@@ -64,9 +65,9 @@ __device__ __forceinline__ void AddWindow(const Params& params, const unsigned c
                                           const float* taps,
                                           float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
   constexpr int kVec = Tag::kVec, kR = Tag::kFilterRows, kS = Tag::kFilterColumns;
-  constexpr int kStride = Tag::kStride;
-  constexpr int kColumns = (Tag::kStrip - 1) * kStride + kS;
-  constexpr int kWindowRows = (Tag::kRows - 1) * kStride + kR;
+  constexpr int kStride = Tag::kStride, kSpread = Tag::kSpread;
+  constexpr int kColumns = ((Tag::kStrip - 1) * kStride + kS - 1) / kSpread + 1;
+  constexpr int kWindowRows = ((Tag::kRows - 1) * kStride + kR - 1) / kSpread + 1;
   float tap[kR * kS][kVec];
 #pragma unroll
   for (int i = 0; i < kR * kS; ++i) {
@@ -82,15 +83,17 @@ __device__ __forceinline__ void AddWindow(const Params& params, const unsigned c
     }
 #pragma unroll
     for (int p = 0; p < Tag::kRows; ++p) {
-      const int r = i - p * kStride;
+      const int r = i * kSpread - p * kStride;
       if (r < 0 || r >= kR) continue;
 #pragma unroll
       for (int s = 0; s < kS; ++s) {
 #pragma unroll
         for (int q = 0; q < Tag::kStrip; ++q) {
+          const int column = q * kStride + s;
+          if (column % kSpread != 0) continue;
 #pragma unroll
           for (int v = 0; v < kVec; ++v) {
-            sums[p][q][v] = fmaf(pixel[q * kStride + s][v], tap[r * kS + s][v], sums[p][q][v]);
+            sums[p][q][v] = fmaf(pixel[column / kSpread][v], tap[r * kS + s][v], sums[p][q][v]);
           }
         }
       }
@@ -130,28 +133,32 @@ __device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue&
                                            float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
   constexpr int kVec = Tag::kVec;
   const int32_t height = params.axis[1].out, width = params.axis[2].out;
-  const int32_t rows = channel < params.channels ? height - first.row : 0;
-  const int32_t columns = width - first.column;
+  const bool exists = channel < params.channels;
+  // A tile of a spread instance may begin before the first output.
+  auto inside = [](int32_t at, int32_t extent) {
+    return Tag::kSpread == 1 ? at < extent : Inside(at, extent);
+  };
   const int64_t pixel =
       ((int64_t{first.image} * params.axis[0].out + first.depth) * height + first.row) * width +
       first.column;
   Out* line = static_cast<Out*>(params.out) + pixel * params.channels + channel;
 #pragma unroll
   for (int p = 0; p < Tag::kRows; ++p) {
+    const bool row_inside = exists && inside(first.row + p, height);
     Out* at = line;
 #pragma unroll
     for (int q = 0; q < Tag::kStrip; ++q) {
       Out elements[kVec];
       const int64_t row = pixel + int64_t{p} * width + q;
+      const bool stored = row_inside && inside(first.column + q, width);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         const OutputPlace place{row * params.channels + channel + v, static_cast<int32_t>(row),
-                                channel + v,
-                                p < rows && q < columns && channel + v < params.channels};
+                                channel + v, stored && channel + v < params.channels};
         elements[v] = FromFloat<Out>(epilogue.template operator()<Out>(sums[p][q][v], place));
         sums[p][q][v] = 0;
       }
-      if (p < rows && q < columns) {
+      if (stored) {
         if constexpr (kPairs) {
           using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
           Pair packed;
@@ -185,8 +192,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int32_t block_row = warp / params.blocks_across * Tag::kRows;
   const int32_t block_column = warp % params.blocks_across * Tag::kStrip;
-  const int32_t box_at = (block_row * params.axis[1].stride * params.axis[2].box +
-                          block_column * params.axis[2].stride) *
+  const int32_t box_at = (block_row * params.axis[1].stride / Tag::kSpread * params.axis[2].box +
+                          block_column * params.axis[2].stride / Tag::kSpread) *
                              Pixel<T, kVec>::kBytes +
                          lane * kVec * int32_t{sizeof(T)};
   const Epilogue epilogue(params.epilogue);
@@ -251,15 +258,20 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
 }
 
-// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any.
-template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kStride_, int kVec_,
+// kFilterRows x kFilterColumns taps at the convolution's stride; kFilterRows 0: any. dgrad of stride 2
+// has boxes of dy without zeros between the pixels, and adds the taps that meet a pixel alone.
+template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
           int kRows_, int kStrip_, int kCtasPerSm_>
 struct Direct {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
-  static constexpr int kStride = kStride_, kVec = kVec_, kRows = kRows_, kStrip = kStrip_;
+  static constexpr bool kDgrad = kOp == Op::kDgrad;
+  static constexpr int kStride = kDgrad && kFilterRows > 0 ? 1 : kConvStride;
+  static constexpr int kSpread = kDgrad && kFilterRows > 0 ? kConvStride : 1;
+  static constexpr int kVec = kVec_, kRows = kRows_, kStrip = kStrip_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
+  static_assert(kSpread <= 2 && kRows % kSpread == 0 && kStrip % kSpread == 0);
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {

@@ -19,11 +19,14 @@ struct Instance {
   int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm;
   bool any() const { return filter_rows == 0; }
   int64_t channels() const { return 32 * vec; }
+  // Whether it is written for dy of a strided convolution (Axis::halved).
+  bool spread(Op op) const { return op == Op::kDgrad && stride == 2; }
 };
 
-// An assumption, as kDramShare.
-constexpr double kIssueShare = 0.7;
-constexpr double kCopyInstructions = 14;  // of 16 bytes of a box
+// Of issue slots, with 16 warps an SM and with 8: measured on an H200 (docs/notes/depthwise.md).
+constexpr double kIssueShare = 0.65, kIssueShareOfOneCta = 0.45;
+// From SASS, of a warp: of 16 bytes of a box, of an output, of an item.
+constexpr double kCopyInstructions = 22, kStoreInstructions = 5, kItemInstructions = 250;
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -34,7 +37,11 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
                                  std::to_string(problem.filter[1]) + "x" +
                                  std::to_string(problem.filter[2]));
   }
-  return CheckStride(problem, instance.stride);
+  if (!instance.spread(problem.op)) return CheckStride(problem, instance.stride);
+  if (problem.stride[1] != 2 || problem.stride[2] != 2) {
+    return Status::Unimplemented("expected stride 2 of rows and columns");
+  }
+  return CheckStride(problem, 1);
 }
 
 // Pixels of a stage: of the box, and of wgrad's tile of dy.
@@ -99,21 +106,27 @@ Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu&
 
 // Instructions of a warp for its block, and for its share of a box.
 double InstructionsOfStep(const Instance& instance, const Params& params, int64_t stage_bytes,
-                          bool wgrad) {
-  const Axis& columns = params.axis[2];
+                          const ConvProblem& problem) {
+  const bool wgrad = problem.op == Op::kWgrad;
   const auto vec = static_cast<double>(instance.vec);
   const auto outputs = static_cast<double>(instance.rows * instance.strip);
-  const double copies = static_cast<double>(stage_bytes) / (16 * 32 * kWarps) * kCopyInstructions;
+  const double copies =
+      kItemInstructions + static_cast<double>(stage_bytes) / (16 * 32 * kWarps) * kCopyInstructions;
   if (instance.any()) {
-    const double taps = wgrad ? static_cast<double>(instance.filter_columns) : columns.taps;
-    return copies + taps * outputs * (1 + 2 * vec);
+    const double taps = wgrad ? static_cast<double>(instance.filter_columns) : params.axis[2].taps;
+    return copies + taps * outputs * (2 + 2 * vec);
   }
+  const int64_t spread = instance.spread(problem.op) ? 2 : 1;
+  const int64_t stride = problem.op == Op::kDgrad ? 1 : instance.stride;
+  auto extent = [&](int64_t block, int64_t taps) {
+    return static_cast<double>(((block - 1) * stride + taps - 1) / spread + 1);
+  };
   const double window =
-      static_cast<double>((instance.rows - 1) * instance.stride + instance.filter_rows) *
-      static_cast<double>((instance.strip - 1) * instance.stride + instance.filter_columns);
+      extent(instance.rows, instance.filter_rows) * extent(instance.strip, instance.filter_columns);
   const auto taps = static_cast<double>(instance.filter_rows * instance.filter_columns);
-  return copies + window * (1 + vec) + (wgrad ? outputs * (1 + vec) : taps) + outputs * taps * vec +
-         outputs * 4;
+  const double multiplications = outputs * taps * vec / static_cast<double>(spread * spread);
+  return copies + window * (1 + vec) + (wgrad ? outputs * (1 + vec) : taps) + multiplications +
+         (wgrad ? 0 : outputs * kStoreInstructions);
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -124,6 +137,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, kernel.dtype, &params);
+  if (instance.spread(problem.op)) HalveBoxes(&params);
   const int64_t width = ByteWidth(kernel.dtype);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, width, wgrad, gpu, &params));
 
@@ -133,30 +147,34 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   launch->shared_bytes = SharedBytes(instance, params, width, wgrad);
 
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
-  const int64_t resident = gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
-  double warp_instructions = static_cast<double>(params.items) * kWarps *
-                             InstructionsOfStep(instance, params, stage_bytes, wgrad);
+  const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
+  const int64_t resident = gpu.sm_count * ctas_of_sm;
+  const int64_t row_taps = instance.any() ? rows.taps : 1;
+  int64_t longest;  // steps of a CTA
   if (wgrad) {
-    const int64_t row_parts =
-        instance.any() ? rows.taps * CeilDiv(columns.taps, instance.filter_columns) : 1;
-    const int64_t parts = params.axis[0].taps * row_parts;
+    const int64_t column_parts =
+        instance.any() ? CeilDiv(columns.taps, instance.filter_columns) : 1;
+    const int64_t parts = params.axis[0].taps * row_taps * column_parts;
     params.tap_parts = static_cast<int32_t>(parts);
     const int64_t ctas = params.channel_tiles.divisor * parts * problem.batch;
     JAXCONV_RETURN_IF_ERROR(
         CutIntoSlices(problem, ctas, resident, slices, &params, &launch->ctas, plan));
     launch->out_elements = problem.w_elements();
-    warp_instructions *= static_cast<double>(ctas);
+    longest = CeilDiv(params.items, plan->slices) * CeilDiv(launch->ctas, resident);
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
     launch->ctas = ShareItems(resident, &params);
-    const int64_t row_steps = instance.any() ? rows.taps : 1;
-    warp_instructions *=
-        static_cast<double>(params.axis[0].taps * row_steps) * static_cast<double>(params.reduce);
+    longest = CeilDiv(params.items, launch->ctas) * params.axis[0].taps * row_taps * params.reduce;
   }
   launch->out_dtype = problem.output_dtype();
   const double bytes =
       static_cast<double>(width) * static_cast<double>(problem.x_elements() + problem.y_elements());
-  const double issue = warp_instructions / (4.0 * gpu.sm_count * gpu.cycles_per_us() * kIssueShare);
+  const double share = ctas_of_sm == 1 ? kIssueShareOfOneCta : kIssueShare;
+  const double issue =
+      static_cast<double>(longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) *
+                          kWarps) *
+      InstructionsOfStep(instance, params, stage_bytes, problem) /
+      (4.0 * gpu.cycles_per_us() * share);
   plan->microseconds = gpu.launch_us +
                        std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), issue) +
                        (wgrad ? gpu.launch_us : 0);
