@@ -69,20 +69,22 @@ struct Hankel {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Two neighbouring pixels, null where the tensor has none, and the byte of their word in a plane.
+// Two neighbouring pixels of a row, of which either may not exist.
 template <typename T>
 struct PixelPair {
   const T *first, *second;
-  int32_t at;
+  bool has_first, has_second;
 };
 
-// Eight channels of a pixel. ChannelOf: where the pixel has the channel e, or -1.
-template <typename T, bool kVector, class ChannelOf>
-__device__ __forceinline__ uint4 LoadPixel(const T* pixel, const ChannelOf& channel_of) {
+// Eight channels of a pixel. kPlain: they are 16 aligned bytes. ChannelOf: where the pixel has the channel
+// e, or -1.
+template <typename T, bool kPlain, class ChannelOf>
+__device__ __forceinline__ uint4 LoadPixel(const T* pixel, bool exists,
+                                           const ChannelOf& channel_of) {
   uint4 words = make_uint4(0, 0, 0, 0);
-  if (pixel == nullptr) return words;
-  if constexpr (kVector) {
-    return __ldg(reinterpret_cast<const uint4*>(pixel + channel_of(0)));
+  if (!exists) return words;
+  if constexpr (kPlain) {
+    return __ldg(reinterpret_cast<const uint4*>(pixel));
   } else {
     T elements[kHankelChannels];
 #pragma unroll
@@ -95,30 +97,45 @@ __device__ __forceinline__ uint4 LoadPixel(const T* pixel, const ChannelOf& chan
   }
 }
 
-// Copies `count` pairs of pixels to planes, kPairs at a time. PairOf: pair i.
-template <typename T, bool kVector, int kPairs, class PairOf, class ChannelOf>
-__device__ __forceinline__ void FillPlanes(int32_t count, uint32_t planes, int32_t plane_bytes,
-                                           const PairOf& pair_of, const ChannelOf& channel_of) {
-  constexpr int kInFlight = kVector ? kPairs : 1;
-  for (int32_t i = threadIdx.x; i < count; i += kInFlight * kThreads) {
+// Where the channels of a tensor lie in shared memory, [channel][row][word].
+struct Planes {
+  uint32_t at;
+  int32_t plane_bytes, row_bytes, rows;
+  const FastDivmod& words;  // of a row
+};
+
+// Fills planes. PairOf: the pixels of a row and word. A thread loads kPairs before it stores the first.
+template <typename T, bool kPlain, int kPairs, class PairOf, class ChannelOf>
+__device__ __forceinline__ void FillPlanes(const Planes& planes, const PairOf& pair_of,
+                                           const ChannelOf& channel_of) {
+  constexpr int kInFlight = kPlain ? kPairs : 1;
+  const auto words = static_cast<int32_t>(planes.words.divisor);
+  int32_t row, word, row_step, word_step;
+  planes.words.Divmod(threadIdx.x, &row, &word);
+  planes.words.Divmod(kThreads, &row_step, &word_step);
+  while (row < planes.rows) {
     uint4 first[kInFlight], second[kInFlight];
-    int32_t at[kInFlight];
+    uint32_t to[kInFlight];
+    bool stored[kInFlight];
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      // Past the end a thread loads the last pair and does not store it.
-      const PixelPair<T> pair = pair_of(min(i + j * kThreads, count - 1));
-      first[j] = LoadPixel<T, kVector>(pair.first, channel_of);
-      second[j] = LoadPixel<T, kVector>(pair.second, channel_of);
-      at[j] = pair.at;
+      const PixelPair<T> pair = pair_of(row, word);
+      stored[j] = row < planes.rows;
+      first[j] = LoadPixel<T, kPlain>(pair.first, stored[j] && pair.has_first, channel_of);
+      second[j] = LoadPixel<T, kPlain>(pair.second, stored[j] && pair.has_second, channel_of);
+      to[j] = planes.at + row * planes.row_bytes + word * 4;
+      row += row_step;
+      word += word_step;
+      if (word >= words) word -= words, ++row;
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      if (i + j * kThreads >= count) break;
+      if (!stored[j]) break;
       const uint32_t a[4] = {first[j].x, first[j].y, first[j].z, first[j].w};
       const uint32_t b[4] = {second[j].x, second[j].y, second[j].z, second[j].w};
 #pragma unroll
       for (int c = 0; c < kHankelChannels; ++c) {
-        StoreWord(planes + c * plane_bytes + at[j],
+        StoreWord(to[j] + c * planes.plane_bytes,
                   __byte_perm(a[c / 2], b[c / 2], c % 2 == 0 ? 0x5410 : 0x7632));
       }
     }
@@ -247,52 +264,67 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     strip.last_row = min(strip.dy_rows + row_taps - 1, x_end - x_row);
     if (depth < 0 || strip.first_row >= strip.last_row) continue;
 
-    auto fill = [&](auto vector) {
-      constexpr bool kVector = decltype(vector)::value;
-      const T* x = static_cast<const T*>(params.gathered) + (int64_t{image} * depths.in + depth) *
-                                                                rows.in * columns.in *
-                                                                params.gathered_channels;
-      const int32_t x_column = tile.column + first_tap - columns.pad;
-      auto x_pair = [&](int32_t i) {
-        int32_t row, word;
-        params.box_columns.Divmod(i, &row, &word);
-        row = ElementAt(rows, x_row + strip.first_row + row);
-        auto pixel = [&](int32_t u) -> const T* {
-          const int32_t column = ElementAt(columns, u);
-          if (row < 0 || column < 0) return nullptr;
-          return x + (int64_t{row} * columns.in + column) * params.gathered_channels;
-        };
-        return PixelPair<T>{pixel(x_column + 2 * word), pixel(x_column + 2 * word + 1), i * 4};
+    const T* x = static_cast<const T*>(params.gathered) + (int64_t{image} * depths.in + depth) *
+                                                              rows.in * columns.in *
+                                                              params.gathered_channels;
+    const T* dy =
+        static_cast<const T*>(params.walked) +
+        (int64_t{image} * depths.out + tile.depth) * rows.out * columns.out * params.channels;
+    const int32_t first_x_row = x_row + strip.first_row;
+    const int32_t x_column = tile.column + first_tap - columns.pad;
+    const Planes x_planes{planes, params.x_plane_bytes, strip.x_row_bytes,
+                          strip.last_row - strip.first_row, params.box_columns};
+    const Planes dy_planes{planes + params.dy_offset, params.dy_plane_bytes, params.dy_row_bytes,
+                           strip.dy_rows, params.dy_words};
+    const int32_t channel = share.first_channel;
+    if (params.vector && rows.in_dilation.divisor == 1 && columns.in_dilation.divisor == 1) {
+      // All of these rows exist; an address that does not is not read.
+      auto pair = [&](const T* first_pixel, int32_t width, int32_t row, int32_t column) {
+        const T* pixel = first_pixel + int64_t{row * width + column} * params.channels;
+        return PixelPair<T>{pixel, pixel + params.channels, Inside(column, width),
+                            Inside(column + 1, width)};
       };
-      const auto channel_exists = [&](int e) { return share.first_channel + e < params.channels; };
-      FillPlanes<T, kVector, Tag::kInFlight>(
-          (strip.last_row - strip.first_row) * static_cast<int32_t>(params.box_columns.divisor),
-          planes, params.x_plane_bytes, x_pair, [&](int e) {
-            if (!kVector && !channel_exists(e)) return -1;
-            return params.repeat.Div(share.first_channel + e);
-          });
-      const T* dy =
-          static_cast<const T*>(params.walked) +
-          (int64_t{image} * depths.out + tile.depth) * rows.out * columns.out * params.channels;
-      auto dy_pair = [&](int32_t i) {
-        int32_t row, word;
-        params.dy_words.Divmod(i, &row, &word);
-        auto pixel = [&](int32_t column) -> const T* {
-          if (column >= columns.out) return nullptr;
-          return dy + (int64_t{tile.row + row} * columns.out + column) * params.channels;
-        };
-        const int32_t column = tile.column + 2 * word;
-        return PixelPair<T>{pixel(column), pixel(column + 1), row * params.dy_row_bytes + word * 4};
-      };
-      FillPlanes<T, kVector, Tag::kInFlight>(
-          strip.dy_rows * static_cast<int32_t>(params.dy_words.divisor), planes + params.dy_offset,
-          params.dy_plane_bytes, dy_pair,
-          [&](int e) { return kVector || channel_exists(e) ? share.first_channel + e : -1; });
-    };
-    if (params.vector) {
-      fill(std::true_type());
+      auto all = [](int) { return 0; };
+      FillPlanes<T, true, Tag::kInFlight>(
+          x_planes,
+          [&](int32_t row, int32_t word) {
+            return pair(x + channel, columns.in, first_x_row + row, x_column + 2 * word);
+          },
+          all);
+      FillPlanes<T, true, Tag::kInFlight>(
+          dy_planes,
+          [&](int32_t row, int32_t word) {
+            return pair(dy + channel, columns.out, tile.row + row, tile.column + 2 * word);
+          },
+          all);
     } else {
-      fill(std::false_type());
+      auto pair = [](const T* pixels, int32_t width, int32_t row, int32_t first, int32_t second,
+                     int32_t channels) {
+        auto pixel = [&](int32_t column) {
+          return pixels + int64_t{max(row, 0) * width + max(column, 0)} * channels;
+        };
+        return PixelPair<T>{pixel(first), pixel(second), row >= 0 && first >= 0,
+                            row >= 0 && second >= 0};
+      };
+      FillPlanes<T, false, 1>(
+          x_planes,
+          [&](int32_t row, int32_t word) {
+            const int32_t u = x_column + 2 * word;
+            return pair(x, columns.in, ElementAt(rows, first_x_row + row), ElementAt(columns, u),
+                        ElementAt(columns, u + 1), params.gathered_channels);
+          },
+          [&](int e) {
+            return channel + e < params.channels ? params.repeat.Div(channel + e) : -1;
+          });
+      FillPlanes<T, false, 1>(
+          dy_planes,
+          [&](int32_t row, int32_t word) {
+            const int32_t column = tile.column + 2 * word;
+            auto inside = [&](int32_t i) { return i < columns.out ? i : -1; };
+            return pair(dy, columns.out, tile.row + row, inside(column), inside(column + 1),
+                        params.channels);
+          },
+          [&](int e) { return channel + e < params.channels ? channel + e : -1; });
     }
     __syncthreads();
     for (int32_t s = 0; s < params.strips; ++s) {

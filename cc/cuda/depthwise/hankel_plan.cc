@@ -26,7 +26,7 @@ constexpr double kL2Rate = 1.28;
 constexpr double kSectorBytes = 32;
 // From the first load of a tile to the first product: DRAM's latency and two barriers.
 constexpr double kCyclesOfItem = 2500;
-constexpr double kInstructionsOfPair = 40;  // of a thread, to load and store two pixels
+constexpr double kInstructionsOfPair = 62;  // of a thread, to load and store two pixels: SASS
 
 // What the tiles of a column of the map add up to, of all parts of the taps.
 struct RowWork {
@@ -135,10 +135,11 @@ double Cycles(const HankelInstance& instance, const Shape& shape, const HaloPara
   const double pixels = work.dy_rows * static_cast<double>(shape.strips * kHankelColumns) +
                         work.x_rows * static_cast<double>(PlaneColumns(instance, shape.strips));
   const double bytes_of_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
-  const double fill = (std::max(pixels * kSectorBytes / bytes_of_cycle,
-                                pixels / (2 * 32) * kInstructionsOfPair / 4) +
-                       static_cast<double>(work.tiles) * kCyclesOfItem) *
-                      column_tiles;
+  const double fill =
+      (std::max(pixels * kSectorBytes / bytes_of_cycle,
+                pixels / (2 * 32) * kInstructionsOfPair / 4) +
+       static_cast<double>(work.tiles) * kCyclesOfItem / static_cast<double>(ctas)) *
+      column_tiles;
   // CTAs beside each other load and multiply at the same time.
   const auto apart = static_cast<double>(ctas * ctas);
   return (std::max(fill, multiply) + std::min(fill, multiply) / apart) * column_parts;
