@@ -16,6 +16,19 @@ constexpr int64_t kMinItemsOfSlice = 4;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The slices whose waves of CTAs take the least time together; more slices than another number only
+// where they are 5 % faster, since their sums are added as well.
+int64_t ChooseSlices(int64_t parts, int64_t resident, int64_t most) {
+  auto time = [&](int64_t slices) {
+    return static_cast<double>(CeilDiv(parts * slices, resident)) / static_cast<double>(slices);
+  };
+  int64_t best = 1;
+  for (int64_t slices = 2; slices <= std::min(most, 2 * CeilDiv(resident, parts)); ++slices) {
+    if (time(slices) < 0.95 * time(best)) best = slices;
+  }
+  return best;
+}
+
 }  // namespace
 
 void DescribeAxes(const ConvProblem& problem, HaloParams* params) {
@@ -84,16 +97,17 @@ Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams*
   const int64_t channel_tiles = CeilDiv(params->channels, tile_channels);
   // wgrad's filters have CTAs of their own.
   const int64_t images = (wgrad ? 1 : problem.batch) * problem.n;
+  const int64_t image_tiles = CeilDiv(images, params->tile_images);
   int64_t tiles = 1;
   for (const Axis& axis : params->axis) tiles *= axis.tiles.divisor;
-  if (images * tiles * channel_tiles * problem.batch > kMaxItems) {
+  if (image_tiles * tiles * channel_tiles * problem.batch > kMaxItems) {
     return Status::Unimplemented("more than 2^30 tiles");
   }
   params->channel_tiles = FastDivmod(channel_tiles);
   params->images = static_cast<int32_t>(images);
-  params->all_images = FastDivmod(images);
+  params->image_tiles = FastDivmod(image_tiles);
   params->images_divmod = FastDivmod(problem.n);
-  params->items = static_cast<int32_t>(images * tiles * (wgrad ? 1 : channel_tiles));
+  params->items = static_cast<int32_t>(image_tiles * tiles * (wgrad ? 1 : channel_tiles));
   return {};
 }
 
@@ -113,7 +127,7 @@ Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident
   const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};
   const int64_t most = std::max<int64_t>(1, std::min({kMaxSlices, params->items / kMinItemsOfSlice,
                                                       kMaxWorkspaceBytes / bytes_of_slice}));
-  plan->slices = slices > 0 ? slices : std::min(most, CeilDiv(resident, parts));
+  plan->slices = slices > 0 ? slices : ChooseSlices(parts, resident, most);
   plan->workspace_bytes = plan->slices * bytes_of_slice;
   params->slices = static_cast<int32_t>(plan->slices);
   *ctas = parts * plan->slices;

@@ -48,6 +48,7 @@ __device__ __forceinline__ void LoadLane(const unsigned char* pixel, float (&val
 // A tile of window positions: the first of each axis, its image and its channels.
 struct TilePlace {
   int32_t depth, row, column, image, first_channel;
+  bool exists = true;  // false: an image behind the last
 
   __device__ __forceinline__ TilePlace(const HaloParams& params, int32_t index, int tile_channels) {
     params.axis[2].tiles.Divmod(index, &index, &column);
@@ -56,8 +57,17 @@ struct TilePlace {
     column = column * params.axis[2].tile - params.axis[2].shift;
     row = row * params.axis[1].tile - params.axis[1].shift;
     // Images vary before channel tiles: the next tile of a CTA mostly has the same filter.
-    params.all_images.Divmod(index, &first_channel, &image);
+    params.image_tiles.Divmod(index, &first_channel, &image);
+    image *= params.tile_images;
     first_channel *= tile_channels;
+  }
+
+  // The same tile of the i-th of its images; `images`: how many there are.
+  __device__ __forceinline__ TilePlace OfImage(int32_t i, int32_t images) const {
+    TilePlace tile = *this;
+    tile.image += i;
+    tile.exists = tile.image < images;
+    return tile;
   }
 };
 
@@ -149,7 +159,7 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
       static_cast<const T*>(params.gathered) + (int64_t{tile.image} * depths.in + max(depth, 0)) *
                                                    rows.in * columns.in * params.gathered_channels;
   const int32_t pixels = box_rows * columns.box;
-  const bool some = depth >= 0 && channel < params.channels;
+  const bool some = tile.exists && depth >= 0 && channel < params.channels;
   PixelWalk<P> at(params.box_columns);
   if (params.vector) {
     // An address that is not valid is not read.
@@ -177,7 +187,7 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
   for (; at.pixel < pixels; at.Next()) {
     const int32_t row = ElementAt(rows, first_row + at.row);
     const int32_t column = ElementAt(columns, first_column + at.column);
-    const bool inside = depth >= 0 && row >= 0 && column >= 0;
+    const bool inside = tile.exists && depth >= 0 && row >= 0 && column >= 0;
     const T* pixel =
         plane + (inside ? (int64_t{row} * columns.in + column) * params.gathered_channels : 0);
     T elements[P::kChunkChannels];
@@ -204,7 +214,7 @@ __device__ __forceinline__ void FillWalked(const HaloParams& params, const TileP
   const int32_t pixels = rows.tile * columns.tile;
   PixelWalk<P> at(params.tile_columns);
   if (params.channels % P::kChunkChannels == 0) {
-    const bool some = channel < params.channels;
+    const bool some = tile.exists && channel < params.channels;
     const auto* from = reinterpret_cast<const unsigned char*>(plane + channel);
     const int32_t pitch = params.channels * int32_t{sizeof(T)};
     for (; at.pixel < pixels; at.Next()) {
@@ -218,7 +228,7 @@ __device__ __forceinline__ void FillWalked(const HaloParams& params, const TileP
   }
   for (; at.pixel < pixels; at.Next()) {
     const int32_t row = tile.row + at.row, column = tile.column + at.column;
-    const bool inside = row < rows.out && column < columns.out;
+    const bool inside = tile.exists && row < rows.out && column < columns.out;
     const T* pixel = plane + (inside ? (int64_t{row} * columns.out + column) * params.channels : 0);
     T elements[P::kChunkChannels];
 #pragma unroll

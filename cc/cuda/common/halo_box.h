@@ -42,7 +42,8 @@ struct HaloParams {
   void* out = nullptr;             // y, dx, or the partial sums of dw
   Axis axis[3];                    // depth, rows, columns
   int32_t images = 1;              // of all filters of a batch
-  FastDivmod all_images;           // the same
+  int32_t tile_images = 1;         // of a tile, which has a box for each
+  FastDivmod image_tiles;          // of all filters
   FastDivmod images_divmod;        // of one filter
   int32_t filters = 1;             // of a batch
   int64_t filter_stride = 0;       // elements from a filter of the batch to the next
@@ -57,7 +58,7 @@ struct HaloParams {
   int32_t flip = 0;    // taps run backwards
   int32_t out_is_f32 = 0;
   FastDivmod box_columns, tile_columns;
-  int32_t items = 0;  // channel tiles x images x tiles; wgrad: without the channel tiles
+  int32_t items = 0;  // channel tiles x image tiles x tiles; wgrad: without the channel tiles
   // fprop and dgrad: the first longer_ctas CTAs have an item more than items_of_cta.
   int32_t items_of_cta = 0, longer_ctas = 0;
   int32_t stage_bytes = 0;
@@ -90,7 +91,7 @@ void HalveBoxes(HaloParams* params);
 bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloParams* params);
 
 // The items of tiles of so many channels: fills images, channel_tiles and items of `params`, whose tiles
-// are shaped.
+// are shaped. A tile's images have the same filter: tile_images is 1 where there is a batch of filters.
 Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params);
 
 // How many CTAs, at most `resident`, share the items of an fprop or dgrad, and which each has.

@@ -7,12 +7,12 @@
 // known to instances of stride 2, which do a quarter of the multiplications; otherwise it is made where
 // the box is filled, by zeros between the pixels.
 //
-// Tile: kWarps blocks of kRows x kStrip outputs (blocks_across side by side) of 32 kVec channels; a
-// warp has one block. The warp reads each row of its block's window once from shared memory, converts
+// Tile: kWarps blocks of kRows x kStrip outputs (blocks_across side by side, blocks_down below each other,
+// of as many images as that leaves) of 32 kVec channels; a warp has one block. The warp reads each row of its block's window once from shared memory, converts
 // it once, and adds it to every output row that it meets: of a 3x3 filter and a block of 4 x 8, 60
 // loads and 120 conversions for 576 multiply-adds.
 //
-//     stage 0 | stage 1 | taps 0 | taps 1        a stage: box rows x box columns x 32 kVec channels
+//     stage 0 | stage 1 | taps 0 | taps 1        a stage: of each image box rows x columns x 32 kVec channels
 //
 // A CTA processes neighbouring items. The next item's box is copied (cp.async, 16 bytes a thread) while
 // this one is computed; two barriers an item. Taps are float32 in shared memory and in registers during
@@ -37,6 +37,7 @@
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
 #include "cuda/depthwise/params.h"
+#include "cuda/depthwise/warp_block.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace jaxconv::depthwise {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue&
                                            float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
   constexpr int kVec = Tag::kVec;
   const int32_t height = params.axis[1].out, width = params.axis[2].out;
-  const bool exists = channel < params.channels;
+  const bool exists = first.exists && channel < params.channels;
   // A tile of a spread instance may begin before the first output.
   auto inside = [](int32_t at, int32_t extent) {
     return Tag::kSpread == 1 ? at < extent : Inside(at, extent);
@@ -190,10 +191,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int32_t tap_bytes = rows_of_step * params.axis[2].taps * kChannels * int32_t{sizeof(float)};
   unsigned char* const all_taps = dynamic + 2 * params.stage_bytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t block_row = warp / params.blocks_across * Tag::kRows;
-  const int32_t block_column = warp % params.blocks_across * Tag::kStrip;
-  const int32_t box_at = (block_row * params.axis[1].stride / Tag::kSpread * params.axis[2].box +
-                          block_column * params.axis[2].stride / Tag::kSpread) *
+  const WarpBlock block(params, warp, Tag::kRows, Tag::kStrip);
+  const int32_t box_bytes = params.axis[1].box * params.axis[2].box * Pixel<T, kVec>::kBytes;
+  const int32_t box_at = block.image * box_bytes +
+                         (block.row * params.axis[1].stride / Tag::kSpread * params.axis[2].box +
+                          block.column * params.axis[2].stride / Tag::kSpread) *
                              Pixel<T, kVec>::kBytes +
                          lane * kVec * int32_t{sizeof(T)};
   const Epilogue epilogue(params.epilogue);
@@ -203,8 +205,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   auto fill = [&](const Cursor& at, int stage) {
     if (at.Done()) return;
     const TilePlace tile(params, at.item, kChannels);
-    FillBox<T, Pixel<T, kVec>>(params, tile, at.step, 0, params.axis[1].box,
-                               dynamic + stage * params.stage_bytes);
+    for (int32_t i = 0; i < params.tile_images; ++i) {
+      FillBox<T, Pixel<T, kVec>>(params, tile.OfImage(i, params.images), at.step, 0,
+                                 params.axis[1].box,
+                                 dynamic + stage * params.stage_bytes + i * box_bytes);
+    }
     const int64_t wanted =
         ((int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
              params.axis[0].taps +
@@ -236,8 +241,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       AddWindow<T, Tag>(params, box, taps, sums);
     }
     if (next.item != at.item) {
-      TilePlace first(params, at.item, kChannels);
-      first.row += block_row, first.column += block_column;
+      TilePlace first = TilePlace(params, at.item, kChannels).OfImage(block.image, params.images);
+      first.row += block.row, first.column += block.column;
       const int32_t channel = first.first_channel + lane * kVec;
       auto store = [&](auto pairs) {
         if (params.out_is_f32) {

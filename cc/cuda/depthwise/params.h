@@ -13,7 +13,8 @@ inline constexpr int kThreads = kHaloThreads, kWarps = kThreads / 32;
 struct Params : HaloParams {
   // Of the filter, in elements: from a tap to the next, from a channel to the next.
   int32_t tap_stride = 1, channel_stride = 1;
-  // A tile's blocks of outputs, one a warp (toeplitz.cuh: strips, kChannels / 8 warps each).
+  // Blocks of outputs of one of a tile's images, one a warp (toeplitz.cuh: strips, kChannels / 8 warps
+  // each).
   int32_t blocks_across = 1, blocks_down = 1;
   // toeplitz.cuh: box rows of a stage; bytes from a channel's plane to the next and from a row to the
   // next; where the band lies in shared memory.

@@ -44,10 +44,11 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
   return CheckStride(problem, 1);
 }
 
-// Pixels of a stage: of the box, and of wgrad's tile of dy.
+// Pixels of a stage: of the images' boxes, and of wgrad's tiles of dy.
 int64_t StagePixels(const Params& params, bool wgrad) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  return int64_t{rows.box} * columns.box + (wgrad ? int64_t{rows.tile} * columns.tile : 0);
+  return params.tile_images *
+         (int64_t{rows.box} * columns.box + (wgrad ? int64_t{rows.tile} * columns.tile : 0));
 }
 
 // Shared memory beside the stages: two buffers of taps, or wgrad's sums, which lie over the stages.
@@ -65,33 +66,42 @@ int64_t SharedBytes(const Instance& instance, const Params& params, int64_t widt
   return std::max(stages, kWarps * taps * instance.channels() * int64_t{sizeof(float)});
 }
 
-// Tiles of 8 blocks side by side, or 2 x 4, ...: the shape that copies least of those that fit, an SM
-// with a single CTA counted as half as fast again.
-Status ShapeTile(const Instance& instance, int64_t width, bool wgrad, const Gpu& gpu,
-                 Params* params) {
+// Tiles of 8 blocks: side by side, below each other, of several images. The shape that copies and
+// computes least of those that fit, an SM with a single CTA counted as half as fast again.
+Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t width,
+                 const Gpu& gpu, Params* params) {
+  const bool wgrad = problem.op == Op::kWgrad;
   double least = HUGE_VAL;
   int64_t fewest_bytes = INT64_MAX;
   Params best;
-  for (int64_t across = 1; across <= kWarps; across *= 2) {
+  auto consider = [&](int64_t across, int64_t images) {
     Params shape = *params;
     const Axis &rows = shape.axis[1], &columns = shape.axis[2];
-    const int64_t tile_rows = kWarps / across * instance.rows;
-    const int64_t tile_columns = across * instance.strip;
-    const int64_t row_taps = instance.any() ? 1 : rows.taps;
-    if (!ShapeBox(tile_rows, tile_columns, row_taps, &shape)) continue;
+    const int64_t down = kWarps / across / images;
+    const int64_t tile_rows = down * instance.rows, tile_columns = across * instance.strip;
+    if (!ShapeBox(tile_rows, tile_columns, instance.any() ? 1 : rows.taps, &shape)) return;
     shape.blocks_across = static_cast<int32_t>(across);
+    shape.blocks_down = static_cast<int32_t>(down);
+    shape.tile_images = static_cast<int32_t>(images);
     const int64_t bytes = SharedBytes(instance, shape, width, wgrad);
     fewest_bytes = std::min(fewest_bytes, bytes);
     const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
-    if (ctas == 0) continue;
-    // An output costs about as much as a pixel of the box.
+    if (ctas == 0) return;
+    // Of one image. An output costs about as much as a pixel of the box.
     const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
                         columns.tiles.divisor *
                         (static_cast<double>(rows.box) * columns.box +
                          static_cast<double>(tile_rows * tile_columns));
-    if (work >= least) continue;
+    if (work >= least) return;
     least = work;
     best = shape;
+  };
+  for (int64_t across = 1; across <= kWarps; across *= 2) {
+    // A tile's images have the same filter.
+    const int64_t most = problem.batch == 1 ? problem.n : 1;
+    for (int64_t images = 1; images <= std::min(kWarps / across, most); images *= 2) {
+      consider(across, images);
+    }
   }
   if (least == HUGE_VAL) {
     return Status::Unimplemented(fewest_bytes == INT64_MAX
@@ -139,7 +149,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   DescribeOperands(problem, kernel.dtype, &params);
   if (instance.spread(problem.op)) HalveBoxes(&params);
   const int64_t width = ByteWidth(kernel.dtype);
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, width, wgrad, gpu, &params));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, problem, width, gpu, &params));
 
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int64_t stage_bytes = StagePixels(params, wgrad) * instance.channels() * width;
@@ -194,8 +204,7 @@ std::vector<KernelDesc> MakeKernels() {
   std::vector<KernelDesc> kernels;
 #define JAXCONV_ROW(op, dtype, variant)                                                         \
   kernels.push_back({JAXCONV_NAME(op, depthwise, dtype, variant), "depthwise", JAXCONV_OP_##op, \
-                     JAXCONV_DTYPE_##dtype, 80, 1000, PlanOf(instance), &instance});            \
-  kernels.back().on_request = true;
+                     JAXCONV_DTYPE_##dtype, 80, 1000, PlanOf(instance), &instance});
 #define KERNEL(ops, types, variant, header, form, args, ...)                 \
   {                                                                          \
     static constexpr form##Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \

@@ -31,6 +31,7 @@
 #include "cuda/common/kernel.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/share.cuh"
+#include "cuda/depthwise/warp_block.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace jaxconv::depthwise {
@@ -50,8 +51,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const Share share(params, params.tap_parts, kChannels);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t block_row = warp / params.blocks_across * Tag::kRows;
-  const int32_t block_column = warp % params.blocks_across * Tag::kStrip;
+  const WarpBlock block(params, warp, Tag::kRows, Tag::kStrip);
   // The part's first tap: along the depth, of the filter rows, of a row.
   Step step;
   int32_t first_tap = 0;
@@ -63,21 +63,28 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     step.depth_tap = share.part / parts_of_row / rows.taps;
   }
   const int32_t lane_at = lane * kVec * int32_t{sizeof(T)};
-  const int32_t box_at = (block_row * rows.stride * columns.box + block_column * columns.stride +
+  const int32_t box_bytes = rows.box * columns.box * kBytes;
+  const int32_t walked_bytes = rows.tile * columns.tile * kBytes;
+  const int32_t box_at = block.image * box_bytes +
+                         (block.row * rows.stride * columns.box + block.column * columns.stride +
                           first_tap * columns.dilation) *
                              kBytes +
                          lane_at;
-  const int32_t walked_at = rows.box * columns.box * kBytes +
-                            (block_row * columns.tile + block_column) * kBytes + lane_at;
+  const int32_t walked_at = params.tile_images * box_bytes + block.image * walked_bytes +
+                            (block.row * columns.tile + block.column) * kBytes + lane_at;
 
   auto fill = [&](int32_t item, int stage) {
     if (item >= params.items) return;
     TilePlace tile(params, item, kChannels);
     tile.first_channel = share.first_channel;
     tile.image += share.filter * params.images;
-    unsigned char* to = dynamic + stage * params.stage_bytes;
-    FillBox<T, Pixel<T, kVec>>(params, tile, step, 0, params.axis[1].box, to);
-    FillWalked<T, Pixel<T, kVec>>(params, tile, to + rows.box * columns.box * kBytes);
+    unsigned char* const boxes = dynamic + stage * params.stage_bytes;
+    unsigned char* const walked = boxes + params.tile_images * box_bytes;
+    for (int32_t i = 0; i < params.tile_images; ++i) {
+      const TilePlace of = tile.OfImage(i, (share.filter + 1) * params.images);
+      FillBox<T, Pixel<T, kVec>>(params, of, step, 0, rows.box, boxes + i * box_bytes);
+      FillWalked<T, Pixel<T, kVec>>(params, of, walked + i * walked_bytes);
+    }
   };
 
   float sums[kR][kS][kVec] = {};
