@@ -144,16 +144,24 @@ def _draw_problem(rng: np.random.Generator, large: bool) -> Problem:
     dilation = integers(1, 3) if chance(0.3) else ones
     lhs_dilation = integers(1, 3) if chance(0.15) else ones
     form = rng.choice(
-        ["dense", "groups", "depthwise", "batched", "batched groups"],
-        p=[0.65, 0.15, 0.05, 0.1, 0.05],
+        ["dense", "groups", "narrow groups", "depthwise", "batched", "batched groups"],
+        p=[0.45, 0.1, 0.1, 0.2, 0.1, 0.05],
     )
     batch = int(rng.integers(2, 4, endpoint=True)) if "batched" in form else None
     groups = int(rng.choice([2, 3, 4, 8])) if "groups" in form else 1
+    if form == "depthwise" and chance(0.5):  # filters that networks have, and long ones
+        length = int(rng.choice([3, 5, 7, 9, 13, 31]))
+        window = tuple(min(length, {1: 31, 2: 31, 3: 3}[rank]) for _ in range(rank))
+        stride = (int(rng.choice([1, 1, 2])),) * rank
+        dilation = lhs_dilation = ones
     most = (128 if large else 512) // groups
     units = [8, 16, 32, 64] if chance(0.6) else [1, 1, 2, 4]  # what kernels align to, or tails
     c, k = (groups * _channels(rng, units, most) for _ in range(2))
     if form == "depthwise":
-        groups, k = c, c * int(rng.integers(1, 3, endpoint=True))
+        groups, k = c, c * int(rng.choice([1, 1, 2, 3]))
+    elif form == "narrow groups":
+        groups = int(rng.integers(2, 16, endpoint=True))
+        c = k = groups * int(rng.choice([2, 4, 8, 16, 32]))
     elif groups == 1 and chance(0.2):  # an image
         c = int(rng.integers(1, 4, endpoint=True))
     reach = [(r - 1) * d for r, d in zip(window, dilation, strict=True)]
@@ -409,6 +417,9 @@ def judge(
     counts[f"rank {case.problem.rank}"] += len(labels)
     counts[f"layout {case.layout}"] += len(labels)
     counts["form vjp"] += len(labels) * (case.op is None)
+    p = case.problem
+    grouped = "depthwise" if p.groups == p.c > 1 else "grouped" if p.groups > 1 else "of one group"
+    counts[f"groups {grouped}"] += len(labels)
     if case.int8:
         counts["form int8"] += len(labels)
         counts[f"int8 to {case.result}"] += len(labels)
