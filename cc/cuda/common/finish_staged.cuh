@@ -17,9 +17,9 @@ namespace jaxconv {
 
 // kVectors vectors of a lane. kAhead: scale and bias are loaded once and kept in registers, and the
 // residuals are loaded ahead; where a thread has no registers for that, all are loaded for one vector
-// after another. A functor offset_of(i) gives the output offset of vector i, or a
+// after another, of which kUnroll are under way. A functor offset_of(i) gives the output offset of vector i, or a
 // negative number where nothing is stored; all lanes of the warp call it.
-template <typename Out, int kVectors, bool kAhead = true>
+template <typename Out, int kVectors, bool kAhead = true, int kUnroll = kVectors>
 struct StagedVectors {
   static constexpr int kWidth = 16 / sizeof(Out);
   ChannelTerms<kAhead ? kWidth : 4> terms;
@@ -47,7 +47,7 @@ struct StagedVectors {
   template <typename OffsetOf, typename QuadOf>
   __device__ __forceinline__ void Finish(const FusedEpilogue& epilogue, Out* out,
                                          OffsetOf offset_of, QuadOf quad) const {
-#pragma unroll
+#pragma unroll(kUnroll)
     for (int i = 0; i < kVectors; ++i) {
       const int64_t offset = offset_of(i);
       float values[kWidth];
@@ -95,6 +95,35 @@ struct StagedVectors {
       if (offset >= 0) Neighbours<Out, kWidth>::Rounded(values).Store(out + offset);
     }
   }
+};
+
+// Sixteen rows of kColumns (32 or 64) accumulators of a warp in shared memory, 2 or 4 KB, without bank
+// conflicts for the pairs of the fragments and for vectors of 16 bytes of output.
+template <typename Out, int kColumns>
+struct StagedRows {
+  static constexpr int kWidth = 16 / sizeof(Out), kLanesOfRow = kColumns / kWidth;
+  static constexpr int kVectors = 16 * kLanesOfRow / 32;  // of a lane
+  uint32_t staging;
+
+  __device__ __forceinline__ uint32_t Quad(int row, int chunk) const {
+    const int swizzled =
+        kColumns == 64 ? chunk ^ chunk / 8 ^ row % 4 * 2 : chunk ^ (row % 4 * 2 + row % 2);
+    return staging + row * (kColumns * 4) + swizzled * 16;
+  }
+  // Of 8 columns after another: columns 2 t and 2 t + 1 of rows g and g + 8, with lane = 4 g + t.
+  __device__ __forceinline__ void Store(int lane, const float* fragments) const {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const uint32_t at = Quad(lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8;
+      StorePair(at, fragments[4 * j], fragments[4 * j + 1]);
+      StorePair(at + 8 * kColumns * 4, fragments[4 * j + 2], fragments[4 * j + 3]);
+    }
+  }
+  // Where a lane's vectors lie: their row and the first of their columns.
+  static __device__ __forceinline__ int Row(int lane, int i) {
+    return i * (32 / kLanesOfRow) + lane / kLanesOfRow;
+  }
+  static __device__ __forceinline__ int Column(int lane) { return lane % kLanesOfRow * kWidth; }
 };
 
 }  // namespace jaxconv

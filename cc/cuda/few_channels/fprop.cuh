@@ -27,41 +27,17 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/finish_staged.cuh"
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_tile.cuh"
 #include "cuda/few_channels/halo_loader.cuh"
 #include "cuda/few_channels/params.h"
+#include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::few_channels {
-
-// Applies an epilogue to the accumulators of a warp, in registers. `base`: where y of the batch
-// begins in the output.
-template <typename T, class Epilogue>
-__device__ __forceinline__ void FinishPixels(const Params& params, const PixelTile& tile,
-                                             float (&acc)[2][8][4], const Epilogue& epilogue,
-                                             int64_t base, int n_first) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int32_t block = threadIdx.x / 32 * 2 + i, down = block >> params.log2_across;
-    const int32_t p = tile.row + down;
-    const int32_t q_first = tile.column + (block - (down << params.log2_across)) * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int32_t q = q_first + e / 2 * 8, n = n_first + j * 8 + lane % 4 * 2 + e % 2;
-        const int32_t row = (tile.image * params.rows.out + p) * params.columns.out + q;
-        const OutputPlace place{base + int64_t{row} * params.k + n, row, n,
-                                p < params.rows.out && q < params.columns.out && n < params.k};
-        acc[i][j][e] = epilogue.template operator()<T>(acc[i][j][e], place);
-      }
-    }
-  }
-}
 
 // The accumulators of a warp -> y: two blocks of 16 neighbouring pixels, 64 channels. They are
 // rounded first and then pass through shared memory, to be stored by 16 bytes.
@@ -111,6 +87,68 @@ __device__ __forceinline__ void StorePixels(const Params& params, const PixelTil
           const auto half = static_cast<unsigned short>(n % 2 == 0 ? word : word >> 16);
           reinterpret_cast<unsigned short*>(
               row)[int64_t{q_first + pixel} * params.k + n_first + n] = half;
+        }
+      }
+    }
+  }
+}
+
+// The same with the fused epilogue: the sums pass through shared memory in float32, 16 pixels by 32
+// channels at a time.
+template <typename T>
+__device__ __forceinline__ void StoreFusedPixels(const Params& params, const PixelTile& tile,
+                                                 const float (&acc)[2][8][4], uint32_t staging,
+                                                 T* y, const FusedEpilogue& epilogue, int64_t base,
+                                                 int n_first) {
+  constexpr int kColumns = 32;
+  static_assert(kStagingBytes >= 16 * kColumns * 4);
+  using Rows = StagedRows<T, kColumns>;
+  const Rows rows{staging};
+  const int lane = Lane();
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const int32_t block = threadIdx.x / 32 * 2 + i, down = block >> params.log2_across;
+    const int32_t p = tile.row + down;
+    const int32_t q_first = tile.column + (block - (down << params.log2_across)) * 16;
+    const int32_t row_first = (tile.image * params.rows.out + p) * params.columns.out;
+    // Pixels from q_first on, none where the tile ends below the image.
+    const int pixels = p < params.rows.out ? min(16, params.columns.out - q_first) : 0;
+#pragma unroll 1
+    for (int c = 0; c < 64; c += kColumns) {
+      auto stage = [&] {
+        __syncwarp();
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+#pragma unroll
+          for (int k = 0; k < 64; k += kColumns) {
+            if (b == i && k == c) rows.Store(lane, acc[b][k / 8]);
+          }
+        }
+        __syncwarp();
+      };
+      if (params.k_vector) {
+        const int32_t n = n_first + c + Rows::Column(lane);
+        const bool inside = n < params.k;
+        auto offset_of = [&](int v) -> int64_t {
+          const int pixel = Rows::Row(lane, v);
+          if (!inside || pixel >= pixels) return -1;
+          return base + int64_t{row_first + q_first + pixel} * params.k + n;
+        };
+        const StagedVectors<T, Rows::kVectors, false, 1> vectors(epilogue, n, inside, offset_of);
+        stage();
+        vectors.Finish(epilogue, y, offset_of, [&](int v, int q) {
+          return rows.Quad(Rows::Row(lane, v), Rows::Column(lane) / 4 + q);
+        });
+      } else {
+        stage();
+        const int32_t n = n_first + c + lane;
+#pragma unroll 1
+        for (int pixel = 0; pixel < pixels && n < params.k; ++pixel) {
+          const int32_t row = row_first + q_first + pixel;
+          const int64_t at = base + int64_t{row} * params.k + n;
+          const float sum = __uint_as_float(LoadWord(rows.Quad(pixel, lane / 4) + lane % 4 * 4));
+          y[at] = FromFloat<T>(
+              epilogue.template operator()<T>(sum, OutputPlace{at, row, n, /*inside=*/true}));
         }
       }
     }
@@ -243,11 +281,14 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       if (loader.More()) loader.Store(store_to(halo + other));
     } while (loader.More() || k_block < params.k_blocks);
     const typename Tag::Epilogue epilogue(params.epilogue);
-    if constexpr (!Tag::Epilogue::kPlain) {
-      FinishPixels<T>(params, tile, acc, epilogue, batch * params.out_batch, n_first);
+    const uint32_t of_warp = staging + threadIdx.x / 32 * kStagingBytes;
+    if constexpr (Tag::Epilogue::kPlain) {
+      StorePixels(params, tile, acc, of_warp,
+                  static_cast<T*>(params.out) + batch * params.out_batch, n_first);
+    } else {
+      StoreFusedPixels(params, tile, acc, of_warp, static_cast<T*>(params.out), epilogue,
+                       batch * params.out_batch, n_first);
     }
-    StorePixels(params, tile, acc, staging + threadIdx.x / 32 * kStagingBytes,
-                static_cast<T*>(params.out) + batch * params.out_batch, n_first);
     epilogue.FinishTile(index * kTilePixels, (index + 1) * kTilePixels, n_first,
                         min(n_first + kTileChannels, params.k));
     __syncthreads();

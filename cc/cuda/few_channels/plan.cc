@@ -347,8 +347,9 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double cycles =
       tile.start + static_cast<double>(CeilDiv(tiling.params.tiles, ctas) * waves) *
                        std::max(static_cast<double>(active) * tile.work, tile.latency);
-  const double bytes =
-      2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements());
+  const double bytes = 2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() +
+                                                 problem.y_elements()) +
+                       static_cast<double>(EpilogueBytes(problem));
   const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
   const double start = gpu.launch_us + kStartUs;
   double microseconds =
@@ -382,6 +383,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   }
   auto launch = std::make_shared<LaunchParams>();
   launch->kernel = tiling.params;
+  launch->kernel.epilogue = EpilogueParams(problem.epilogue);
   launch->shared_bytes = tiling.shared_bytes;
   launch->grid_x = ctas;
   launch->grid_y = tiling.grid_y;
@@ -406,7 +408,9 @@ const std::vector<KernelDesc>& Kernels() {
     static constexpr Instance instance = {JAXCONV_UNPACK arguments}; \
     JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)     \
   }
+#define FUSED(...)
 #include "cuda/few_channels/kernels.def"
+#undef FUSED
 #undef KERNEL
 #undef JAXCONV_ADD
     return all;

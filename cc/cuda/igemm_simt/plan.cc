@@ -97,7 +97,7 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   if (rest > 0) cycles += rest * cta_cycles / RateOfCtas(instance, rest);
   const double bytes = problem.x_elements() * ByteWidth(problem.x_dtype) +
                        problem.w_elements() * ByteWidth(problem.w_dtype) +
-                       problem.y_elements() * ByteWidth(problem.y_dtype);
+                       problem.y_elements() * ByteWidth(problem.y_dtype) + EpilogueBytes(problem);
   const double bytes_per_us = gpu.dram_bytes_per_us * kDramShare;
   const double start = gpu.launch_us + kStartUs;
   double microseconds = std::max(start + cycles / gpu.cycles_per_us(), bytes / bytes_per_us);
@@ -157,6 +157,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     }
   }
   params.out_is_f32 = plan->slices > 1 || problem.output_dtype() == DType::kF32;
+  params.epilogue = EpilogueParams(problem.epilogue);
   params.n_tiles = FastDivmod(n_tiles);
   params.m_tiles = FastDivmod(m_tiles);
   params.batch_groups = FastDivmod(batch_groups);
@@ -187,7 +188,9 @@ const std::vector<KernelDesc>& Kernels() {
     static constexpr Instance instance = {JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares}; \
     JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)                            \
   }
+#define FUSED(...)
 #include "cuda/igemm_simt/kernels.def"
+#undef FUSED
 #undef KERNEL
 #undef JAXCONV_ADD
     return all;

@@ -10,29 +10,6 @@
 
 namespace jaxconv::igemm_simt {
 
-// Applies an epilogue to the accumulators, in registers. Row r of the tile is output pixel
-// dst_row(r), < 0: no row. Columns run from n_first to n_end; column 0 is output channel
-// channel_first and lies at `base` in row 0 of the output.
-template <class Tile, typename Out, class Epilogue, typename DstRow>
-__device__ __forceinline__ void FinishAccumulators(float (&acc)[8][Tile::kThreadN],
-                                                   const Epilogue& epilogue, DstRow dst_row,
-                                                   int64_t base, int64_t row_stride, int n_first,
-                                                   int n_end, int channel_first) {
-  const int row = Tile::FirstRow();
-  const int column = n_first + Tile::FirstColumn();
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int32_t dst = dst_row(row + (i / 4) * Tile::kLanesM * 4 + i % 4);
-#pragma unroll
-    for (int j = 0; j < Tile::kThreadN; ++j) {
-      const int n = column + j / 4 * Tile::kLanesN * 4 + j % 4;
-      const OutputPlace place{base + dst * row_stride + n, dst, channel_first + n,
-                              dst >= 0 && n < n_end};
-      acc[i][j] = epilogue.template operator()<Out>(acc[i][j], place);
-    }
-  }
-}
-
 // Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
 // n_first to n_end. kQuads: n_end and row_stride are multiples of 4 and `out` is aligned to four
 // elements.
@@ -56,6 +33,53 @@ __device__ __forceinline__ void StoreTile(const float (&acc)[8][Tile::kThreadN],
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (n + e < n_end) to[n + e] = FromFloat<Out>(acc[i][part * 4 + e]);
+        }
+      }
+    }
+  }
+}
+
+// The same with the fused epilogue; `base` is the offset of column 0 in row 0 of the output, whose
+// channel is channel_first. The loop over rows is not unrolled, so that there is one copy of it; a
+// uniform branch picks the accumulators.
+template <class Tile, bool kQuads, typename Out, typename DstRow>
+__device__ __forceinline__ void StoreFusedTile(const float (&acc)[8][Tile::kThreadN], Out* out,
+                                               const FusedEpilogue& epilogue, DstRow dst_row,
+                                               int64_t base, int64_t row_stride, int n_first,
+                                               int n_end, int channel_first) {
+  constexpr int kParts = Tile::kThreadN / 4;
+  const int first_row = Tile::FirstRow();
+  const int column = n_first + Tile::FirstColumn();
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    float row[Tile::kThreadN];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (k != i) continue;
+#pragma unroll
+      for (int j = 0; j < Tile::kThreadN; ++j) row[j] = acc[k][j];
+    }
+    const int32_t dst = dst_row(first_row + (i / 4) * Tile::kLanesM * 4 + i % 4);
+    if (dst < 0) continue;
+    const int64_t at = base + dst * row_stride;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int n = column + part * Tile::kLanesN * 4;
+      float quad[4] = {row[part * 4], row[part * 4 + 1], row[part * 4 + 2], row[part * 4 + 3]};
+      if constexpr (kQuads) {
+        if (n >= n_end) continue;
+        Neighbours<Out, 4> residual{};
+        if (epilogue.params.residual != nullptr) residual = epilogue.Residual<Out, 4>(at + n);
+        epilogue.Scale(epilogue.Terms<4>(channel_first + n), quad);
+        epilogue.Add<Out>(quad, residual, at + n);
+        Activate(epilogue.params.activation, epilogue.params.negative_slope, quad);
+        StoreQuad(out + at + n, quad);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (n + e >= n_end) continue;
+          out[at + n + e] = FromFloat<Out>(epilogue.template operator()<Out>(
+              quad[e], OutputPlace{at + n + e, dst, channel_first + n + e, /*inside=*/true}));
         }
       }
     }

@@ -72,8 +72,11 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
         MakeEpilogue<typename Tag::Epilogue>(params.epilogue, params.slice_elements > 0);
     const int channel_first = group * gemm.gemm_n;
     if constexpr (!Tag::Epilogue::kPlain) {
-      FinishAccumulators<Tile, Out>(acc, epilogue, dst_row, base, gemm.out_channels, n_from,
-                                    gemm.gemm_n, channel_first);
+      if (std::is_same_v<Out, T> && !epilogue.partial) {
+        StoreFusedTile<Tile, kVec>(acc, out, epilogue.Whole(), dst_row, base, gemm.out_channels,
+                                   n_from, gemm.gemm_n, channel_first);
+        return;
+      }
     }
     StoreTile<Tile, kVec>(acc, out + base, dst_row, gemm.out_channels, n_from, gemm.gemm_n);
     epilogue.FinishTile(m_tile * Tile::kTileM, min((m_tile + 1) * Tile::kTileM, rows),

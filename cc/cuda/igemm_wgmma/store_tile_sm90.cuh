@@ -184,50 +184,35 @@ __device__ __forceinline__ void StoreFusedTile(const Params& params, const TileP
                                                const FusedEpilogue& epilogue) {
   constexpr int kColumns = Tile::kStagingBytes < 4096 ? 32 : 64;
   static_assert(Tile::kStagingBytes >= 16 * kColumns * 4);
-  constexpr int kWidth = 16 / sizeof(T), kLanesOfRow = kColumns / kWidth;
-  constexpr int kVectors = 16 * kLanesOfRow / 32;
+  using Rows = StagedRows<T, kColumns>;
+  const Rows rows{staging};
   const int lane = Lane();
-  const int g = lane / 4, t = lane % 4;
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.OutputOffset(params, n_first);
-  // Neither the pairs of the fragments nor the rows' vectors conflict.
-  auto chunk_address = [&](int row, int chunk) {
-    const int swizzled =
-        kColumns == 64 ? chunk ^ chunk / 8 ^ row % 4 * 2 : chunk ^ (row % 4 * 2 + row % 2);
-    return staging + row * (kColumns * 4) + swizzled * 16;
-  };
 #pragma unroll 1
   for (int block = 0; block < Tile::kBlocks; ++block) {
     const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
 #pragma unroll 1
     for (int c = 0; c < Tile::kTileN && n_first + c < params.gemm_n; c += kColumns) {
-      const int column = c + lane % kLanesOfRow * kWidth;
+      const int column = c + Rows::Column(lane);
       const bool inside = n_first + column < params.gemm_n;
-      auto row_of = [&](int i) { return i * (32 / kLanesOfRow) + lane / kLanesOfRow; };
       auto offset_of = [&](int i) -> int64_t {
-        const int32_t m = __shfl_sync(0xffffffff, decoded, row_of(i));
+        const int32_t m = __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i));
         return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
       };
-      const StagedVectors<T, kVectors, (Tile::kAccumulators < 160)> vectors(
+      const StagedVectors<T, Rows::kVectors, (Tile::kAccumulators < 160)> vectors(
           epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < Tile::kBlocks; ++i) {
 #pragma unroll
         for (int k = 0; k < Tile::kTileN; k += kColumns) {
-          if (i != block || k != c) continue;
-          const float* chunk = acc.Columns(i, k);
-#pragma unroll
-          for (int j = 0; j < kColumns / 8; ++j) {
-            const uint32_t at = chunk_address(g, 2 * j + t / 2) + t % 2 * 8;
-            StorePair(at, chunk[4 * j], chunk[4 * j + 1]);
-            StorePair(at + 8 * kColumns * 4, chunk[4 * j + 2], chunk[4 * j + 3]);
-          }
+          if (i == block && k == c) rows.Store(lane, acc.Columns(i, k));
         }
       }
       __syncwarp();
       vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
-        return chunk_address(row_of(i), lane % kLanesOfRow * (kWidth / 4) + q);
+        return rows.Quad(Rows::Row(lane, i), Rows::Column(lane) / 4 + q);
       });
     }
   }

@@ -104,10 +104,20 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
   const auto epilogue =
       MakeEpilogue<typename Tag::Epilogue>(params.epilogue, params.slice_elements > 0);
   auto store = [&](auto* out) {
-    StoreAccumulators<std::remove_pointer_t<decltype(out)>, Tile>(
-        acc, SharedAddress(stages), out, epilogue, dst_row,
-        slice * params.slice_elements + batch * gemm.out_batch + int64_t{group} * gemm.out_group,
-        gemm.out_channels, tile.n_first, gemm.gemm_n, channel_first, params.out_vector);
+    const int64_t base =
+        slice * params.slice_elements + batch * gemm.out_batch + int64_t{group} * gemm.out_group;
+    using Out = std::remove_pointer_t<decltype(out)>;
+    if constexpr (!Tag::Epilogue::kPlain) {
+      if (std::is_same_v<Out, T> && !epilogue.partial) {
+        StoreFusedAccumulators<Out, Tile>(acc, SharedAddress(stages), out, epilogue.Whole(),
+                                          dst_row, base, gemm.out_channels, tile.n_first,
+                                          gemm.gemm_n, channel_first, params.out_vector);
+        return;
+      }
+    }
+    StoreAccumulators<Out, Tile>(acc, SharedAddress(stages), out, PlainEpilogue(params.epilogue),
+                                 dst_row, base, gemm.out_channels, tile.n_first, gemm.gemm_n,
+                                 channel_first, params.out_vector);
   };
   if (std::is_same_v<T, float> || params.out_is_f32) {
     store(static_cast<float*>(params.out));

@@ -231,7 +231,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     work.blocks = count == 1 ? average_blocks : std::ceil(average_blocks / count);
     work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                           problem.w_elements() * ByteWidth(problem.w_dtype) +
-                                          problem.y_elements() * ByteWidth(problem.y_dtype));
+                                          problem.y_elements() * ByteWidth(problem.y_dtype) +
+                                          EpilogueBytes(problem));
     work.partial_bytes = static_cast<double>(WorkspaceBytes(problem, count));
     work.unaligned_output = count == 1 && (gemm.gemm_n % 8 != 0 || gemm.out_channels % 8 != 0);
     return PredictMicroseconds(tile, work, gpu) * copy_factor;
@@ -265,6 +266,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.batch_groups = FastDivmod(batch_groups);
   params.slices = FastDivmod(plan->slices);
   params.blocks_per_slice = static_cast<int32_t>(CeilDiv(blocks, plan->slices));
+  params.epilogue = EpilogueParams(problem.epilogue);
   params.slice_elements = split ? OutputElements(problem) : 0;
   launch->ctas = tiles * plan->slices;
   launch->out_elements = OutputElements(problem);

@@ -14,6 +14,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/finish_staged.cuh"
 #include "cuda/common/mma_tile.cuh"
 
 namespace jaxconv::igemm_wmma {
@@ -116,6 +117,70 @@ __device__ __forceinline__ void StoreAccumulators(
           out[at] = elements[0];
           if (n + 1 < n_end) out[at + 1] = elements[1];
         }
+      }
+    }
+  }
+}
+
+// The same with the fused epilogue. The loop over the warp's rows is not unrolled, so that there is
+// one copy of it; a uniform branch picks the accumulators.
+template <typename Out, class Tile, typename DstRow>
+__device__ __forceinline__ void StoreFusedAccumulators(
+    const float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4], uint32_t shared, Out* out,
+    const FusedEpilogue& epilogue, DstRow dst_row, int64_t base, int32_t row_stride, int n_first,
+    int n_end, int channel_first, bool vector) {
+  constexpr int kRowBytes = Tile::kWarpN * 4;
+  constexpr int kWidth = 16 / sizeof(Out);
+  constexpr int kLanesOfRow = Tile::kWarpN / kWidth, kVectors = kLanesOfRow / 2;
+  const int lane = threadIdx.x % 32;
+  const uint32_t staging = shared + threadIdx.x / 32 * kStagingBytes<Tile>;
+  auto chunk_address = [&](int row, int chunk) {
+    const int swizzle = kRowBytes >= 128 ? row % 4 * 2 : row / 2 % 2 * 2;
+    return staging + row * kRowBytes + (chunk ^ swizzle) * 16;
+  };
+  const uint32_t store = chunk_address(lane / 4, lane % 4 / 2) + lane % 2 * 8;
+  const int column = lane % kLanesOfRow * kWidth;
+  const int n_warp = n_first + Tile::WarpN();
+  const bool inside = n_warp + column < n_end;
+#pragma unroll 1
+  for (int block = 0; block < Tile::kBlocksM; ++block) {
+    const int first_row = Tile::WarpM() + block * 16;
+    auto row_of = [&](int i) { return lane / kLanesOfRow + i * (32 / kLanesOfRow); };
+    auto offset_of = [&](int i) -> int64_t {
+      const int32_t dst = inside ? dst_row(first_row + row_of(i)) : -1;
+      return dst < 0 ? -1 : base + n_warp + column + int64_t{dst} * row_stride;
+    };
+    auto stage = [&] {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocksM; ++i) {
+        if (i != block) continue;
+#pragma unroll
+        for (int j = 0; j < Tile::kBlocksN; ++j) {
+          StorePair(store ^ (j * 32), acc[i][j][0], acc[i][j][1]);
+          StorePair((store ^ (j * 32)) + 8 * kRowBytes, acc[i][j][2], acc[i][j][3]);
+        }
+      }
+      __syncwarp();
+    };
+    if (vector) {
+      const StagedVectors<Out, kVectors> vectors(epilogue, channel_first + n_warp + column, inside,
+                                                 offset_of);
+      stage();
+      vectors.Finish(epilogue, out, offset_of,
+                     [&](int i, int q) { return chunk_address(row_of(i), column / 4 + q); });
+    } else {
+      stage();
+      const int columns = min(Tile::kWarpN, n_end - n_warp);
+#pragma unroll 1
+      for (int element = lane; element < 16 * Tile::kWarpN; element += 32) {
+        const int row = element / Tile::kWarpN, n = element % Tile::kWarpN;
+        const int32_t dst = n < columns ? dst_row(first_row + row) : -1;
+        if (dst < 0) continue;
+        const float sum = __uint_as_float(LoadWord(chunk_address(row, n / 4) + n % 4 * 4));
+        const int64_t at = base + int64_t{dst} * row_stride + n_warp + n;
+        out[at] = FromFloat<Out>(epilogue.template operator()<Out>(
+            sum, OutputPlace{at, dst, channel_first + n_warp + n, /*inside=*/true}));
       }
     }
   }
