@@ -113,6 +113,7 @@ WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
 # Folded columns: pixels of 24 channels.
 PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
+IMAGE_ODD = problem("stem_odd", (20, 24), 7, n=1, c=3, k=37, stride=2, padding=3)
 EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
     problem("nchw32", (6, 9), 3, n=1, c=64, k=32, padding=1),
@@ -169,6 +170,18 @@ EPILOGUES = {
         (DENSE, "scale bias residual relu pre", "slices=1"),
         (DENSE, "scale bias residual silu pre", "slices=3"),
     ],
+    "fprop_igemm_wmma_f16_64x64x64_3stage": [
+        (DENSE, "scale bias residual relu pre", "slices=2"),
+        (PATCHES, "scale bias residual silu", ""),
+    ],
+    "fprop_igemm_wmma_bf16_128x16x64_3stage_align2": [(ODD, "scale bias residual gelu pre", "")],
+    "fprop_igemm_simt_f32_128x64x8_vec": [(GROUPS, "scale bias residual relu6 pre", "")],
+    "fprop_igemm_simt_f16_128x32x8_scalar": [(ODD, "scale bias residual tanh pre", "")],
+    "fprop_few_channels_f16_128x64": [(IMAGE, "scale bias relu", "")],
+    "fprop_few_channels_bf16_128x64": [(IMAGE_ODD, "bias residual sigmoid pre", "")],
+    "fprop_depthwise_bf16_64ch_3x3": [(DEPTHWISE[0], "scale bias residual relu6 pre", "")],
+    "fprop_depthwise_f16_64ch_any": [(DEPTHWISE_ANY, "bias gelu", "")],
+    "fprop_depthwise_f32_32ch_5x5_stride2": [(DEPTHWISE[3], "scale residual hard_swish", "")],
 }
 
 

@@ -178,6 +178,69 @@ __device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue&
   }
 }
 
+// The same with the fused epilogue, a row of the block after another: the loop over them is not
+// unrolled, so that there is one copy of it, and a uniform branch picks the sums. Both channels of a
+// lane exist or neither.
+template <typename T, class Tag>
+__device__ __forceinline__ void StoreFusedBlock(const Params& params, const FusedEpilogue& epilogue,
+                                                const TilePlace& first, int32_t channel,
+                                                float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
+  constexpr int kVec = Tag::kVec, kStrip = Tag::kStrip;
+  constexpr int kPart = kVec == 2 ? (kStrip + 1) / 2 : kStrip;  // under way at a time
+  static_assert(Tag::kSpread == 1);
+  const int32_t height = params.axis[1].out, width = params.axis[2].out;
+  const bool exists = first.exists && channel < params.channels;
+  const int64_t pixel =
+      ((int64_t{first.image} * params.axis[0].out + first.depth) * height + first.row) * width +
+      first.column;
+  ChannelTerms<kVec> terms;
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    const ChannelTerms<1> of = epilogue.Terms<1>(exists ? channel + v : 0);
+    terms.scale[v] = of.scale[0], terms.bias[v] = of.bias[0];
+  }
+#pragma unroll 1
+  for (int p = 0; p < Tag::kRows; ++p) {
+    const int columns = exists && first.row + p < height ? width - first.column : 0;
+    const int64_t line = (pixel + int64_t{p} * width) * params.channels + channel;
+#pragma unroll
+    for (int q0 = 0; q0 < kStrip; q0 += kPart) {
+      const int64_t at = line + q0 * params.channels;
+      Neighbours<T, kVec> residual[kPart];
+      if (epilogue.params.residual != nullptr) {
+#pragma unroll
+        for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
+          if (q0 + q < columns) residual[q] = epilogue.Residual<T, kVec>(at + q * params.channels);
+        }
+      }
+      float values[kPart][kVec];
+#pragma unroll
+      for (int k = 0; k < Tag::kRows; ++k) {
+        if (k != p) continue;
+#pragma unroll
+        for (int i = 0; i < kPart * kVec; ++i) {
+          values[i / kVec][i % kVec] =
+              q0 + i / kVec < kStrip ? sums[k][(q0 + i / kVec) % kStrip][i % kVec] : 0;
+        }
+      }
+#pragma unroll
+      for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
+        epilogue.Scale(terms, values[q]);
+        if (q0 + q < columns) epilogue.Add<T>(values[q], residual[q], at + q * params.channels);
+        Activate(epilogue.params.activation, epilogue.params.negative_slope, values[q]);
+        if (q0 + q < columns) {
+          Neighbours<T, kVec>::Rounded(values[q]).Store(static_cast<T*>(params.out) + at +
+                                                        q * params.channels);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Tag::kRows * kStrip * kVec; ++i) {
+    sums[i / (kStrip * kVec)][i / kVec % kStrip][i % kVec] = 0;
+  }
+}
+
 template <class Tag>
 __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     DirectKernel(const __grid_constant__ Params params) {
@@ -251,7 +314,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
           StoreBlock<T, pairs, Tag>(params, epilogue, first, channel, sums);
         }
       };
-      if (kVec == 2 && params.channels % 2 == 0) {
+      if constexpr (!Epilogue::kPlain) {
+        StoreFusedBlock<T, Tag>(params, epilogue, first, channel, sums);
+      } else if (kVec == 2 && params.channels % 2 == 0) {
         store(std::bool_constant<kVec == 2>());
       } else {
         store(std::false_type());

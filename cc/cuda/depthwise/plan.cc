@@ -30,6 +30,10 @@ constexpr double kCopyInstructions = 22, kStoreInstructions = 5, kItemInstructio
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
+  if (kernel.fused && problem.k % instance.vec != 0) {
+    return Status::Unimplemented("with an epilogue stores pairs of channels, got " +
+                                 std::to_string(problem.k));
+  }
   if (instance.any()) return {};
   if (problem.filter[1] != instance.filter_rows || problem.filter[2] != instance.filter_columns) {
     return Status::Unimplemented("expected a filter of " + std::to_string(instance.filter_rows) +
@@ -147,6 +151,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, kernel.dtype, &params);
+  params.epilogue = EpilogueParams(problem.epilogue);
   if (instance.spread(problem.op)) HalveBoxes(&params);
   const int64_t width = ByteWidth(kernel.dtype);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, problem, width, gpu, &params));
@@ -177,8 +182,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     longest = CeilDiv(params.items, launch->ctas) * params.axis[0].taps * row_taps * params.reduce;
   }
   launch->out_dtype = problem.output_dtype();
-  const double bytes =
-      static_cast<double>(width) * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double bytes = static_cast<double>(width) *
+                           static_cast<double>(problem.x_elements() + problem.y_elements()) +
+                       static_cast<double>(EpilogueBytes(problem));
   const double share = ctas_of_sm == 1 ? kIssueShareOfOneCta : kIssueShare;
   const double issue =
       static_cast<double>(longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) *
@@ -210,7 +216,9 @@ std::vector<KernelDesc> MakeKernels() {
     static constexpr form##Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
     JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                       \
   }
+#define FUSED(...)
 #include "cuda/depthwise/kernels.def"
+#undef FUSED
 #undef KERNEL
 #undef JAXCONV_ROW
   return kernels;
