@@ -15,6 +15,7 @@
 #include "cpu/depthwise_wgrad.h"
 #include "cpu/few_outputs.h"
 #include "cpu/few_pixels.h"
+#include "cpu/float_epilogue.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
@@ -175,14 +176,15 @@ class Execution {
     for (const Region& region : plan_.tasks[task]) {
       if (plan_.family == Family::kFewOutputs) {
         ComputeFewOutputs(region);
+        FollowWithEpilogue(task, region);
         continue;
       }
       const char* x = x_ + region.x_offset * x_width;
       const char* y = y_ + region.y_offset * y_width;
-      if (plan_.requantizes) (fprop ? y : x) = Sums(task);
+      if (plan_.sums_offset >= 0) (fprop ? y : x) = Sums(task);
       if (region.primitive < 0) {
         std::memset(const_cast<char*>(fprop ? y : x), 0, region.zero_elements * result_width_);
-        Requantize(task, region);
+        FollowWithEpilogue(task, region);
         continue;
       }
       const ConvPrimitive& primitive = plan_.primitives.convolutions[region.primitive];
@@ -196,7 +198,7 @@ class Execution {
                 {fprop ? DNNL_ARG_DST : DNNL_ARG_DIFF_DST, Memory(primitive.y, y)},
                 {DNNL_ARG_WEIGHTS, Memory(primitive.w, w)},
                 {DNNL_ARG_SCRATCHPAD, Memory(primitive.scratch, Scratch(task))}});
-      Requantize(task, region);
+      FollowWithEpilogue(task, region);
     }
     return {};
   }
@@ -224,12 +226,44 @@ class Execution {
     }
   }
 
-  // From the int32 sums of a region to its output.
-  void Requantize(int64_t task, const Region& region) const {
-    if (!plan_.requantizes) return;
+  // From the sums of a region to its output.
+  void FollowWithEpilogue(int64_t task, const Region& region) const {
     const bool fprop = p_.op == Op::kFprop;  // else the transposed convolution's x is the output
-    cpu::Requantize(problem_, terms_, reinterpret_cast<const int32_t*>(Sums(task)),
-                    fprop ? region.y_offset : region.x_offset, OutputElements(plan_, region), out_);
+    const int64_t begin = fprop ? region.y_offset : region.x_offset;
+    const int64_t count = OutputElements(plan_, region);
+    if (plan_.requantizes) {
+      cpu::Requantize(problem_, terms_, reinterpret_cast<const int32_t*>(Sums(task)), begin, count,
+                      out_);
+    } else if (plan_.finishes) {
+      const float* sums =
+          plan_.sums_offset >= 0 ? Floats(Sums(task)) : static_cast<const float*>(out_) + begin;
+      FinishSums(problem_, terms_, sums, begin, count, out_);
+      if (plan_.moments_offset < 0) return;
+      const int64_t number = plan_.first_region[task] + (&region - plan_.tasks[task].data());
+      Moments(problem_, out_, begin, count, RegionMoments(number));
+    }
+  }
+
+  double* RegionMoments(int64_t number) const {
+    return reinterpret_cast<double*>(workspace_ + plan_.moments_offset +
+                                     number * plan_.moments_stride);
+  }
+
+  // Into those of the first region.
+  void MergeStatistics() const {
+    if (plan_.moments_offset < 0) return;
+    const int64_t k = problem_.k;
+    double* merged = RegionMoments(0);
+    int64_t pixels = 0, number = 0;
+    for (const std::vector<Region>& task : plan_.tasks) {
+      for (const Region& region : task) {
+        const int64_t count = OutputElements(plan_, region) / k;
+        if (number > 0) MergeMoments(k, pixels, RegionMoments(number), count, merged);
+        pixels += count;
+        ++number;
+      }
+    }
+    for (int64_t i = 0; i < 2 * k; ++i) terms_.statistics[i] = static_cast<float>(merged[i]);
   }
 
   // Every partial sum is written even if no region of the task adds to it.
@@ -293,6 +327,14 @@ class Execution {
   }
 
   Status Finish() {
+    if (plan_.family == Family::kFewPixels && plan_.finishes) {
+      const float* sums = FewPixelsPartial(0);
+      FinishSums(problem_, terms_, sums, 0, problem_.y_elements(), out_);
+      if (plan_.moments_offset >= 0) {
+        Moments(problem_, out_, 0, problem_.y_elements(), RegionMoments(0));
+      }
+    }
+    MergeStatistics();
     if (plan_.result_offset < 0) return {};
     const float* result = static_cast<const float*>(result_);
     DType dtype = problem_.output_dtype();

@@ -3,9 +3,10 @@
 //   1 convert   16-bit operands that oneDNN has no kernel for become float32 copies
 //   2 reverse   the taps of the filter, for a transposed convolution
 //   3 pack      the filter goes into the layout that the primitives read
-//   4 convolve  every task runs its regions, each followed by the epilogue of 8-bit operands
+//   4 convolve  every task runs its regions, each followed by its epilogue
 //   5 reduce    weight gradients: the tasks' partial sums are added, in the order of the tasks
-//   6 finish    a float32 result is rounded to the output's type, reversed taps are turned back
+//   6 finish    a float32 result is rounded to the output's type, reversed taps are turned back,
+//               the regions' statistics are merged in their order
 //
 // No thread is started here: tasks run on the caller's threads, each on single-threaded primitives.
 // Concurrent calls therefore share those threads instead of starting OpenMP teams, and the order of
@@ -21,7 +22,7 @@
 namespace jaxconv::cpu {
 
 struct Plan;           // plan.h
-struct EpilogueTerms;  // requantize.h
+struct EpilogueTerms;  // epilogue_terms.h
 
 // `lhs` and `rhs` are the operation's operands, (x, w), (dy, w) or (x, dy). `out` and `workspace`
 // are overwritten; the workspace has at least the bytes that were selected, at any alignment.

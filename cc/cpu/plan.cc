@@ -44,8 +44,8 @@ int64_t MaxRegionRows(const Geometry& g) {
   return std::clamp<int64_t>(fitting, 1, rows);
 }
 
-// The elements of a region whose int32 sums stay in a second-level cache until the epilogue reads
-// them: 512 KB.
+// The elements of a region whose sums stay in a second-level cache until the epilogue reads them:
+// 512 KB.
 constexpr int64_t kMaxSums = 128 << 10;
 
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& p) {
@@ -57,7 +57,6 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& p) {
                                  (second == kernel.dtype ? "" : " and s8") + " operands, got " +
                                  Name(p.lhs_dtype()) + " and " + Name(p.rhs_dtype()));
   }
-  if (!int8 && !p.epilogue.Plain()) return Status::Unimplemented("stores plain sums only");
   const DType output = p.output_dtype();
   if (!int8 && output != kernel.dtype && output != DType::kF32) {
     return Status::Unimplemented(std::string("gives ") + Name(kernel.dtype) +
@@ -116,9 +115,10 @@ class Planner {
     const Geometry& g = plan_.geometry;
     plan_.family = kernel.family;
     plan_.compute_dtype = native ? kernel.dtype : DType::kF32;
-    plan_.result_dtype = Is8Bits(kernel.dtype) ? DType::kS32
-                         : wgrad_ || !native   ? DType::kF32
-                                               : problem_.output_dtype();
+    plan_.finishes = !Is8Bits(kernel.dtype) && !problem_.epilogue.Plain();
+    plan_.result_dtype = Is8Bits(kernel.dtype)                 ? DType::kS32
+                         : wgrad_ || !native || plan_.finishes ? DType::kF32
+                                                               : problem_.output_dtype();
     plan_.requantizes = plan_.result_dtype == DType::kS32 &&
                         (problem_.y_dtype != DType::kS32 || !problem_.epilogue.Plain());
     ReserveCopies(native);
@@ -136,13 +136,14 @@ class Planner {
     } else {
       int64_t rows = DividedRows(g), images = g.p.n;
       if (wgrad_ && onednn) rows = MaxRegionRows(g);
-      if (plan_.requantizes) {
+      if (plan_.requantizes || plan_.finishes) {
         const int64_t image = problem_.y_elements() / (problem_.batch * problem_.n);
         rows = std::clamp<int64_t>(kMaxSums / (image / rows), 1, rows);
         images = std::max<int64_t>(1, kMaxSums / image);
       }
       plan_.tasks = MakeTasks(g, plan_.slices, rows, images);
-      if (plan_.requantizes) ReserveSums();
+      const bool in_place = plan_.finishes && problem_.y_dtype == DType::kF32;
+      if ((plan_.requantizes || plan_.finishes) && !in_place) ReserveSums();
       if (onednn) {
         JAXCONV_RETURN_IF_ERROR(MakePrimitives(g, plan_.compute_dtype, plan_.result_dtype,
                                                &plan_.tasks, &plan_.primitives));
@@ -150,6 +151,7 @@ class Planner {
       }
       if (wgrad_) ReservePartials();
     }
+    if (problem_.epilogue.statistics) ReserveMoments();
     if (plan_.workspace_bytes > 0) plan_.workspace_bytes += kAlignment;
     return {};
   }
@@ -172,7 +174,7 @@ class Planner {
     if (transposed && !wgrad_) {
       plan_.reversed_offset = Reserve(w * ByteWidth(plan_.compute_dtype));
     }
-    if (plan_.requantizes) return;
+    if (plan_.requantizes || plan_.finishes) return;
     if (plan_.result_dtype != problem_.output_dtype() || (transposed && wgrad_)) {
       int64_t elements = problem_.op == Op::kFprop ? y : problem_.op == Op::kDgrad ? x : w;
       plan_.result_offset = Reserve(elements * ByteWidth(plan_.result_dtype));
@@ -209,6 +211,17 @@ class Planner {
     }
     plan_.sums_stride = AlignUp(largest * ByteWidth(DType::kS32));
     plan_.sums_offset = Reserve(plan_.sums_stride * plan_.slices);
+  }
+
+  // Of each region; of all pixels at once where there are none.
+  void ReserveMoments() {
+    int64_t regions = 0;
+    for (const std::vector<Region>& task : plan_.tasks) {
+      plan_.first_region.push_back(regions);
+      regions += static_cast<int64_t>(task.size());
+    }
+    plan_.moments_stride = AlignUp(2 * problem_.k * static_cast<int64_t>(sizeof(double)));
+    plan_.moments_offset = Reserve(plan_.moments_stride * std::max<int64_t>(regions, 1));
   }
 
   // The first task of an independent convolution writes the result itself.

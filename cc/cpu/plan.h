@@ -37,15 +37,19 @@ struct Plan {
   DType compute_dtype = DType::kF32;  // of the operands that the kernel reads
   DType result_dtype = DType::kF32;   // of what it writes
   bool requantizes = false;           // the result is int32 sums, which the epilogue follows
+  bool finishes = false;              // the result is float32 sums, which the epilogue follows
   Tasks tasks;            // not of kGemm and kFewPixels, whose tasks are ranges of input channels
   Primitives primitives;  // of kOnednn
   std::vector<std::vector<Partial>> partials;  // of weight gradients, by task
+  std::vector<int64_t> first_region;           // of each task, counted over all
 
   // Offsets in the workspace; -1: absent.
   int64_t lhs_offset = -1, rhs_offset = -1;  // operands converted to float32
   int64_t reversed_offset = -1;  // the filter with its taps in reverse order, or as (taps, K, C)
   int64_t result_offset = -1;    // a result that differs from the output's type or order
-  int64_t sums_offset = -1, sums_stride = 0;        // by task: a region's, where it is requantized
+  int64_t sums_offset = -1,
+          sums_stride = 0;  // by task: a region's, where the epilogue follows them
+  int64_t moments_offset = -1, moments_stride = 0;  // by region, in the order of the tasks
   int64_t unpack_offset = -1, unpack_stride = 0;    // wgrad, by task: in the primitive's own layout
   int64_t scratch_offset = -1, scratch_stride = 0;  // by task
   int64_t workspace_bytes = 0;                      // with room to align its start

@@ -1,6 +1,4 @@
-// A block of up to kBlock sums goes through the terms in turn, as float32 in the first-level cache.
-// A block is some pixels of all channels, or some channels of one pixel; the terms of its channels
-// are repeated for every pixel, so that each pass is one loop over the block.
+// A block of sums goes through the terms in turn, as float32 in the first-level cache.
 #include "cpu/requantize.h"
 
 #include <immintrin.h>
@@ -10,16 +8,11 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/block_loops.h"
 #include "cpu/convert.h"
-
-// Loops of which every instruction set gets a version: they are inlined into the three functions
-// that compute a block, and vectorized there.
-#define JAXCONV_LOOP inline __attribute__((always_inline)) void
 
 namespace jaxconv::cpu {
 namespace {
-
-constexpr int64_t kBlock = 512;
 
 // Rounds to nearest even, keeps denormal numbers: what a thread starts with.
 class StandardFloatingPoint {
@@ -127,7 +120,7 @@ struct Block {
   void* out = nullptr;
 };
 
-JAXCONV_LOOP Compute(const Block& block) {
+JAXCONV_LOOP ComputeBlock(const Block& block) {
   float t[kBlock];
   if (block.offset != nullptr) {
     AddOffset(block.sums, block.offset, block.count, t);
@@ -156,25 +149,7 @@ JAXCONV_LOOP Compute(const Block& block) {
   }
 }
 
-// Two instruction sets have a fused multiply-add; the third version calls the exact fmaf of the C
-// library.
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))) void ComputeAvx512(
-    const Block& block) {
-  Compute(block);
-}
-__attribute__((target("avx2,fma"))) void ComputeAvx2(const Block& block) { Compute(block); }
-void ComputeBaseline(const Block& block) { Compute(block); }
-
-using ComputeFunction = void (*)(const Block&);
-
-ComputeFunction ForThisProcessor() {
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    return ComputeAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return ComputeAvx2;
-  return ComputeBaseline;
-}
+JAXCONV_FOR_PROCESSORS(Compute, ComputeBlock, const Block&)
 
 class Requantizer {
  public:
@@ -192,40 +167,36 @@ class Requantizer {
     block_.zero_point = static_cast<int32_t>(epilogue.zero_point);
   }
 
-  // Pixels [begin, end), counted over all images, of channels [channel, channel + channels); all of
-  // them where a block has several pixels. sums: of pixel 0.
-  void Run(const int32_t* sums, int64_t begin, int64_t end, int64_t channel, int64_t channels) {
-    static const ComputeFunction compute = ForThisProcessor();
-    const int64_t pixels = channels == p_.k ? std::max<int64_t>(1, kBlock / p_.k) : 1;
+  // Pixels [begin, end), counted over all images. sums: of pixel 0.
+  void Run(const int32_t* sums, int64_t begin, int64_t end) {
+    static const auto compute = ComputeForThisProcessor();
     const bool of_image = p_.epilogue.scale == ScaleKind::kImage;
     while (begin < end) {
       const int64_t image = begin / p_.out_pixels();
       const int64_t stop = of_image ? std::min(end, (image + 1) * p_.out_pixels()) : end;
-      Repeat(of_image ? image * p_.k + channel : channel, channel, channels,
-             std::min(pixels, stop - begin));
-      for (; begin < stop; begin += pixels) {
-        const int64_t element = begin * p_.k + channel;
-        block_.count = std::min(pixels, stop - begin) * channels;
-        block_.sums = sums + element;
-        if (p_.epilogue.residual) {
-          block_.residual = static_cast<const char*>(terms_.residual) + element * width_;
-        }
-        block_.out = static_cast<char*>(out_) + element * width_;
-        compute(block_);
-      }
+      const float* scale = terms_.scale + (of_image ? image * p_.k : 0);
+      EachBlock(
+          p_.k, begin, stop,
+          [&](int64_t channel, int64_t channels, int64_t pixels) {
+            const Epilogue& e = p_.epilogue;
+            if (block_.scale != nullptr) RepeatTerm(scale, channel, channels, pixels, scale_);
+            if (e.offset) RepeatTerm(terms_.offset, channel, channels, pixels, offset_);
+            if (e.bias) RepeatTerm(terms_.bias, channel, channels, pixels, bias_);
+          },
+          [&](int64_t element, int64_t count) {
+            block_.count = count;
+            block_.sums = sums + element;
+            if (p_.epilogue.residual) {
+              block_.residual = static_cast<const char*>(terms_.residual) + element * width_;
+            }
+            block_.out = static_cast<char*>(out_) + element * width_;
+            compute(block_);
+          });
       begin = stop;
     }
   }
 
  private:
-  void Repeat(int64_t first_scale, int64_t channel, int64_t channels, int64_t pixels) {
-    for (int64_t i = 0; i < pixels * channels; i += channels) {
-      if (block_.scale != nullptr) std::copy_n(terms_.scale + first_scale, channels, scale_ + i);
-      if (block_.offset != nullptr) std::copy_n(terms_.offset + channel, channels, offset_ + i);
-      if (p_.epilogue.bias) std::copy_n(terms_.bias + channel, channels, bias_ + i);
-    }
-  }
-
   const ConvProblem& p_;
   const EpilogueTerms& terms_;
   const int64_t width_;  // bytes of an output element
@@ -252,10 +223,7 @@ void Requantize(const ConvProblem& p, const EpilogueTerms& terms, const int32_t*
   }
   StandardFloatingPoint standard;
   Requantizer requantizer(p, terms, out);
-  for (int64_t channel = 0; channel < p.k; channel += kBlock) {
-    requantizer.Run(sums - begin, begin / p.k, (begin + count) / p.k, channel,
-                    std::min(kBlock, p.k - channel));
-  }
+  requantizer.Run(sums - begin, begin / p.k, (begin + count) / p.k);
 }
 
 }  // namespace jaxconv::cpu

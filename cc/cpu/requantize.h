@@ -6,17 +6,9 @@
 #include <cstdint>
 
 #include "core/conv_problem.h"
+#include "cpu/epilogue_terms.h"
 
 namespace jaxconv::cpu {
-
-// The operands that Epilogue declares; absent ones are null.
-struct EpilogueTerms {
-  const float* scale = nullptr;     // one for each output channel, or for each image and channel
-  const int32_t* offset = nullptr;  // one for each output channel
-  const float* bias = nullptr;      // one for each output channel
-  const void* residual = nullptr;   // of the output's shape and type
-  const float* residual_scale = nullptr;  // one
-};
 
 // Writes elements [begin, begin + count) of a channels-last output, whole pixels, from their sums:
 // sums[0] is that of element `begin`; `out` and the terms are those of the whole output. `sums` may

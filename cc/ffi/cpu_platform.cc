@@ -6,8 +6,8 @@
 #include <mutex>
 #include <thread>
 
+#include "cpu/epilogue_terms.h"
 #include "cpu/execution.h"
-#include "cpu/requantize.h"
 #include "cpu/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
@@ -107,12 +107,43 @@ ffi::Error ExecuteInt8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   return ToError(status);
 }
 
+ffi::Error ExecuteFused(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                        ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::AnyBuffer residual,
+                        ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> pre,
+                        ffi::Result<ffi::AnyBuffer> statistics,
+                        ffi::Result<ffi::AnyBuffer> workspace, std::string_view instance,
+                        std::string_view key, int64_t slices, Axes lhs_axes, Axes rhs_axes,
+                        Axes out_axes) {
+  std::shared_ptr<const cpu::Plan> plan;
+  Status status = cpu::FindPlan(key, instance, slices, &plan);
+  if (status.ok()) {
+    status = CheckFusedCall({x, w, scale, bias, residual, *y, *pre, *statistics, *workspace,
+                             instance, key, slices, lhs_axes, rhs_axes, out_axes},
+                            cpu::ProblemOf(*plan));
+  }
+  if (status.ok()) {
+    cpu::EpilogueTerms terms;
+    terms.scale = static_cast<const float*>(scale.untyped_data());
+    terms.bias = static_cast<const float*>(bias.untyped_data());
+    terms.residual = residual.untyped_data();
+    terms.pre = pre->untyped_data();
+    terms.statistics = static_cast<float*>(statistics->untyped_data());
+    status = cpu::Execute(*plan, x.untyped_data(), w.untyped_data(), terms, y->untyped_data(),
+                          workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes()),
+                          OnPool(pool));
+  }
+  return ToError(status);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuFprop, Execute<Op::kFprop>,
                               JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuDgrad, Execute<Op::kDgrad>,
                               JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuWgrad, Execute<Op::kWgrad>,
                               JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuFused, ExecuteFused,
+                              JAXCONV_BIND_FUSED_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuInt8, ExecuteInt8,
                               JAXCONV_BIND_INT8_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
@@ -121,6 +152,7 @@ std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCpuFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCpuDgrad)},
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCpuWgrad)},
+          {"jaxconv_fused", reinterpret_cast<void*>(JaxconvCpuFused)},
           {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCpuInt8)}};
 }
 

@@ -1,0 +1,151 @@
+// A block of sums goes through the terms in turn, in the first-level cache. A second pass over
+// sums that are still in the second-level cache costs little beside the convolution, and gives
+// every kernel the same epilogue, with the same bits.
+#include "cpu/float_epilogue.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/activations.h"
+#include "cpu/block_loops.h"
+#include "cpu/convert.h"
+
+namespace jaxconv::cpu {
+namespace {
+
+// Up to kBlock elements of the output, and the terms of each of them; null where absent.
+struct Block {
+  int64_t count = 0;
+  DType dtype = DType::kF32;  // of the output, the residual and pre
+  const float* sums = nullptr;
+  const float* scale = nullptr;
+  const float* bias = nullptr;
+  const void* residual = nullptr;
+  Activation activation = Activation::kNone;
+  float negative_slope = 0;
+  void* pre = nullptr;
+  void* out = nullptr;
+};
+
+template <typename Function>
+JAXCONV_LOOP Each(int64_t count, float* t, const Function& function) {
+  for (int64_t i = 0; i < count; ++i) t[i] = function(t[i]);
+}
+
+JAXCONV_LOOP AddTerms(const Block& block, float* t) {
+  const int64_t count = block.count;
+  if (block.scale != nullptr && block.bias != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      t[i] = __builtin_fmaf(block.sums[i], block.scale[i], block.bias[i]);
+    }
+  } else if (block.scale != nullptr) {
+    for (int64_t i = 0; i < count; ++i) t[i] = block.sums[i] * block.scale[i];
+  } else if (block.bias != nullptr) {
+    for (int64_t i = 0; i < count; ++i) t[i] = block.sums[i] + block.bias[i];
+  } else {
+    std::copy_n(block.sums, count, t);
+  }
+  if (block.residual == nullptr) return;
+  float residual[kBlock];
+  ToFloat(block.dtype, block.residual, residual, 0, count);
+  for (int64_t i = 0; i < count; ++i) t[i] += residual[i];
+}
+
+JAXCONV_LOOP ActivateAll(Activation activation, float slope, int64_t count, float* t) {
+  switch (activation) {
+    case Activation::kNone:
+      return;
+    case Activation::kRelu:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return v < 0 ? 0.0f : v; });
+    case Activation::kRelu6:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Clamped(v, 0.0f, 6.0f); });
+    case Activation::kLeakyRelu:
+      return Each(count, t, [=](float v) JAXCONV_ALWAYS { return v < 0 ? v * slope : v; });
+    case Activation::kGelu:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Gelu(v); });
+    case Activation::kGeluTanh:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return GeluTanh(v); });
+    case Activation::kSilu:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Silu(v); });
+    case Activation::kSigmoid:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Sigmoid(v); });
+    case Activation::kTanh:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Tanh(v); });
+    case Activation::kHardSwish:
+      return Each(count, t, [](float v) JAXCONV_ALWAYS { return HardSwish(v); });
+  }
+}
+
+JAXCONV_LOOP ComputeBlock(const Block& block) {
+  float t[kBlock];
+  AddTerms(block, t);
+  if (block.pre != nullptr) FromFloat(block.dtype, t, block.pre, 0, block.count);
+  ActivateAll(block.activation, block.negative_slope, block.count, t);
+  FromFloat(block.dtype, t, block.out, 0, block.count);
+}
+
+JAXCONV_FOR_PROCESSORS(Compute, ComputeBlock, const Block&)
+
+}  // namespace
+
+void FinishSums(const ConvProblem& p, const EpilogueTerms& terms, const float* sums, int64_t begin,
+                int64_t count, void* out) {
+  static const auto compute = ComputeForThisProcessor();
+  const Epilogue& e = p.epilogue;
+  const int64_t width = ByteWidth(p.y_dtype);
+  float scale[kBlock], bias[kBlock];
+  Block block;
+  block.dtype = p.y_dtype;
+  block.activation = e.activation;
+  block.negative_slope = e.negative_slope;
+  if (e.scale != ScaleKind::kNone) block.scale = scale;
+  if (e.bias) block.bias = bias;
+  EachBlock(
+      p.k, begin / p.k, (begin + count) / p.k,
+      [&](int64_t channel, int64_t channels, int64_t pixels) {
+        if (block.scale != nullptr) RepeatTerm(terms.scale, channel, channels, pixels, scale);
+        if (block.bias != nullptr) RepeatTerm(terms.bias, channel, channels, pixels, bias);
+      },
+      [&](int64_t element, int64_t elements) {
+        block.count = elements;
+        block.sums = sums + (element - begin);
+        if (e.residual) {
+          block.residual = static_cast<const char*>(terms.residual) + element * width;
+        }
+        if (e.pre) block.pre = static_cast<char*>(terms.pre) + element * width;
+        block.out = static_cast<char*>(out) + element * width;
+        compute(block);
+      });
+}
+
+void Moments(const ConvProblem& p, const void* out, int64_t begin, int64_t count, double* moments) {
+  const int64_t channels = p.k, width = ByteWidth(p.y_dtype), pixels = count / channels;
+  double *mean = moments, *squares = moments + channels;
+  std::fill_n(moments, 2 * channels, 0.0);
+  std::vector<float> pixel(channels);
+  auto each_pixel = [&](const auto& body) {
+    const char* from = static_cast<const char*>(out) + begin * width;
+    for (int64_t i = 0; i < pixels; ++i, from += channels * width) {
+      ToFloat(p.y_dtype, from, pixel.data(), 0, channels);
+      for (int64_t c = 0; c < channels; ++c) body(c, pixel[c]);
+    }
+  };
+  each_pixel([&](int64_t c, double value) { mean[c] += value; });
+  for (int64_t c = 0; c < channels; ++c) mean[c] /= static_cast<double>(pixels);
+  each_pixel([&](int64_t c, double value) {
+    const double deviation = value - mean[c];
+    squares[c] += deviation * deviation;
+  });
+}
+
+void MergeMoments(int64_t channels, int64_t total, const double* more, int64_t count,
+                  double* moments) {
+  const double share = static_cast<double>(count) / static_cast<double>(total + count);
+  for (int64_t c = 0; c < channels; ++c) {
+    const double off = more[c] - moments[c];
+    moments[c] += off * share;
+    moments[channels + c] += more[channels + c] + off * off * share * static_cast<double>(total);
+  }
+}
+
+}  // namespace jaxconv::cpu
