@@ -30,24 +30,18 @@ JAXCONV_INLINE float PowerOf2(int32_t exponent) {
   return power;
 }
 
-// exp(x) from an x within [-104, 89], whose part beyond multiples of log 2 is reduced in Real:
-// float, or double of an x that was computed in double. Beyond, exp is 0 or infinite.
+// exp(x + low) of an x within [-104, 89] and a `low` that x is off by. Beyond, exp is 0 or infinite.
 //
 // Adding 1.5 * 2^23 to a value below 2^22 leaves the integer, rounded to nearest, in the last bits.
-// exp(r) - 1 - r over r^2 is a polynomial of least error over |r| <= log(2) / 2, 3.4e-9.
-template <typename Real>
-JAXCONV_INLINE float ExpReduced(Real x) {
+// log 2 is subtracted in two parts. exp(r) - 1 - r over r^2 is a polynomial of least error over
+// |r| <= log(2) / 2, 3.4e-9.
+JAXCONV_INLINE float ExpReduced(float x, float low) {
   constexpr float kShift = 12582912.0f;
   constexpr int32_t kShiftBits = 0x4b400000;
-  const float shifted = __builtin_fmaf(static_cast<float>(x), 1.44269504f, kShift);
+  const float shifted = __builtin_fmaf(x, 1.44269504f, kShift);
   const float whole = shifted - kShift;
-  float r;
-  if constexpr (sizeof(Real) == sizeof(float)) {  // log 2 in two parts
-    r = __builtin_fmaf(whole, -0x1.62e43p-1f, x);
-    r = __builtin_fmaf(whole, 0x1.05c61p-29f, r);
-  } else {
-    r = static_cast<float>(x - whole * 0.69314718055994530942);
-  }
+  float r = __builtin_fmaf(whole, -0x1.62e43p-1f, x);
+  r = __builtin_fmaf(whole, 0x1.05c61p-29f, r) + low;
   const float q = Polynomial(r, 0.5f, 0.16666512191295624f, 0.0416661873459816f,
                              0.008369598537683487f, 0.0013951718574389815f);
   const float power = 1.0f + __builtin_fmaf(r * r, q, r);
@@ -59,7 +53,7 @@ JAXCONV_INLINE float ExpReduced(Real x) {
   return power * PowerOf2(half) * PowerOf2(exponent - half);
 }
 
-JAXCONV_INLINE float Exp(float x) { return ExpReduced(Clamped(x, -104.0f, 89.0f)); }
+JAXCONV_INLINE float Exp(float x) { return ExpReduced(Clamped(x, -104.0f, 89.0f), 0.0f); }
 
 JAXCONV_INLINE float Sigmoid(float v) { return 1.0f / (1.0f + Exp(-v)); }
 
@@ -78,7 +72,7 @@ JAXCONV_INLINE float Tanh(float v) {
 
 // v Phi(v). Of the normal distribution, Phi(-u) = exp(-u^2 / 2) m(u) where m, a multiple of Mills'
 // ratio, is smooth: a polynomial in (u - 4) / (u + 4) of least relative error 3.2e-10 for u up to
-// 15, from where on exp is 0. What u * u is off by is counted in exp.
+// 15, from where on exp is 0.
 JAXCONV_INLINE float Gelu(float v) {
   const float u = Clamped(__builtin_fabsf(v), 0.0f, 15.0f);
   const float s = (u - 4.0f) / (u + 4.0f);
@@ -88,18 +82,24 @@ JAXCONV_INLINE float Gelu(float v) {
                  0.0005074995569884777f, 0.0006403418956324458f, -0.0001864005607785657f,
                  -4.9222642701352015e-05f, 2.5469071260886267e-05f, 7.639163413841743e-06f);
   const float square = u * u, error = __builtin_fmaf(u, u, -square);
-  const float tail =
-      ExpReduced(Clamped(-0.5f * square, -104.0f, 0.0f)) * __builtin_fmaf(-0.5f, error, 1.0f) * m;
-  return v * (v < 0 ? tail : 1.0f - tail);
+  const float density = ExpReduced(Clamped(-0.5f * square, -104.0f, 0.0f), -0.5f * error);
+  const float tail = v * density * m;
+  return v < 0 ? tail : v - tail;
 }
 
-// v / 2 (1 + tanh(a / 2)) = v / (1 + exp(-a)), where a is in double: exp magnifies its error.
+// v / 2 (1 + tanh(a / 2)) = v / (1 + exp(-a)), a = sqrt(8 / pi) (v + 0.044715 v^3), of which exp
+// magnifies the error: every rounding on the way to a is kept in `low`. Beyond 12, a is beyond 104.
 JAXCONV_INLINE float GeluTanh(float v) {
-  const double wide = v;
-  double a = wide * (-1.5957691216057308 - 0.07135481627260025 * (wide * wide));
-  a = a < -104.0 ? -104.0 : a;
-  a = a > 89.0 ? 89.0 : a;
-  return v / (1.0f + ExpReduced(a));
+  constexpr float kLinear = 1.5957691669464111f, kLinearLow = -4.534068e-08f;
+  constexpr float kCubic = 0.0713548138737678f, kCubicLow = 2.3988324e-09f;
+  const float u = Clamped(v, -12.0f, 12.0f);
+  const float square = u * u, square_low = __builtin_fmaf(u, u, -square);
+  const float q = __builtin_fmaf(kCubic, square, kLinear);
+  float q_low = __builtin_fmaf(kCubic, square, kLinear - q);
+  q_low += kLinearLow + __builtin_fmaf(kCubicLow, square, kCubic * square_low);
+  const float a = u * q;
+  const float low = __builtin_fmaf(u, q_low, __builtin_fmaf(u, q, -a));
+  return v / (1.0f + ExpReduced(Clamped(-a, -104.0f, 89.0f), -low));
 }
 
 JAXCONV_INLINE float HardSwish(float v) { return v * Clamped(v + 3.0f, 0.0f, 6.0f) / 6.0f; }

@@ -18,8 +18,8 @@ struct Block {
   int64_t count = 0;
   DType dtype = DType::kF32;  // of the output, the residual and pre
   const float* sums = nullptr;
-  const float* scale = nullptr;
-  const float* bias = nullptr;
+  const float* scale = nullptr;  // ones where absent
+  const float* bias = nullptr;   // zeros where absent
   const void* residual = nullptr;
   Activation activation = Activation::kNone;
   float negative_slope = 0;
@@ -27,61 +27,70 @@ struct Block {
   void* out = nullptr;
 };
 
-template <typename Function>
-JAXCONV_LOOP Each(int64_t count, float* t, const Function& function) {
-  for (int64_t i = 0; i < count; ++i) t[i] = function(t[i]);
-}
-
-JAXCONV_LOOP AddTerms(const Block& block, float* t) {
-  const int64_t count = block.count;
-  if (block.scale != nullptr && block.bias != nullptr) {
-    for (int64_t i = 0; i < count; ++i) {
-      t[i] = __builtin_fmaf(block.sums[i], block.scale[i], block.bias[i]);
-    }
-  } else if (block.scale != nullptr) {
-    for (int64_t i = 0; i < count; ++i) t[i] = block.sums[i] * block.scale[i];
-  } else if (block.bias != nullptr) {
-    for (int64_t i = 0; i < count; ++i) t[i] = block.sums[i] + block.bias[i];
-  } else {
-    std::copy_n(block.sums, count, t);
-  }
-  if (block.residual == nullptr) return;
-  float residual[kBlock];
-  ToFloat(block.dtype, block.residual, residual, 0, count);
-  for (int64_t i = 0; i < count; ++i) t[i] += residual[i];
-}
-
-JAXCONV_LOOP ActivateAll(Activation activation, float slope, int64_t count, float* t) {
+// Calls body(function) with the activation as a function of one number.
+template <typename Body>
+JAXCONV_LOOP WithActivation(Activation activation, float slope, const Body& body) {
   switch (activation) {
     case Activation::kNone:
-      return;
+      return body([](float v) JAXCONV_ALWAYS { return v; });
     case Activation::kRelu:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return v < 0 ? 0.0f : v; });
+      return body([](float v) JAXCONV_ALWAYS { return v < 0 ? 0.0f : v; });
     case Activation::kRelu6:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Clamped(v, 0.0f, 6.0f); });
+      return body([](float v) JAXCONV_ALWAYS { return Clamped(v, 0.0f, 6.0f); });
     case Activation::kLeakyRelu:
-      return Each(count, t, [=](float v) JAXCONV_ALWAYS { return v < 0 ? v * slope : v; });
+      return body([=](float v) JAXCONV_ALWAYS { return v < 0 ? v * slope : v; });
     case Activation::kGelu:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Gelu(v); });
+      return body([](float v) JAXCONV_ALWAYS { return Gelu(v); });
     case Activation::kGeluTanh:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return GeluTanh(v); });
+      return body([](float v) JAXCONV_ALWAYS { return GeluTanh(v); });
     case Activation::kSilu:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Silu(v); });
+      return body([](float v) JAXCONV_ALWAYS { return Silu(v); });
     case Activation::kSigmoid:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Sigmoid(v); });
+      return body([](float v) JAXCONV_ALWAYS { return Sigmoid(v); });
     case Activation::kTanh:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return Tanh(v); });
+      return body([](float v) JAXCONV_ALWAYS { return Tanh(v); });
     case Activation::kHardSwish:
-      return Each(count, t, [](float v) JAXCONV_ALWAYS { return HardSwish(v); });
+      return body([](float v) JAXCONV_ALWAYS { return HardSwish(v); });
   }
+}
+
+// From sums to `to`, which may be the sums, in one loop: sums of a float32 output are a whole pass
+// away from registers.
+JAXCONV_LOOP Finish(const Block& block, Activation activation, const float* residual, float* to) {
+  WithActivation(activation, block.negative_slope, [&](const auto& activate) JAXCONV_ALWAYS {
+    if (residual == nullptr) {
+      for (int64_t i = 0; i < block.count; ++i) {
+        to[i] = activate(__builtin_fmaf(block.sums[i], block.scale[i], block.bias[i]));
+      }
+    } else {
+      for (int64_t i = 0; i < block.count; ++i) {
+        to[i] =
+            activate(__builtin_fmaf(block.sums[i], block.scale[i], block.bias[i]) + residual[i]);
+      }
+    }
+  });
 }
 
 JAXCONV_LOOP ComputeBlock(const Block& block) {
-  float t[kBlock];
-  AddTerms(block, t);
-  if (block.pre != nullptr) FromFloat(block.dtype, t, block.pre, 0, block.count);
-  ActivateAll(block.activation, block.negative_slope, block.count, t);
-  FromFloat(block.dtype, t, block.out, 0, block.count);
+  const bool wide = block.dtype == DType::kF32;
+  float values[kBlock], added[kBlock];
+  const float* residual = wide ? static_cast<const float*>(block.residual) : nullptr;
+  if (!wide && block.residual != nullptr) {
+    ToFloat(block.dtype, block.residual, added, 0, block.count);
+    residual = added;
+  }
+  float* to = wide ? static_cast<float*>(block.out) : values;
+  if (block.pre == nullptr) {
+    Finish(block, block.activation, residual, to);
+  } else {
+    Finish(block, Activation::kNone, residual, to);
+    FromFloat(block.dtype, to, block.pre, 0, block.count);
+    WithActivation(block.activation, block.negative_slope,
+                   [&](const auto& activate) JAXCONV_ALWAYS {
+                     for (int64_t i = 0; i < block.count; ++i) to[i] = activate(to[i]);
+                   });
+  }
+  if (!wide) FromFloat(block.dtype, values, block.out, 0, block.count);
 }
 
 JAXCONV_FOR_PROCESSORS(Compute, ComputeBlock, const Block&)
@@ -98,13 +107,16 @@ void FinishSums(const ConvProblem& p, const EpilogueTerms& terms, const float* s
   block.dtype = p.y_dtype;
   block.activation = e.activation;
   block.negative_slope = e.negative_slope;
-  if (e.scale != ScaleKind::kNone) block.scale = scale;
-  if (e.bias) block.bias = bias;
+  block.scale = scale;
+  block.bias = bias;
+  std::fill_n(scale, kBlock, 1.0f);
+  std::fill_n(bias, kBlock, 0.0f);
   EachBlock(
       p.k, begin / p.k, (begin + count) / p.k,
       [&](int64_t channel, int64_t channels, int64_t pixels) {
-        if (block.scale != nullptr) RepeatTerm(terms.scale, channel, channels, pixels, scale);
-        if (block.bias != nullptr) RepeatTerm(terms.bias, channel, channels, pixels, bias);
+        const bool scales = e.scale != ScaleKind::kNone;
+        if (scales) RepeatTerm(terms.scale, channel, channels, pixels, scale);
+        if (e.bias) RepeatTerm(terms.bias, channel, channels, pixels, bias);
       },
       [&](int64_t element, int64_t elements) {
         block.count = elements;
