@@ -123,15 +123,16 @@ def test_terms_are_exact_on_integers(platform, p, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
 def test_activations_are_accurate(platform, activation):
     """A pointwise convolution with the unit matrix: t is x, of all sizes."""
-    magnitudes = np.concatenate([np.zeros(8), np.geomspace(1e-6, 12, 504)]).astype(np.float32)
+    magnitudes = np.concatenate([np.zeros(8), np.geomspace(1e-6, 10, 504)]).astype(np.float32)
     x = np.concatenate([magnitudes, -magnitudes]).reshape(8, 8, 16)
     w = np.eye(16, dtype=np.float32)[None, None]
     y = np.asarray(
         jax.jit(functools.partial(jaxconv.conv, activation=activation))(x[None], w)[0]
     ).astype(np.float64)
     exact = defined(activation, x.astype(np.float64))
-    # Where the result is far smaller than its argument, that is large and exp magnifies its error.
-    allowed = 1e-6 * np.abs(exact) + 2e-7 * np.minimum(np.abs(x), np.exp(-np.abs(x)))
+    allowed = 1e-6 * np.abs(exact)
+    if platform == "cuda":  # exp magnifies the error of a large argument, whose result is small
+        allowed += 2e-7 * np.minimum(np.abs(x), np.exp(-np.abs(x)))
     assert (np.abs(y - exact) <= allowed).all()
 
 

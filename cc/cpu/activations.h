@@ -88,14 +88,15 @@ JAXCONV_INLINE float Gelu(float v) {
 }
 
 // v / 2 (1 + tanh(a / 2)) = v / (1 + exp(-a)), a = sqrt(8 / pi) (v + 0.044715 v^3), of which exp
-// magnifies the error: every rounding on the way to a is kept in `low`. Beyond 12, a is beyond 104.
+// magnifies the error: every rounding on the way to a is kept in `low`. The linear factor has so few
+// digits that q - kLinear is exact. Beyond 12, a is beyond 104.
 JAXCONV_INLINE float GeluTanh(float v) {
-  constexpr float kLinear = 1.5957691669464111f, kLinearLow = -4.534068e-08f;
+  constexpr float kLinear = 1.595703125f, kLinearLow = 6.5996605730847e-05f;
   constexpr float kCubic = 0.0713548138737678f, kCubicLow = 2.3988324e-09f;
   const float u = Clamped(v, -12.0f, 12.0f);
   const float square = u * u, square_low = __builtin_fmaf(u, u, -square);
   const float q = __builtin_fmaf(kCubic, square, kLinear);
-  float q_low = __builtin_fmaf(kCubic, square, kLinear - q);
+  float q_low = __builtin_fmaf(kCubic, square, -(q - kLinear));
   q_low += kLinearLow + __builtin_fmaf(kCubicLow, square, kCubic * square_low);
   const float a = u * q;
   const float low = __builtin_fmaf(u, q_low, __builtin_fmaf(u, q, -a));
