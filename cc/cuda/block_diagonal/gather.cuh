@@ -15,17 +15,16 @@
 //
 // Tile: up to 16 kBlocksM positions a strip, of any rows x columns, and 64 channels. Warp w has the block
 // of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A is ldmatrix of the box itself, whose
-// pixels are rows of 128 bytes (halo_box.cuh); B lies in shared memory as mma.sync takes it, 16 bytes a
-// lane, and is made when the channels change:
+// pixels are rows of 128 bytes (tile.cuh); B lies in shared memory as mma.sync takes it, 16 bytes a
+// lane. Its zeros are written once, the groups' elements when the channels change:
 //
-//     stage 0: box | stage 1: box | B [block][tap][fragment][lane]
+//     stage 0: box | stage 1: box | B [block][tap][fragment][lane] | positions
 //
 // B's columns are permuted so that a lane ends with kBlock / 4 neighbouring channels of a pixel.
 // Of a tap and 16 positions x 16 channels: 4 wavefronts of ldmatrix, 2 products, and 4 / kBlocksM
-// wavefronts of B. 3x3, 8 x 28 positions: 2 x 38 KB of boxes, 18 KB of B, two CTAs an SM.
+// wavefronts of B. 3x3, 28 x 8 positions: 2 x 43 KB of boxes, 18 KB of B, two CTAs an SM.
 //
-// The next item's box is copied while this one is multiplied; two barriers an item, a third where the
-// channels change.
+// The next item's box is copied while this one is multiplied; two barriers an item.
 //
 // Zeros of F meet the channels of other groups in the block: an Inf or NaN of x spreads to the outputs of
 // its block of channels.
@@ -36,6 +35,8 @@
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_GATHER_CUH_
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/tile.cuh"
@@ -64,72 +65,177 @@ struct Gather {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// B of a tile's channels, all taps. Word `half` of step kk and columns nb of lane 4 g + t is the pair of
-// gathered channels 16 kk + 8 half + 2 t, of the result's channel g / 2 * 2 kBlocksN + 2 nb + g % 2.
+// Bytes of B of a block and tap.
+template <class Tag>
+constexpr int kTapBytes = Tag::kPieces * 512;
+
+// B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half` of
+// step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t, of the
+// result's channel g / 2 * 2 kBlocksN + 2 nb + g % 2.
+//
+// A lane has two neighbouring channels of the result; a warp has one or two of the group's pairs of
+// gathered channels, and of 2 to 8 channels a group every second to eighth tap.
 template <class Tag>
 __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace& tile,
-                                           typename Tag::T* to) {
+                                           uint32_t to) {
   using T = typename Tag::T;
+  constexpr int kBatch = 3;  // taps whose loads wait together
+  const int warp = UniformWarp();
+  const int in_tile = ComputedHere(threadIdx.x) % 32 * 2, in_block = in_tile % Tag::kBlock;
+  const int32_t channel = tile.first_channel + in_tile;
+  // B of channels that do not exist is left as it is: nothing of them is stored.
+  if (channel >= params.channels) return;
   const int32_t taps = params.axis[0].taps * params.axis[1].taps * params.axis[2].taps;
+  const int32_t group_log2 = ComputedHere(params.group_log2);
+  const int32_t in_group = (1 << group_log2) - 1;  // a mask
+  // Of the two strides one is 1: a word has either the pair or the two channels.
+  const bool pairs = ComputedHere(params.reduction_stride == 1) != 0;
+  const bool flip = ComputedHere(params.flip) != 0;
+  const int64_t second = pairs ? params.channel_stride : params.reduction_stride;
   const T* filter = static_cast<const T*>(params.filter) +
-                    params.images_divmod.Div(tile.image) * params.filter_stride;
-  constexpr int kElements = Tag::kPieces * 32 * 8;  // of a block and tap
-  for (int32_t i = threadIdx.x; i < Tag::kBlocks * taps * kElements; i += kThreads) {
-    const int e = i % 2, word = i / 2 % 4, lane = i / 8 % 32, piece = i / 256 % Tag::kPieces;
-    const int32_t line = i / kElements, tap = line % taps, block = line / taps;
-    const int fragment = piece * 4 + word, half = fragment % 2;
-    const int nb = fragment / 2 % Tag::kBlocksN, kk = fragment / 2 / Tag::kBlocksN;
-    const int g = lane / 4, t = lane % 4;
-    const int32_t first = tile.first_channel + block * Tag::kBlock;
-    const int32_t from = first + kk * 16 + half * 8 + 2 * t + e;
-    const int32_t channel = first + g / 2 * 2 * Tag::kBlocksN + nb * 2 + g % 2;
-    const int32_t group = channel / params.group;
-    const bool exists =
-        channel < params.channels && from < params.channels && from / params.group == group;
-    const int64_t at = (params.flip ? taps - 1 - tap : tap) * params.tap_stride +
-                       group * params.group_stride +
-                       (from - group * params.group) * params.reduction_stride +
-                       (channel - group * params.group) * params.channel_stride;
-    to[i] = exists ? filter[at] : FromFloat<T>(0);
+                    params.images_divmod.Div(tile.image) * params.filter_stride +
+                    (channel >> group_log2) * params.group_stride +
+                    (channel & in_group) * params.channel_stride;
+  const int g = in_block / (2 * Tag::kBlocksN) * 2, nb = in_block / 2 % Tag::kBlocksN;
+  to += in_tile / Tag::kBlock * taps * kTapBytes<Tag> + nb / 2 * 512 + g * 64 + nb % 2 * 8;
+
+  const int32_t all_pairs = 1 << (group_log2 - 1);
+  const int32_t warps_log2 = min(group_log2 - 1, 3);  // of a tap
+  const int32_t first_tap = warp >> warps_log2, tap_step = kWarps >> warps_log2;
+  const int64_t tap_stride = flip ? -params.tap_stride : params.tap_stride;
+#pragma unroll 1
+  for (int32_t pair = warp & ((1 << warps_log2) - 1); pair < all_pairs; pair += kWarps) {
+    const int32_t f = (in_block & ~in_group) + 2 * pair;
+    const T* source = filter + 2 * pair * params.reduction_stride +
+                      (flip ? taps - 1 - first_tap : first_tap) * params.tap_stride;
+    uint32_t at = to + first_tap * kTapBytes<Tag> + f / 16 * (Tag::kBlocksN / 2 * 512) +
+                  f / 8 % 2 * 4 + f % 8 / 2 * 16;
+#pragma unroll 1
+    for (int32_t tap = first_tap; tap < taps; tap += kBatch * tap_step) {
+      uint32_t word[kBatch][2];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (tap + i * tap_step < taps) {
+          word[i][0] = __ldg(reinterpret_cast<const uint32_t*>(source));
+          word[i][1] = __ldg(reinterpret_cast<const uint32_t*>(source + second));
+        }
+        source += tap_step * tap_stride;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (tap + i * tap_step < taps) {
+          const uint32_t lower = __byte_perm(word[i][0], word[i][1], 0x5410);
+          const uint32_t upper = __byte_perm(word[i][0], word[i][1], 0x7632);
+          StoreWord(at, pairs ? word[i][0] : lower);
+          StoreWord(at + 64, pairs ? word[i][1] : upper);
+        }
+        at += tap_step * kTapBytes<Tag>;
+      }
+    }
   }
 }
 
-// Adds the taps of one depth tap. `box`: the stage. base: the lane's pixel of every 16 positions under
-// the first tap. filter: the lane's piece of the block's first tap.
-template <class Tag>
-__device__ __forceinline__ void AddTaps(const Params& params, uint32_t box, uint32_t filter,
-                                        int chunk, int blocks, const int32_t (&base)[Tag::kBlocksM],
-                                        float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
+// Adds one tap. box: the first pixel of the stage under the tap. base: the lane's pixel and chunk of
+// every 16 positions, in bytes. filter: the lane's piece of the block's tap. kBlocks: of the warp's
+// strip.
+template <class Tag, int kBlocks>
+__device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
+                                       const int32_t (&base)[Tag::kBlocksM],
+                                       float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
   using T = typename Tag::T;
+  uint32_t b[Tag::kPieces * 4];
+#pragma unroll
+  for (int i = 0; i < Tag::kPieces; ++i) {
+    const uint4 piece = LoadChunk(filter + i * 512);
+    b[i * 4] = piece.x, b[i * 4 + 1] = piece.y, b[i * 4 + 2] = piece.z, b[i * 4 + 3] = piece.w;
+  }
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+    for (int kk = 0; kk < Tag::kStepsK; ++kk) {
+      uint32_t a[4];
+      LoadMatrices(box + base[m] + kk * 32, a);
+#pragma unroll
+      for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
+        const int at = (kk * Tag::kBlocksN + nb) * 2;
+        MultiplyAdd<T>(sums[m][nb], a, b[at], b[at + 1]);
+      }
+    }
+  }
+}
+
+// Adds the taps of one depth tap, of a strip of `blocks` <= kBlocks. So the loops have no branch but
+// their own.
+template <class Tag, int kBlocks = Tag::kBlocksM>
+__device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32_t box,
+                                        uint32_t filter, const int32_t (&base)[Tag::kBlocksM],
+                                        float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
+  if (blocks < kBlocks) {
+    if constexpr (kBlocks > 1) {
+      AddTaps<Tag, kBlocks - 1>(params, blocks, box, filter, base, sums);
+    }
+    return;
+  }
+  constexpr int kUnrolled = 3;  // taps
   const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int32_t step = columns.dilation * kPixelBytes;
+  const int32_t row_step = rows.dilation * columns.box * kPixelBytes - columns.taps * step;
 #pragma unroll 1
   for (int32_t r = 0; r < rows.taps; ++r) {
-    int32_t under = r * rows.dilation * columns.box;
+    int32_t s = 0;
 #pragma unroll 1
-    for (int32_t s = 0; s < columns.taps; ++s) {
-      uint32_t b[Tag::kPieces * 4];
+    for (; s + kUnrolled <= columns.taps; s += kUnrolled) {
 #pragma unroll
-      for (int i = 0; i < Tag::kPieces; ++i) {
-        const uint4 piece = LoadChunk(filter + i * 512);
-        b[i * 4] = piece.x, b[i * 4 + 1] = piece.y, b[i * 4 + 2] = piece.z, b[i * 4 + 3] = piece.w;
+      for (int i = 0; i < kUnrolled; ++i) {
+        AddTap<Tag, kBlocks>(box + i * step, filter + i * kTapBytes<Tag>, base, sums);
       }
+      box += kUnrolled * step, filter += kUnrolled * kTapBytes<Tag>;
+    }
+#pragma unroll 1
+    for (; s < columns.taps; ++s) {
+      AddTap<Tag, kBlocks>(box, filter, base, sums);
+      box += step, filter += kTapBytes<Tag>;
+    }
+    box += row_step;
+  }
+}
+
+// Stores the lane's outputs of a tile. positions: the lane's first, in shared memory. channel: its
+// first, of 2 kBlocksN.
+template <class Tag, typename Out>
+__device__ __forceinline__ void StoreTile(const Params& params,
+                                          const typename Tag::Epilogue& epilogue,
+                                          const TilePlace& tile, int32_t channel,
+                                          uint32_t positions,
+                                          const float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
+  constexpr int kCount = 2 * Tag::kBlocksN;
+  if (channel >= params.channels) return;
+  const uint32_t limits = Limits(params, tile);
+  const int64_t first_pixel = FirstPixel(params, tile);
+  auto* const first = reinterpret_cast<unsigned char*>(static_cast<Out*>(params.out) +
+                                                       first_pixel * params.channels + channel);
+  const auto pitch = static_cast<uint32_t>(params.channels * sizeof(Out));
 #pragma unroll
-      for (int m = 0; m < Tag::kBlocksM; ++m) {
-        if (m >= blocks) break;
-        const int32_t pixel = base[m] + under;
+  for (int m = 0; m < Tag::kBlocksM; ++m) {
 #pragma unroll
-        for (int kk = 0; kk < Tag::kStepsK; ++kk) {
-          uint32_t a[4];
-          LoadMatrices(box + SwizzledPixel::Offset(pixel, chunk + kk * 2), a);
+    for (int half = 0; half < 2; ++half) {
+      uint32_t row_column, pixel;
+      LoadPair(positions + (m * Tag::kStrips * 16 + half * 8) * kPlaceBytes, &row_column, &pixel);
+      if (!InTile(limits, row_column)) continue;
+      alignas(16) Out elements[kCount];
 #pragma unroll
-          for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
-            const int at = (kk * Tag::kBlocksN + nb) * 2;
-            MultiplyAdd<T>(sums[m][nb], a, b[at], b[at + 1]);
-          }
-        }
+      for (int c = 0; c < kCount; ++c) {
+        const OutputPlace place{(first_pixel + pixel) * params.channels + channel + c,
+                                static_cast<int32_t>(first_pixel + pixel), channel + c, true};
+        elements[c] = FromFloat<Out>(
+            epilogue.template operator()<Out>(sums[m][c / 2][half * 2 + c % 2], place));
       }
-      filter += Tag::kPieces * 512;
-      under += columns.dilation;
+      using Piece = std::conditional_t<sizeof(elements) == 8, uint2, uint4>;
+      Piece pieces[sizeof(elements) / sizeof(Piece)];
+      memcpy(pieces, elements, sizeof(elements));
+      auto* to = reinterpret_cast<Piece*>(first + uint64_t{pixel} * pitch);
+#pragma unroll
+      for (int i = 0; i < int{sizeof(elements) / sizeof(Piece)}; ++i) to[i] = pieces[i];
     }
   }
 }
@@ -139,95 +245,80 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     GatherKernel(const __grid_constant__ Params params) {
   using T = typename Tag::T;
   using Epilogue = typename Tag::Epilogue;
-  constexpr int kCount = 2 * Tag::kBlocksN;  // channels of a lane
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  const Axis &rows = params.axis[1], &columns = params.axis[2];
-  unsigned char* const filter = dynamic + 2 * params.stage_bytes;
-  const int lane = threadIdx.x % 32, block = threadIdx.x / 32 % Tag::kBlocks;
-  const int strip = threadIdx.x / 32 / Tag::kBlocks;
-  const int32_t taps_of_depth = rows.taps * columns.taps;
-  const uint32_t filter_at = SharedAddress(filter) +
-                             block * params.axis[0].taps * taps_of_depth * (Tag::kPieces * 512) +
-                             lane * 16;
-  const int chunk = block * (Tag::kBlock / 8) + lane / 16;
+  const Axis& rows = params.axis[1];
+  const int lane = threadIdx.x % 32, warp = UniformWarp();
+  const int block = warp % Tag::kBlocks, strip = warp / Tag::kBlocks;
+  const int32_t bytes_of_depth = rows.taps * params.axis[2].taps * kTapBytes<Tag>;
+  const int32_t bytes_of_block = params.axis[0].taps * bytes_of_depth;
+  const uint32_t stages = SharedAddress(dynamic), filter = stages + 2 * params.stage_bytes;
+  const uint32_t filter_at = filter + block * bytes_of_block + lane * 16;
+  const Tables tables(filter + Tag::kBlocks * bytes_of_block);
+  const uint32_t box_of_lane = tables.boxes + (strip * 16 + lane % 16) * kPlaceBytes + 4;
+  const int32_t chunk_bytes = (block * (Tag::kBlock / 8) + lane / 16) * 16;
   const Epilogue epilogue(params.epilogue);
 
   // 16 positions each: strip, strip + kStrips, ...
   const int32_t all_blocks = (params.tile_pixels + 15) / 16;
   const int blocks = (all_blocks - strip + Tag::kStrips - 1) / Tag::kStrips;
-  int32_t base[Tag::kBlocksM];
-#pragma unroll
-  for (int m = 0; m < Tag::kBlocksM; ++m) {
-    const int32_t position = (strip + m * Tag::kStrips) * 16 + lane % 16;
-    int32_t row, column;
-    params.tile_columns.Divmod(position, &row, &column);
-    // Behind the last: any pixel of the box; what becomes of it is not stored.
-    base[m] = position < params.tile_pixels ? BoxPixel(params, row, column) : 0;
-  }
-
-  int64_t held = -1;
-  auto fill = [&](const Cursor& at, int stage) {
-    if (!at.Done()) {
-      FillBox<T, SwizzledPixel>(params, TilePlace(params, at.item, kChannels), at.step, 0, rows.box,
-                                dynamic + stage * params.stage_bytes);
-    }
-    CopyAsyncCommit();
+  auto fill = [&](int32_t item, int32_t depth_tap, int stage) {
+    CopyBox<T>(params, TilePlace(params, item, kChannels), depth_tap, 0, tables.gathered,
+               stages + stage * params.stage_bytes);
   };
-  Cursor at(params);
-  fill(at, 0);
-  float sums[Tag::kBlocksM][Tag::kBlocksN][4] = {};
-  for (int stage = 0; !at.Done(); stage ^= 1) {
-    Cursor next = at;
-    next.Next(params, 1);
-    fill(next, stage ^ 1);
-    CopyAsyncWait<1>();
-    __syncthreads();
-    const TilePlace tile(params, at.item, kChannels);
-    const int64_t wanted =
-        int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel;
-    if (wanted != held) {
-      FillFilter<Tag>(params, tile, reinterpret_cast<T*>(filter));
-      held = wanted;
-      __syncthreads();
-    }
-    AddTaps<Tag>(params, SharedAddress(dynamic) + stage * params.stage_bytes,
-                 filter_at + at.step.depth_tap * taps_of_depth * (Tag::kPieces * 512), chunk,
-                 blocks, base, sums);
-    if (next.item != at.item) {
-      const int32_t channel = tile.first_channel + block * Tag::kBlock + lane % 4 * kCount;
-#pragma unroll
-      for (int m = 0; m < Tag::kBlocksM; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float channels[kCount];
-#pragma unroll
-          for (int c = 0; c < kCount; ++c) {
-            channels[c] = sums[m][c / 2][half * 2 + c % 2];
-            sums[m][c / 2][half * 2 + c % 2] = 0;
-          }
-          const int32_t position = (strip + m * Tag::kStrips) * 16 + half * 8 + lane / 4;
-          int32_t row, column;
-          params.tile_columns.Divmod(position, &row, &column);
-          row += tile.row, column += tile.column;
-          if (position >= params.tile_pixels || row >= rows.out || column >= columns.out ||
-              channel >= params.channels) {
-            continue;
-          }
-          const int64_t pixel =
-              ((int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out + row) *
-                  columns.out +
-              column;
-          if (params.out_is_f32) {
-            StoreChannels<float>(params, epilogue, pixel, channel, channels);
-          } else {
-            StoreChannels<T>(params, epilogue, pixel, channel, channels);
-          }
-        }
+  FillTables(params, tables);
+  // The zeros of B are those of every filter.
+  for (int32_t i = threadIdx.x * 16; i < Tag::kBlocks * bytes_of_block; i += kThreads * 16) {
+    StoreChunk(filter + i, {0, 0, 0, 0});
+  }
+  __syncthreads();
+  const Cursor range(params);
+  if (!range.Done()) fill(range.item, 0, 0);
+  CopyAsyncCommit();
+  int stage = 0;
+  int32_t held = -1;
+  for (int32_t item = range.item; item < range.end; ++item) {
+    {
+      const TilePlace tile(params, item, kChannels);
+      const int32_t wanted =
+          params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
+      // While the box is on its way.
+      if (wanted != held) {
+        FillFilter<Tag>(params, tile, filter);
+        held = wanted;
       }
     }
-    // The next pass fills this stage.
-    __syncthreads();
-    at = next;
+    float sums[Tag::kBlocksM][Tag::kBlocksN][4] = {};
+#pragma unroll 1
+    for (int32_t depth_tap = 0; depth_tap < params.axis[0].taps; ++depth_tap) {
+      const bool last = depth_tap + 1 == params.axis[0].taps;
+      if (!last || item + 1 < range.end) {
+        fill(item + last, last ? 0 : depth_tap + 1, stage ^ 1);
+      }
+      CopyAsyncCommit();
+      CopyAsyncWait<1>();
+      __syncthreads();
+      // Read again for each box, so as not to take registers while the next one's copies begin.
+      int32_t base[Tag::kBlocksM];
+#pragma unroll
+      for (int m = 0; m < Tag::kBlocksM; ++m) {
+        base[m] = LoadWord(box_of_lane + m * Tag::kStrips * 16 * kPlaceBytes) + chunk_bytes;
+      }
+      AddTaps<Tag>(params, blocks, stages + stage * params.stage_bytes,
+                   filter_at + depth_tap * bytes_of_depth, base, sums);
+      // The next pass fills this stage. Of the last one: and B.
+      __syncthreads();
+      stage ^= 1;
+    }
+    // Not kept from above.
+    const TilePlace tile(params, ComputedHere(item), kChannels);
+    const int32_t channel =
+        tile.first_channel + block * Tag::kBlock + lane % 4 * (2 * Tag::kBlocksN);
+    const uint32_t mine = tables.outputs + (strip * 16 + lane / 4) * kPlaceBytes;
+    if (params.out_is_f32) {
+      StoreTile<Tag, float>(params, epilogue, tile, channel, mine, sums);
+    } else {
+      StoreTile<Tag, T>(params, epilogue, tile, channel, mine, sums);
+    }
   }
 }
 

@@ -12,13 +12,19 @@ namespace jaxconv::block_diagonal {
 inline constexpr int kThreads = kHaloThreads, kWarps = kThreads / 32;
 // Channels of a tile: 128 bytes of a pixel.
 inline constexpr int kChannels = 64;
+// From a pixel of a stage to the next. The 16 bytes between them keep the same chunk of eight
+// neighbouring pixels, a matrix of ldmatrix, in different banks, and leave an address linear in the
+// pixel: a tap is a constant distance, where a swizzle would have to be computed for each.
+inline constexpr int kPixelBytes = kChannels * 2 + 16;
+// Most positions of a tile, and the bytes of an entry of the tables of tile.cuh.
+inline constexpr int kPositions = kThreads, kPlaceBytes = 8;
 
 struct Params : HaloParams {
-  int32_t group = 1;  // channels of a group, of x and of y
+  int32_t group = 1;  // channels of a group, of x and of y: a power of 2
+  int32_t group_log2 = 0;
   // Of the filter, in elements: from a tap to the next, from a gathered channel of a group to the next,
   // from a channel of the result to the next, from a group to the next.
   int64_t tap_stride = 1, reduction_stride = 1, channel_stride = 1, group_stride = 1;
-  FastDivmod tile_columns;
   int32_t tile_pixels = 1;
 };
 

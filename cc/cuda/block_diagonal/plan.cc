@@ -22,16 +22,22 @@ struct Instance {
   int64_t strips() const { return wgrad() ? 2 : kWarps / (kChannels / block); }
 };
 
-constexpr int64_t kWidth = 2, kPixelBytes = kChannels * kWidth;
-// Positions of a tile of wgrad: dy lies beside the box.
-constexpr int64_t kWgradPositions = 256;
+constexpr int64_t kWidth = 2, kChunks = kChannels * kWidth / 16;  // of a pixel
 
-// Shares of the DRAM's, the issue slots' and the tensor cores' rates. Assumptions: no GPU has run these
-// kernels yet, which are therefore chosen on request only.
-constexpr double kDramShare = 0.75, kIssueShare = 0.7, kMmaShare = 0.6;
+// Shares of the rates of the DRAM, of the issue slots and of shared memory, and of mma.sync. Earlier
+// kernels of this family, which were bound by their instructions, took 0.49 to 0.61 of the issue slots
+// on an H200.
+constexpr double kDramShare = 0.75, kIssueShare = 0.55, kSharedShare = 0.7, kMmaShare = 0.8;
 // Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
-constexpr double kCopyInstructions = 14;  // of 16 bytes of a box, for each thread
+// Instructions of a warp, counted in the SASS for sm_90: a chunk of 16 bytes of a box or tile for each
+// lane; an item's places and barriers; a store of gather's; what 16 positions of wgrad cost before their
+// products.
+constexpr double kCopyInstructions = 13, kItemInstructions = 200, kStoreInstructions = 14;
+constexpr double kPlaceInstructions = 14;
+// Cycles in which a CTA waits at an item's barriers and for the first operands behind them. One CTA
+// alone on an SM waits for each operand longer, too: two warps a scheduler.
+constexpr double kItemCycles = 800, kAlone = 1.3;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -77,6 +83,7 @@ void DescribeOperands(const ConvProblem& problem, Params* params) {
   const bool dgrad = problem.op == Op::kDgrad;
   const int64_t c_stride = krsc ? 1 : problem.k, k_stride = krsc ? taps * group : 1;
   params->group = static_cast<int32_t>(group);
+  while (int64_t{1} << params->group_log2 < group) ++params->group_log2;
   params->tap_stride = krsc ? group : group * problem.k;
   params->reduction_stride = dgrad ? k_stride : c_stride;
   params->channel_stride = dgrad ? c_stride : k_stride;
@@ -95,73 +102,127 @@ int64_t StagePixels(const Instance& instance, const Params& params) {
 
 int64_t SharedBytes(const Instance& instance, const Params& params) {
   const int64_t stages = 2 * StagePixels(instance, params) * kPixelBytes;
-  if (!instance.wgrad()) return stages + Taps(params) * kChannels * instance.block * kWidth;
+  const int64_t tables = kPlaceBytes *
+                         (2 * kPositions + int64_t{params.axis[1].box} * params.axis[2].box + 1) /
+                         16 * 16;
+  if (!instance.wgrad()) {
+    return stages + Taps(params) * kChannels * instance.block * kWidth + tables;
+  }
   const int64_t sums = instance.rows * instance.columns * kChannels * instance.block;
-  return std::max(stages + kPixelBytes, sums * int64_t{sizeof(float)});
+  return std::max(stages + kPixelBytes + tables, sums * int64_t{sizeof(float)});
 }
 
-// Instructions of a warp for a tile, of one depth tap (wgrad: of a part).
-double Instructions(const Instance& instance, const Params& params) {
-  const double copies = static_cast<double>(StagePixels(instance, params) * kPixelBytes) /
-                        (16 * kThreads) * kCopyInstructions;
+// What a warp does for a tile, of one depth tap (wgrad: of a part).
+struct WarpWork {
+  double instructions, products;  // of m16n8k16
+};
+WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
+  const double copies = static_cast<double>(StagePixels(instance, params) * kChunks) / kThreads;
+  // 16 positions each, of the longest strip.
   const auto blocks =
       static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, 16), instance.strips()));
-  const auto products = static_cast<double>(instance.block / 8);
+  const auto columns = static_cast<double>(instance.block / 8);
+  const double fixed = kItemInstructions + copies * kCopyInstructions;
   if (instance.wgrad()) {
-    const auto taps = static_cast<double>(instance.rows * instance.columns);
-    return copies + blocks * (30 + taps * (5 + products));
+    const auto taps = static_cast<double>(instance.rows *
+                                          std::min<int64_t>(instance.columns, params.axis[2].taps));
+    return {fixed + blocks * (kPlaceInstructions + taps * (2 + columns)), blocks * taps * columns};
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
   const double steps = static_cast<double>(instance.block) / 16;
-  return copies + taps * (6 + blocks * steps * (5 + products)) + blocks * 40;
+  return {fixed + taps * (3 + steps * columns / 2 + blocks * (1 + steps * (1 + columns))) +
+              blocks * 2 * kStoreInstructions,
+          blocks * taps * steps * columns};
 }
 
-// Products of m16n8k16 of a warp, likewise.
-double Products(const Instance& instance, const Params& params) {
-  const auto blocks =
-      static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, 16), instance.strips()));
-  const auto products = static_cast<double>(instance.block / 8);
+// Wavefronts of ldmatrix for a chunk of all positions of a tile under a tap: eight neighbouring
+// positions are one where their pixels lie in different banks, which a row's end prevents.
+int64_t BoxWavefronts(const Params& params) {
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  int64_t wavefronts = 0, row = 0, column = 0;
+  for (int64_t first = 0; first < params.tile_pixels; first += 8) {
+    int shared[8] = {}, most = 0;
+    for (int64_t i = first; i < std::min<int64_t>(first + 8, params.tile_pixels); ++i) {
+      const int64_t pixel = row * rows.stride * columns.box + column * columns.stride;
+      most = std::max(most, ++shared[pixel % 8]);
+      if (++column == columns.tile) column = 0, ++row;
+    }
+    wavefronts += most;
+  }
+  return wavefronts;
+}
+
+// Wavefronts of shared memory for a tile, likewise, in cycles of an SM.
+double Wavefronts(const Instance& instance, const Params& params) {
+  const auto copies = static_cast<double>(StagePixels(instance, params));
+  const auto box = static_cast<double>(BoxWavefronts(params) * kChunks);
   if (instance.wgrad()) {
-    return blocks * static_cast<double>(instance.rows * instance.columns) * products;
+    const auto taps = static_cast<double>(instance.rows *
+                                          std::min<int64_t>(instance.columns, params.axis[2].taps));
+    const auto walked = static_cast<double>(CeilDiv(params.tile_pixels, 8) * kChunks);
+    return copies + taps * box + walked * static_cast<double>(instance.block) / 16;
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
-  return blocks * taps * products * (static_cast<double>(instance.block) / 16);
+  const auto warps = static_cast<double>(
+      kChannels / instance.block * std::min(instance.strips(), CeilDiv(params.tile_pixels, 16)));
+  // A warp's B of a tap: block^2 elements.
+  return copies + taps * (box + warps * static_cast<double>(instance.block * instance.block) / 64);
 }
 
-// Microseconds in which the SMs compute one tile, of one depth tap.
-double MicrosecondsOfTile(const Instance& instance, const Params& params, const Gpu& gpu) {
-  const double issue = Instructions(instance, params) * kWarps / 4 / kIssueShare;
+// Microseconds in which the SMs compute one tile, of one depth tap, with so many CTAs on each.
+double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
+                          const Gpu& gpu) {
+  const WarpWork work = WorkOfWarp(instance, params);
+  const double issue = work.instructions * kWarps / 4 / kIssueShare;
+  const double shared = Wavefronts(instance, params) / kSharedShare;
   const double multiply =
-      Products(instance, params) * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock / kMmaShare;
+      work.products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock / kMmaShare;
   // The boxes of neighbouring tiles overlap in L2.
-  const double load = static_cast<double>(StagePixels(instance, params) * kPixelBytes) /
+  const double load = static_cast<double>(StagePixels(instance, params) * kChunks * 16) /
                       (gpu.dram_bytes_per_us * kL2Rate);
-  return std::max(load, std::max(issue, multiply) / (gpu.sm_count * gpu.cycles_per_us()));
+  const double cycles = std::max({issue, shared, multiply}) * (ctas_of_sm == 1 ? kAlone : 1) +
+                        kItemCycles / static_cast<double>(ctas_of_sm);
+  return std::max(load, cycles / (gpu.sm_count * gpu.cycles_per_us()));
 }
 
-// The tile of the least time, an SM with a single CTA counted as half as fast again.
-Status ShapeTile(const Instance& instance, const Gpu& gpu, Params* params) {
-  const int64_t most =
-      instance.wgrad() ? kWgradPositions : instance.strips() * instance.blocks_m * 16;
+// Microseconds in which a CTA of gather reads a filter, between waits for some taps at a time.
+double MicrosecondsOfFilter(const Params& params, const Gpu& gpu) {
+  constexpr int64_t kTapsOfWait = 3;
+  constexpr double kCyclesOfWait = 1000;
+  const int64_t pairs = params.group / 2, warps_of_tap = std::min<int64_t>(pairs, kWarps);
+  const int64_t taps_of_warp = CeilDiv(Taps(params) * warps_of_tap, kWarps);
+  const int64_t waits = pairs / warps_of_tap * CeilDiv(taps_of_warp, kTapsOfWait);
+  return static_cast<double>(waits) * kCyclesOfWait / gpu.cycles_per_us();
+}
+
+// Whether no smaller extent cuts `out` into as few tiles.
+bool Even(int64_t tile, int64_t out) { return CeilDiv(out, CeilDiv(out, tile)) == tile; }
+
+// The tile of the least time. items: of all channels, images and depths that each tile stands for.
+Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t items, Params* params) {
+  const int64_t most = instance.wgrad() ? kPositions : instance.strips() * instance.blocks_m * 16;
   double least = HUGE_VAL;
   int64_t fewest_bytes = INT64_MAX;
   Params best;
   const int64_t rows = params->axis[1].out, columns = params->axis[2].out;
   for (int64_t tile_columns = 1; tile_columns <= std::min(most, columns); ++tile_columns) {
-    for (int64_t tile_rows = std::min(most / tile_columns, rows); tile_rows > 0; tile_rows /= 2) {
+    if (!Even(tile_columns, columns) && tile_columns % 8 != 0) continue;
+    for (int64_t tile_rows = std::min(most / tile_columns, rows); tile_rows > 0; --tile_rows) {
+      if (!Even(tile_rows, rows)) continue;
       Params shape = *params;
       if (!ShapeBox(tile_rows, tile_columns, instance.parts() ? 1 : params->axis[1].taps, &shape)) {
         continue;
       }
-      shape.tile_columns = FastDivmod(tile_columns);
       shape.tile_pixels = static_cast<int32_t>(tile_rows * tile_columns);
       const int64_t bytes = SharedBytes(instance, shape);
       fewest_bytes = std::min(fewest_bytes, bytes);
       const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
       if (ctas == 0) continue;
-      const double work = (ctas == 1 ? 1.5 : 1) * MicrosecondsOfTile(instance, shape, gpu) *
-                          static_cast<double>(shape.axis[1].tiles.divisor) *
-                          shape.axis[2].tiles.divisor;
+      // The SMs with the most tiles end last.
+      const int64_t tiles = items * shape.axis[1].tiles.divisor * shape.axis[2].tiles.divisor;
+      const int64_t resident = gpu.sm_count * ctas;
+      const double work = MicrosecondsOfTile(instance, shape, ctas, gpu) *
+                          static_cast<double>(CeilDiv(tiles, resident) * resident);
       if (work >= least) continue;
       least = work;
       best = shape;
@@ -186,32 +247,45 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, &params);
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, &params));
+  const int64_t row_parts =
+      instance.parts() ? params.axis[1].taps * CeilDiv(params.axis[2].taps, instance.columns) : 1;
+  // What CTAs of wgrad divide beside the positions.
+  const int64_t parts =
+      CeilDiv(params.channels, kChannels) * params.axis[0].taps * row_parts * problem.batch;
+  const int64_t images = problem.n * params.axis[0].out;
+  const int64_t items =
+      images * (instance.wgrad() ? parts : CeilDiv(params.channels, kChannels) * problem.batch);
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, items, &params));
   params.stage_bytes = static_cast<int32_t>(StagePixels(instance, params) * kPixelBytes);
   launch->shared_bytes = SharedBytes(instance, params);
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
-  const int64_t resident = gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
-  double tiles = static_cast<double>(params.items);
+  const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
+  const int64_t resident = gpu.sm_count * ctas_of_sm;
+  const double l2_bytes_per_us = gpu.dram_bytes_per_us * kL2Rate;
+  int64_t tiles;
+  double beside = 0;
   if (instance.wgrad()) {
-    const int64_t row_parts =
-        instance.parts() ? params.axis[1].taps * CeilDiv(params.axis[2].taps, instance.columns) : 1;
-    const int64_t ctas =
-        params.channel_tiles.divisor * params.axis[0].taps * row_parts * problem.batch;
+    // No more CTAs than run at once: a second wave would take as long as the first.
+    const int64_t at_once = std::max(parts, resident / parts * parts);
     JAXCONV_RETURN_IF_ERROR(
-        CutIntoSlices(problem, ctas, resident, slices, &params, &launch->ctas, plan));
+        CutIntoSlices(problem, parts, at_once, slices, &params, &launch->ctas, plan));
     launch->out_elements = problem.w_elements();
-    tiles *= static_cast<double>(ctas);
+    tiles = CeilDiv(params.items, plan->slices) * CeilDiv(launch->ctas, resident) * resident;
+    // The slices' sums, stored and read.
+    beside = gpu.launch_us + 2 * static_cast<double>(plan->workspace_bytes) / l2_bytes_per_us;
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
     launch->ctas = ShareItems(resident, &params);
-    tiles *= params.axis[0].taps;
+    tiles = CeilDiv(params.items, launch->ctas) * resident * params.axis[0].taps;
+    beside = MicrosecondsOfFilter(params, gpu);
   }
   launch->out_dtype = problem.output_dtype();
   const double bytes = static_cast<double>(kWidth) *
                        static_cast<double>(problem.x_elements() + problem.y_elements());
-  plan->microseconds = gpu.launch_us * (instance.wgrad() ? 2 : 1) +
-                       std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
-                                tiles * MicrosecondsOfTile(instance, params, gpu));
+  plan->microseconds =
+      gpu.launch_us + beside +
+      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
+               static_cast<double>(tiles) * MicrosecondsOfTile(instance, params, ctas_of_sm, gpu));
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

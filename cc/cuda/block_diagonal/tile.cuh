@@ -1,26 +1,139 @@
-// What the kernels of block_diagonal share: the layout of pixels in shared memory and the warp's share
-// of a tile.
+// What the kernels of block_diagonal share: the layout of pixels in shared memory, and where the
+// positions of a tile lie.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_TILE_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_TILE_CUH_
 
 #include <cstdint>
 
 #include "cuda/block_diagonal/params.h"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::block_diagonal {
 
-// A pixel of kChannels 16-bit channels. Its chunks of 16 bytes change places with the pixel, so that
-// the same chunk of eight neighbouring pixels, a matrix of ldmatrix, lies in different banks.
-struct SwizzledPixel {
-  static constexpr int kBytes = kChannels * 2, kChunks = kBytes / 16, kChunkChannels = 8;
-  __device__ static int32_t Offset(int32_t i, int chunk) {
-    return i * kBytes + (chunk ^ (i & (kChunks - 1))) * 16;
-  }
+// A pixel of kChannels 16-bit channels.
+struct PaddedPixel {
+  static constexpr int kBytes = kPixelBytes, kChunks = kChannels * 2 / 16, kChunkChannels = 8;
+  __device__ static int32_t Offset(int32_t i, int chunk) { return i * kBytes + chunk * 16; }
 };
 
-// The place of a position of the tile: its pixel of the box under the first tap.
-__device__ __forceinline__ int32_t BoxPixel(const Params& params, int32_t row, int32_t column) {
-  return row * params.axis[1].stride * params.axis[2].box + column * params.axis[2].stride;
+// The index of the thread's warp, of which the compiler knows that a warp's lanes share it.
+__device__ __forceinline__ int UniformWarp() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+}
+
+// Positions of a tile and pixels of a box lie in tables in shared memory, so that no loop over them
+// divides: the row in the upper 16 bits of a word, the column in the lower ones, then a distance from
+// the first. What does not exist is beyond every limit, its distance 0.
+__device__ __forceinline__ void StorePlace(uint32_t table, int32_t i, bool exists, int32_t row,
+                                           int32_t column, int32_t distance) {
+  const uint32_t row_column = static_cast<uint32_t>(row) << 16 | static_cast<uint32_t>(column);
+  StoreWord(table + i * kPlaceBytes, exists ? row_column : 0x7fff7fffu);
+  StoreWord(table + i * kPlaceBytes + 4, exists ? static_cast<uint32_t>(distance) : 0);
+}
+
+// outputs: of positions, pixels of the output. boxes: the same positions, bytes of the box under the
+// first tap. gathered: of the box's pixels, pixels of the gathered tensor where nothing dilates it.
+struct Tables {
+  uint32_t outputs, boxes, gathered;
+  __device__ __forceinline__ explicit Tables(uint32_t first)
+      : outputs(first),
+        boxes(first + kPositions * kPlaceBytes),
+        gathered(first + 2 * kPositions * kPlaceBytes) {}
+};
+__device__ __forceinline__ void FillTables(const Params& params, const Tables& to) {
+  static_assert(kPositions == kThreads);
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const auto position = static_cast<int32_t>(threadIdx.x);
+  const bool exists = position < params.tile_pixels;
+  int32_t row, column;
+  params.tile_columns.Divmod(position, &row, &column);
+  StorePlace(to.outputs, position, exists, row, column, row * columns.out + column);
+  StorePlace(to.boxes, position, exists, row, column,
+             (row * rows.stride * columns.box + column * columns.stride) * kPixelBytes);
+  for (int32_t i = threadIdx.x; i < rows.box * columns.box; i += kThreads) {
+    params.box_columns.Divmod(i, &row, &column);
+    StorePlace(to.gathered, i, true, row, column, row * columns.in + column);
+  }
+}
+
+// The first and the last row and column of a tile or box that a tensor has, beside a bit that smaller or
+// larger ones borrow.
+constexpr uint32_t kBorrowed = 0x80008000u;
+__device__ __forceinline__ uint32_t Limit(int32_t row, int32_t column) {
+  return static_cast<uint32_t>(row) << 16 | static_cast<uint32_t>(column);
+}
+__device__ __forceinline__ uint32_t Limits(const Params& params, const TilePlace& tile) {
+  return kBorrowed | Limit(min(params.axis[1].out - tile.row, params.axis[1].tile) - 1,
+                           min(params.axis[2].out - tile.column, params.axis[2].tile) - 1);
+}
+__device__ __forceinline__ bool InTile(uint32_t limits, uint32_t row_column) {
+  return ((limits - row_column) & kBorrowed) == kBorrowed;
+}
+
+// Begins to copy the box of a tile under a tap of the depth and, where a box has the pixels of one filter
+// row, of the rows; zeros where the gathered tensor has no element. HaloParams::vector holds. The common
+// FillBox spends twice the instructions on a chunk.
+template <typename T>
+__device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& tile,
+                                        int32_t depth_tap, int32_t row_tap, uint32_t table,
+                                        uint32_t to) {
+  using P = PaddedPixel;
+  constexpr int kStep = kThreads / P::kChunks;
+  const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
+  const int32_t depth =
+      ElementAt(depths, tile.depth * depths.stride + depth_tap * depths.dilation - depths.pad);
+  const int32_t first_row = tile.row * rows.stride + row_tap * rows.dilation - rows.pad;
+  const int32_t first_column = tile.column * columns.stride - columns.pad;
+  const int chunk = threadIdx.x % P::kChunks, pixel = threadIdx.x / P::kChunks;
+  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
+  const bool some = depth >= 0 && channel < params.channels;
+  const T* first =
+      static_cast<const T*>(params.gathered) + channel +
+      (int64_t{tile.image} * depths.in + max(depth, 0)) * rows.in * columns.in * params.channels;
+  const int32_t pitch = params.channels * int32_t{sizeof(T)};
+  int32_t left = rows.box * columns.box - pixel;
+  to += P::Offset(pixel, chunk);
+  table += pixel * kPlaceBytes;
+  if (rows.in_dilation.divisor == 1 && columns.in_dilation.divisor == 1) {
+    const int32_t last_row = min(rows.box, rows.in - first_row) - 1;
+    const int32_t last_column = min(columns.box, columns.in - first_column) - 1;
+    const bool any = some && last_row >= 0 && last_column >= 0;
+    // Added to a place, these keep the bit from the first row and column on.
+    const uint32_t from = kBorrowed - Limit(min(max(-first_row, 0), rows.box),
+                                            min(max(-first_column, 0), columns.box));
+    const uint32_t until = kBorrowed | Limit(max(last_row, 0), max(last_column, 0));
+    // May lie in front of the tensor: what is not valid is not read.
+    first += (int64_t{first_row} * columns.in + first_column) * params.channels;
+    for (; left > 0; left -= kStep) {
+      uint32_t row_column, moved;
+      LoadPair(table, &row_column, &moved);
+      const bool valid = ((row_column + from) & (until - row_column) & kBorrowed) == kBorrowed;
+      CopyAsync<16>(to, OffsetBytes(first, static_cast<int32_t>(moved), pitch), any && valid);
+      table += kStep * kPlaceBytes, to += kStep * P::kBytes;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (; left > 0; left -= kStep) {
+    const uint32_t row_column = LoadWord(table);
+    const int32_t row = ElementAt(rows, first_row + static_cast<int32_t>(row_column >> 16));
+    const int32_t column =
+        ElementAt(columns, first_column + static_cast<int32_t>(row_column & 0xffff));
+    CopyAsync<16>(to, OffsetBytes(first, row * columns.in + column, pitch),
+                  some && row >= 0 && column >= 0);
+    table += kStep * kPlaceBytes, to += kStep * P::kBytes;
+  }
+}
+
+// The output's pixel of a tile's first position.
+__device__ __forceinline__ int64_t FirstPixel(const Params& params, const TilePlace& tile) {
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  return ((int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out + tile.row) *
+             columns.out +
+         tile.column;
 }
 
 }  // namespace jaxconv::block_diagonal

@@ -8,10 +8,11 @@
 // Warp w has 16 channels c, the kBlock channels k of their block, and every second 16 positions of the
 // tile; the sums of kRows x kColumns taps stay in registers (3x3: 72, of kBlock 32 144):
 //
-//     stage 0: x box | dy tile | stage 1: x box | dy tile | a pixel of zeros
+//     stage 0: x box | dy tile | stage 1: x box | dy tile | a pixel of zeros | positions of x, of dy
 //
-// Positions outside of the output read that pixel for both operands, so that no Inf of x meets a zero.
-// Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock / 8 products.
+// Positions outside of the output have zeros of dy, and of x read that pixel, so that no Inf of x meets
+// a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock / 8
+// products.
 //
 // A CTA has 64 channels and walks tiles slice, slice + slices, ...; two barriers a tile. At the end the
 // two warps of equal channels are added in order through shared memory, and the slices' sums by
@@ -51,24 +52,118 @@ struct Wgrad {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Begins to copy a tile of dy, zeros where it has no pixel.
+// Begins to copy a tile of dy, zeros where it has no pixel. positions: in shared memory.
 template <typename T>
-__device__ __forceinline__ void FillWalked(const Params& params, const TilePlace& tile,
-                                           unsigned char* stage) {
-  using P = SwizzledPixel;
-  const Axis &rows = params.axis[1], &columns = params.axis[2];
-  const int chunk = threadIdx.x % P::kChunks;
+__device__ __forceinline__ void CopyWalked(const Params& params, const TilePlace& tile,
+                                           uint32_t positions, uint32_t to) {
+  using P = PaddedPixel;
+  constexpr int kStep = kThreads / P::kChunks;
+  const int chunk = threadIdx.x % P::kChunks, pixel = threadIdx.x / P::kChunks;
   const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
-  const T* plane = static_cast<const T*>(params.walked) +
-                   (int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out *
-                       columns.out * params.channels;
-  for (int32_t i = threadIdx.x / P::kChunks; i < params.tile_pixels; i += kThreads / P::kChunks) {
-    int32_t row, column;
-    params.tile_columns.Divmod(i, &row, &column);
-    row += tile.row, column += tile.column;
-    const bool valid = row < rows.out && column < columns.out && channel < params.channels;
-    const int64_t at = (int64_t{row} * columns.out + column) * params.channels + channel;
-    CopyAsync<16>(SharedAddress(stage + P::Offset(i, chunk)), plane + (valid ? at : 0), valid);
+  const bool exists = channel < params.channels;
+  const uint32_t limits = Limits(params, tile);
+  const T* first =
+      static_cast<const T*>(params.walked) + FirstPixel(params, tile) * params.channels + channel;
+  const int32_t bytes = params.channels * int{sizeof(T)};
+  to += P::Offset(pixel, chunk);
+  positions += pixel * kPlaceBytes;
+  for (int32_t left = params.tile_pixels - pixel; left > 0; left -= kStep) {
+    uint32_t row_column, moved;
+    LoadPair(positions, &row_column, &moved);
+    CopyAsync<16>(to, OffsetBytes(first, static_cast<int32_t>(moved), bytes),
+                  exists && InTile(limits, row_column));
+    positions += kStep * kPlaceBytes, to += kStep * P::kBytes;
+  }
+}
+
+// What a lane reads of a tile: addresses of a stage, in bytes.
+struct LanePlace {
+  uint32_t box;        // the x box, the lane's chunk, the CTA's first tap
+  uint32_t walked;     // dy: the lane's first position and chunk
+  uint32_t zeros;      // the lane's chunk of the pixel of zeros
+  uint32_t positions;  // the lane's first of x: row and column, and bytes from `box`
+  uint32_t limits;     // see Limits
+};
+
+// Adds the products of `blocks` times 16 positions, every kStrips-th, and of kColumns taps of each of
+// the CTA's filter rows.
+template <class Tag, int kColumns>
+__device__ __forceinline__ void AddPositions(
+    const Params& params, LanePlace place, int32_t blocks,
+    float (&sums)[Tag::kRows * Tag::kColumns][Tag::kBlocksN][4]) {
+  using T = typename Tag::T;
+  constexpr int kBlocksN = Tag::kBlocksN;
+  const int32_t tap_bytes = params.axis[2].dilation * kPixelBytes;
+  const int32_t row_bytes = params.axis[1].dilation * params.axis[2].box * kPixelBytes;
+#pragma unroll 1
+  for (; blocks > 0; --blocks) {
+    uint32_t row_column, moved, y[kBlocksN * 2];
+    LoadPair(place.positions, &row_column, &moved);
+#pragma unroll
+    for (int nb = 0; nb < kBlocksN; nb += 2) {
+      LoadMatricesTransposed(place.walked + nb * 16, reinterpret_cast<uint32_t (&)[4]>(y[nb * 2]));
+    }
+    const bool inside = InTile(place.limits, row_column);
+    uint32_t at = inside ? place.box + moved : place.zeros;
+    const int32_t to_next_tap = inside ? tap_bytes : 0, to_next_row = inside ? row_bytes : 0;
+#pragma unroll
+    for (int r = 0; r < Tag::kRows; ++r) {
+#pragma unroll
+      for (int s = 0; s < kColumns; ++s) {
+        uint32_t x[4];
+        LoadMatricesTransposed(at + s * to_next_tap, x);
+#pragma unroll
+        for (int nb = 0; nb < kBlocksN; ++nb) {
+          MultiplyAdd<T>(sums[r * Tag::kColumns + s][nb], x, y[nb * 2], y[nb * 2 + 1]);
+        }
+      }
+      at += to_next_row;
+    }
+    place.positions += Tag::kStrips * 16 * kPlaceBytes;
+    place.walked += Tag::kStrips * 16 * kPixelBytes;
+  }
+}
+
+// The same of the first `columns` <= kColumns taps.
+template <class Tag, int kColumns = Tag::kColumns>
+__device__ __forceinline__ void AddPositions(
+    const Params& params, const LanePlace& place, int32_t blocks, int32_t columns,
+    float (&sums)[Tag::kRows * Tag::kColumns][Tag::kBlocksN][4]) {
+  if constexpr (Tag::kRows == 1 && kColumns > 1) {
+    if (columns < kColumns) {
+      AddPositions<Tag, kColumns - 1>(params, place, blocks, columns, sums);
+      return;
+    }
+  }
+  AddPositions<Tag, kColumns>(params, place, blocks, sums);
+}
+
+// Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has two neighbouring
+// channels k, a warp every kWarps-th (tap, channel c of their group).
+template <class Tag>
+__device__ __forceinline__ void StoreSums(const Params& params, uint32_t sums, int32_t slice,
+                                          int32_t filter, int32_t first_channel, const Step& step,
+                                          int32_t first_tap) {
+  constexpr int kBlocksN = Tag::kBlocksN, kTaps = Tag::kRows * Tag::kColumns;
+  const int k_of_tile = threadIdx.x % 32 * 2;
+  const int32_t k = first_channel + k_of_tile;
+  if (k >= params.channels) return;
+  const int32_t rows = params.axis[1].taps, columns = params.axis[2].taps;
+  const int32_t before = (step.depth_tap * rows + step.row_tap) * columns + first_tap;
+  const int32_t all_taps = params.axis[0].taps * rows * columns;
+  const int32_t taps = Tag::kRows > 1 ? kTaps : min(kTaps, columns - first_tap);
+  const int32_t group = params.group, first_c = k_of_tile & ~(group - 1);
+  float* out =
+      static_cast<float*>(params.out) +
+      ((int64_t{slice} * params.filters + filter) * all_taps + before) * group * params.channels +
+      k;
+  sums += k_of_tile / 8 % kBlocksN * 512 + k_of_tile % 8 / 2 * 16;
+  for (int32_t i = threadIdx.x / 32; i < taps * group; i += kWarps) {
+    const int32_t tap = i >> params.group_log2, c = first_c + (i & (group - 1));
+    float pair[2];
+    LoadPair(sums + (c / 16 * kTaps + tap) * (kBlocksN * 512) + c % 8 * 64 + c / 8 % 2 * 8,
+             &pair[0], &pair[1]);
+    *reinterpret_cast<float2*>(out + int64_t{i} * params.channels) = make_float2(pair[0], pair[1]);
   }
 }
 
@@ -79,9 +174,12 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   constexpr int kRows = Tag::kRows, kColumns = Tag::kColumns, kBlocksN = Tag::kBlocksN;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  const int lane = threadIdx.x % 32, strip = threadIdx.x / 32 / Tag::kWarpsOfStrip;
-  const int sixteen = threadIdx.x / 32 % Tag::kWarpsOfStrip;  // of the tile's channels c
-  const int32_t walked_bytes = rows.box * columns.box * SwizzledPixel::kBytes;
+  const int lane = threadIdx.x % 32, warp = UniformWarp();
+  const int strip = warp / Tag::kWarpsOfStrip;
+  const int sixteen = warp % Tag::kWarpsOfStrip;  // of the tile's channels c
+  const int32_t walked_bytes = rows.box * columns.box * kPixelBytes;
+  const uint32_t stages = SharedAddress(dynamic), zeros = stages + 2 * params.stage_bytes;
+  const Tables tables(zeros + kPixelBytes);
 
   // The CTA's slice, taps, filter of the batch and channels.
   int32_t rest = blockIdx.x, filter, channel_tile;
@@ -107,22 +205,35 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   auto fill = [&](int32_t item, int stage) {
     if (item < params.items) {
       const TilePlace tile = place(item);
-      unsigned char* to = dynamic + stage * params.stage_bytes;
-      FillBox<T, SwizzledPixel>(params, tile, step, 0, rows.box, to);
-      FillWalked<T>(params, tile, to + walked_bytes);
+      const uint32_t to = stages + stage * params.stage_bytes;
+      CopyBox<T>(params, tile, step.depth_tap, step.row_tap, tables.gathered, to);
+      CopyWalked<T>(params, tile, tables.outputs, to + walked_bytes);
     }
     CopyAsyncCommit();
   };
-  if (threadIdx.x < SwizzledPixel::kChunks) {
-    StoreChunk(SharedAddress(dynamic) + 2 * params.stage_bytes + threadIdx.x * 16, {0, 0, 0, 0});
+
+  FillTables(params, tables);
+  // Zeros: a pixel, and dy behind the last position, up to 16, which no copy writes.
+  const int32_t blocks = (params.tile_pixels + 15) / 16;
+  const int32_t behind = (blocks * 16 - params.tile_pixels) * kPixelBytes;
+  if (threadIdx.x < PaddedPixel::kChunks) StoreChunk(zeros + threadIdx.x * 16, {0, 0, 0, 0});
+  for (int32_t i = threadIdx.x * 16; i < behind; i += kThreads * 16) {
+    const uint32_t to = stages + walked_bytes + params.tile_pixels * kPixelBytes + i;
+    StoreChunk(to, {0, 0, 0, 0});
+    StoreChunk(to + params.stage_bytes, {0, 0, 0, 0});
   }
+  __syncthreads();
 
   // ldmatrix.trans: lanes 0-7 and 8-15 give eight positions' rows of two chunks, 16-31 the next eight
   // positions'; of dy, whose chunks are columns of B, lanes 8-15 the next positions.
-  const int x_position = lane % 8 + lane / 16 * 8, x_chunk = sixteen * 2 + lane / 8 % 2;
-  const int y_position = lane % 16;
+  const int x_position = strip * 16 + lane % 8 + lane / 16 * 8;
+  const int x_chunk = sixteen * 2 + lane / 8 % 2;
+  const int y_position = strip * 16 + lane % 16;
   const int y_chunk = sixteen * 2 / kBlocksN * kBlocksN + lane / 16;
-  const int32_t blocks = (params.tile_pixels + 15) / 16;
+  LanePlace lane_place;
+  lane_place.zeros = zeros + x_chunk * 16;
+  lane_place.positions = tables.boxes + x_position * kPlaceBytes;
+  const int32_t blocks_of_strip = (blocks - strip + Tag::kStrips - 1) / Tag::kStrips;
   float sums[kRows * kColumns][kBlocksN][4] = {};
   int32_t item = slice;
   fill(item, 0);
@@ -130,83 +241,38 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     fill(item + params.slices, stage ^ 1);
     CopyAsyncWait<1>();
     __syncthreads();
-    const TilePlace tile = place(item);
-    const uint32_t box = SharedAddress(dynamic) + stage * params.stage_bytes;
-    const uint32_t zeros = SharedAddress(dynamic) + 2 * params.stage_bytes;
-#pragma unroll 1
-    for (int32_t b = strip; b < blocks; b += Tag::kStrips) {
-      // Where the lane's position of either operand lies; false outside of the output.
-      auto locate = [&](int32_t position, int32_t* row, int32_t* column) {
-        params.tile_columns.Divmod(position, row, column);
-        return position < params.tile_pixels && tile.row + *row < rows.out &&
-               tile.column + *column < columns.out;
-      };
-      int32_t row, column;
-      const bool y_inside = locate(b * 16 + y_position, &row, &column);
-      uint32_t y[kBlocksN * 2];
-#pragma unroll
-      for (int nb = 0; nb < kBlocksN; nb += 2) {
-        const int chunk = y_chunk + nb;
-        const uint32_t at = box + walked_bytes + SwizzledPixel::Offset(b * 16 + y_position, chunk);
-        LoadMatricesTransposed(y_inside ? at : zeros + chunk * 16,
-                               reinterpret_cast<uint32_t (&)[4]>(y[nb * 2]));
-      }
-      const bool x_inside = locate(b * 16 + x_position, &row, &column);
-      const int32_t base = BoxPixel(params, row, column) + first_tap * columns.dilation;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int s = 0; s < kColumns; ++s) {
-          if (kRows == 1 && first_tap + s >= columns.taps) break;
-          const int32_t pixel = base + r * rows.dilation * columns.box + s * columns.dilation;
-          uint32_t x[4];
-          LoadMatricesTransposed(
-              x_inside ? box + SwizzledPixel::Offset(pixel, x_chunk) : zeros + x_chunk * 16, x);
-#pragma unroll
-          for (int nb = 0; nb < kBlocksN; ++nb) {
-            MultiplyAdd<T>(sums[r * kColumns + s][nb], x, y[nb * 2], y[nb * 2 + 1]);
-          }
-        }
-      }
-    }
+    const uint32_t box = stages + stage * params.stage_bytes;
+    lane_place.box = box + PaddedPixel::Offset(first_tap * columns.dilation, x_chunk);
+    lane_place.walked = box + walked_bytes + PaddedPixel::Offset(y_position, y_chunk);
+    lane_place.limits = Limits(params, place(item));
+    AddPositions<Tag>(params, lane_place, blocks_of_strip, columns.taps - first_tap, sums);
     // The next pass fills this stage.
     __syncthreads();
   }
 
-  // The second strip's sums, [warp of the strip][tap][n][lane], are added to the first's.
+  // The second strip's sums, [warp of the strip][tap][n][lane][4], are added to the first's there.
   CopyAsyncWait<0>();
-  constexpr int kTaps = kRows * kColumns;
-  const uint32_t exchange = SharedAddress(dynamic) + (sixteen * kTaps * kBlocksN * 32 + lane) * 16;
+  constexpr int kSums = kRows * kColumns * kBlocksN;
+  const uint32_t exchange = stages + (sixteen * kSums * 32 + lane) * 16;
   if (strip == 1) {
 #pragma unroll
-    for (int i = 0; i < kTaps * kBlocksN; ++i) {
+    for (int i = 0; i < kSums; ++i) {
       StoreShared(exchange + i * 512, sums[i / kBlocksN][i % kBlocksN]);
     }
   }
   __syncthreads();
-  if (strip == 1) return;
-  const int32_t first = channel_tile * kChannels, group = params.group;
-  const int32_t first_k = first + sixteen * 16 / Tag::kBlock * Tag::kBlock;
-  const int32_t before = (step.depth_tap * rows.taps + step.row_tap) * columns.taps + first_tap;
-  const int32_t all_taps = params.axis[0].taps * rows.taps * columns.taps;
-  float* out = static_cast<float*>(params.out) +
-               (int64_t{slice} * params.filters + filter) * all_taps * group * params.channels;
+  if (strip == 0) {
 #pragma unroll
-  for (int i = 0; i < kTaps * kBlocksN; ++i) {
-    const int tap = i / kBlocksN, nb = i % kBlocksN;
-    float other[4];
-    LoadShared<0>(exchange + i * 512, other);
-    if (kRows == 1 && first_tap + tap >= columns.taps) continue;
-    const int32_t at_tap = before + tap / kColumns * columns.taps + tap % kColumns;
+    for (int i = 0; i < kSums; ++i) {
+      float other[4], total[4];
+      LoadShared<0>(exchange + i * 512, other);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int32_t c = first + sixteen * 16 + lane / 4 + e / 2 * 8;
-      const int32_t k = first_k + nb * 8 + lane % 4 * 2 + e % 2;
-      if (c >= params.channels || k >= params.channels || c / group != k / group) continue;
-      out[(int64_t{at_tap} * group + c % group) * params.channels + k] =
-          sums[tap][nb][e] + other[e];
+      for (int e = 0; e < 4; ++e) total[e] = sums[i / kBlocksN][i % kBlocksN][e] + other[e];
+      StoreShared(exchange + i * 512, total);
     }
   }
+  __syncthreads();
+  StoreSums<Tag>(params, stages, slice, filter, channel_tile * kChannels, step, first_tap);
 }
 
 template <Op kOp, DType kType, int kBlock_, int kRows_, int kColumns_, int kCtasPerSm_>

@@ -18,6 +18,14 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return address;
 }
 
+// The same value, of which the compiler does not know it: what is computed from it is computed where it
+// is used, not in front of the loop around, where it would take registers all the time.
+__device__ __forceinline__ int ComputedHere(int value) {
+  int same;
+  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
+  return same;
+}
+
 // kOffset: bytes, part of the instruction.
 template <int kOffset>
 __device__ __forceinline__ void LoadShared(uint32_t address, float* quad) {
