@@ -257,12 +257,13 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
 
     The workspace limits how many there may be.
     """
-    tile_n = tile(each)[1]
-    tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
     if each.family == "few_channels":
         return problem("split", (90, 61), 3, c=3, k=72, padding=1), range(9, 6, -1)
     if each.family in HALO_BOX:
+        # Of at least 6 tiles of each of 28 images: more than 5 a slice, and not all alike.
         return steady_problems(each)[0], (31, 30, 29)
+    tile_n = tile(each)[1]
+    tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
     if each.op == "wgrad":
         # 321 k-blocks of 64 pixels, 641 of 32: with these slices none is empty.
         return (
