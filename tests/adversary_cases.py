@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from adversary import Answer, Case, Refused
 from adversary_apart import apart_cases
+from adversary_epilogue import epilogue_cases
 from adversary_inputs import NHWC, W, X, draw, in_lax, kind, value, written
 from adversary_lax import lax_cases, transformation_cases, transpose_cases
 from adversary_tools import tool_cases
@@ -394,6 +395,7 @@ def all_cases() -> list[Case]:
         *parameter_cases(),
         *lax_cases(),
         *transpose_cases(),
+        *epilogue_cases(),
         *transformation_cases(),
         *tool_cases(),
         *apart_cases(),

@@ -22,6 +22,8 @@ def convolutions(x: jax.Array, w: np.ndarray, sharding: NamedSharding) -> None:
     jaxconv.conv(x, w, padding=((1, 2), 3), precision=lax.Precision.HIGH)
     jaxconv.conv(x, w, precision=(lax.Precision.HIGH, lax.Precision.DEFAULT))
     jaxconv.conv(x, w, preferred_element_type="float32")
+    jaxconv.conv(x, w, scale=x, bias=w, residual=x, activation="gelu_tanh")
+    jaxconv.conv(x, w, activation=("leaky_relu", 0.1))
     general = jaxconv.conv_general_dilated
     numbers = lax.conv_dimension_numbers((1, 2, 3, 4), (1, 2, 3, 4), None)
     assert_type(general(x, w, (1, 1), "SAME", None, None, numbers), jax.Array)
@@ -36,6 +38,7 @@ def convolutions(x: jax.Array, w: np.ndarray, sharding: NamedSharding) -> None:
     jaxconv.conv(x, w, precision=3)  # type: ignore[arg-type]
     jaxconv.conv(x, w, algorithm={"forward": "native"})  # type: ignore[dict-item]
     jaxconv.conv(x, w, strides=2)  # type: ignore[call-arg]
+    jaxconv.conv(x, w, activation=0.1)  # type: ignore[arg-type]
     jaxconv.conv(x, w, 2)  # type: ignore[call-arg]
 
 

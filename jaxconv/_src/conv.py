@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -305,8 +306,12 @@ def conv_transpose(
     groups: int = 1,
     output_padding: int | Sequence[int] | None = None,
     algorithm: Algorithm = "auto",
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: Activation = None,
 ) -> jax.Array:
-    """``jax.lax.conv_transpose`` on this library's kernels, with two parameters more.
+    """``jax.lax.conv_transpose`` on this library's kernels, with some parameters more.
 
     The transpose of a convolution is its data gradient, and is computed as one: no zeros are
     inserted or multiplied.
@@ -343,6 +348,8 @@ def conv_transpose(
         output_padding: further outputs on the high side, one number or one per spatial axis, each
             less than the stride or the dilation there. Of the sizes that the convolution of this
             stride brings to the one of lhs, it chooses a larger one.
+        scale, bias, residual, activation: the epilogue, as in ``conv``: float32 sums, one rounding.
+            No kernel computes it with a data gradient; it is one elementwise pass of XLA's.
 
     Returns:
         The output, in the order of ``dimension_numbers``.
@@ -419,6 +426,7 @@ def conv_transpose(
         precision=precision,
         algorithm=algorithm,
         preferred_element_type=preferred_element_type,
+        terms=(scale, bias, residual, activation),
     )
 
 
@@ -452,11 +460,13 @@ def _convolve(
     batch_groups: Any = 1,
     transposed: bool = False,
     filter_reversed: bool = False,
+    terms: tuple = (None, None, None, None),
 ) -> jax.Array:
     """Checks a convolution in lax's form and binds its canonical form, fprop or dgrad.
 
     ``transposed`` asks for dgrad, which is also the form of a dilated input. With
     ``filter_reversed``, rhs is then the filter of the convolution that this one transposes.
+    ``terms`` are the epilogue's.
     """
     groups = arguments.integer(groups_name, groups, at_least=1)
     batch_groups = arguments.integer("batch_group_count", batch_groups, at_least=1)
@@ -492,4 +502,16 @@ def _convolve(
         transposed = False  # dgrad's padding is not defined, and the result is empty or zero
     op = Op.DGRAD if transposed else Op.FPROP
     form = canonical.form(convolution, op, lhs.shape, rhs.shape, out_shape)
-    return form.apply(lhs, rhs, out_dtype, filter_reversed=filter_reversed)
+    channels = out_spec[1]
+    static, arrays = epilogue.checked(
+        *terms,
+        operand_dtype=lhs.dtype,
+        channels=out_shape[channels],
+        out_shape=out_shape,
+        out_dtype=out_dtype,
+    )
+    compute = functools.partial(form.apply, filter_reversed=filter_reversed)
+    if static.plain:
+        return compute(lhs, rhs, out_dtype)
+    acc = epilogue.sums(compute, lhs, rhs, out_dtype)
+    return epilogue.followed(acc, arrays, channels, static, out_dtype)

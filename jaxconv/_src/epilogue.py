@@ -14,9 +14,10 @@ of the squared deviations from it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -309,3 +310,59 @@ def finish(
     if epilogue.statistics:
         results.append(moments(y, axis, acc.dtype))
     return results
+
+
+def sums(
+    compute: Callable[[jax.Array, jax.Array, np.dtype], jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    out_dtype: np.dtype,
+) -> jax.Array:
+    """A bilinear function's result in the accumulator's dtype.
+
+    ``compute`` has the dtype of its result as third argument. Derivatives are computed in
+    ``out_dtype``, so that their transposes read cotangents of that dtype.
+    """
+    wide = accumulator_dtype(out_dtype)
+
+    @jax.custom_jvp
+    def accumulated(lhs, rhs):
+        return compute(lhs, rhs, wide)
+
+    def jvp(primals, tangents):
+        (lhs, rhs), terms = primals, []
+        for i, tangent in enumerate(tangents):
+            if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+                operands = (tangent, rhs) if i == 0 else (lhs, tangent)
+                terms.append(compute(*operands, out_dtype).astype(wide))
+        return accumulated(lhs, rhs), functools.reduce(jnp.add, terms)
+
+    accumulated.defjvp(jvp, symbolic_zeros=True)
+    return accumulated(lhs, rhs)
+
+
+def followed(
+    acc: jax.Array,
+    terms: Mapping[str, jax.Array],
+    axis: int,
+    epilogue: Epilogue,
+    out_dtype: np.dtype,
+) -> jax.Array:
+    """y as ``finish`` gives it, with the derivatives of the primitive conv_fused."""
+
+    @jax.custom_jvp
+    def activated(t):
+        return activate(t, epilogue.activation, epilogue.slope).astype(out_dtype)
+
+    @activated.defjvp
+    def jvp(primals, tangents):
+        (t,), (dt,) = primals, tangents
+        y = activated(t)
+        value = y if epilogue.differentiates_from_y else t.astype(out_dtype)
+        times_derivative = jax.checkpoint(
+            functools.partial(differential, epilogue.activation, epilogue.slope), prevent_cse=False
+        )
+        return y, times_derivative(value, dt).astype(out_dtype)
+
+    linear = dataclasses.replace(epilogue, activation=None, slope=0.0)
+    return activated(finish(acc, terms, axis, linear, acc.dtype)[0])

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +235,7 @@ def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dty
     names = ("x", "w", *epilogue.terms)
     axes = {n: a for n, a in zip(names, mapped_axes, strict=True) if a is not None}
     by_channel = axes.keys() & {"w", "scale", "bias"}
-    static = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
+    static: dict[str, Any] = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
     in_k = "w" in axes and "x" not in axes
     if epilogue.statistics or not (in_k or ("x" in axes and not by_channel)):
         results = jax.vmap(functools.partial(apart, **static), in_axes=mapped_axes)(*operands)
@@ -250,7 +251,7 @@ def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dty
     if in_k:
         places |= {term: 0 for term in epilogue.terms if term != "residual"}
 
-    def mapped(name):
+    def mapped(name: str) -> tuple[jax.Array, int]:
         """The operand with the mapped axis, repeated where it has none."""
         if name in axes:
             return values[name], axes[name]
@@ -290,7 +291,7 @@ def _lower(platform: str, ctx, *operands, spec: ConvSpec, epilogue: Epilogue, ou
     x, w = ctx.avals_in[:2]
     sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
     chosen, key = select(platform, spec, sizes, x.dtype, epilogue, out_dtype)
-    static = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
+    static: dict[str, Any] = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
     if chosen.instance is None:
         _log.info(
             "epilogue of %s on %s goes to XLA: %s",
