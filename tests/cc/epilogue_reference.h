@@ -2,15 +2,20 @@
 #ifndef JAXCONV_TESTS_CC_EPILOGUE_REFERENCE_H_
 #define JAXCONV_TESTS_CC_EPILOGUE_REFERENCE_H_
 
-#include <algorithm>
 #include <cmath>
 
 #include "core/conv_problem.h"
 #include "core/epilogue.h"
 
+#ifdef __CUDACC__
+#define JAXCONV_ON_DEVICE __host__ __device__
+#else
+#define JAXCONV_ON_DEVICE
+#endif
+
 namespace jaxconv {
 
-inline double ActivateReference(Activation activation, double slope, double v) {
+JAXCONV_ON_DEVICE inline double ActivateReference(Activation activation, double slope, double v) {
   if (std::isnan(v)) return v;
   switch (activation) {
     case Activation::kNone:
@@ -18,7 +23,7 @@ inline double ActivateReference(Activation activation, double slope, double v) {
     case Activation::kRelu:
       return v < 0 ? 0 : v;
     case Activation::kRelu6:
-      return std::clamp(v, 0.0, 6.0);
+      return v < 0 ? 0 : v > 6 ? 6 : v;
     case Activation::kLeakyRelu:
       return v < 0 ? v * slope : v;
     case Activation::kGelu:
@@ -32,18 +37,18 @@ inline double ActivateReference(Activation activation, double slope, double v) {
     case Activation::kTanh:
       return std::tanh(v);
     case Activation::kHardSwish:
-      return v * std::clamp(v + 3, 0.0, 6.0) / 6;
+      return v < -3 ? v * 0 : v > 3 ? v : v * (v + 3) / 6;
   }
   return v;
 }
 
 // Whether a device computes it exactly where t and the slope are small multiples of a power of two.
-inline bool ExactActivation(Activation activation) { return activation <= Activation::kLeakyRelu; }
+JAXCONV_ON_DEVICE inline bool ExactActivation(Activation activation) { return activation <= Activation::kLeakyRelu; }
 
 // What a result may differ from the activation of `t` otherwise: one rounding to its type and some
 // units in the last place of float32, of the result and of t, whose rounding the activation passes
 // on.
-inline double ActivationTolerance(DType dtype, double t, double result) {
+JAXCONV_ON_DEVICE inline double ActivationTolerance(DType dtype, double t, double result) {
   const double rounding = dtype == DType::kF32 ? 5e-7 : dtype == DType::kF16 ? 4.9e-4 : 3.95e-3;
   return rounding * std::fabs(result) + 3e-7 * std::fabs(t) + (dtype == DType::kF16 ? 6e-8 : 1e-30);
 }

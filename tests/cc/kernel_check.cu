@@ -15,6 +15,9 @@
 //     host   nanoseconds of host time for one call as the FFI handler makes it (plan lookup,
 //            checks, launch), and of a bare launch of an empty kernel with parameters as large
 //
+// Of a problem with an epilogue the operands of its terms are drawn too, in `check` as integers, and
+// `pre` is stored and compared. Activations that are not exact may differ by their rounding.
+//
 // SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of a
 // small problem, which suits racecheck.
 //
@@ -31,6 +34,7 @@
 #include <string>
 #include <vector>
 
+#include "epilogue_reference.h"
 #include "core/conv_problem.h"
 #include "cuda/common/folded_columns.h"
 #include "cuda/common/launch_table.h"
@@ -205,6 +209,33 @@ __global__ void Define(Window window, const void* lhs, const void* rhs, DType dt
   }
 }
 
+// The sums -> the epilogue's results, of y and before the activation.
+__global__ void Finish(Epilogue terms, Operands operands, DType dtype, int64_t channels,
+                       double* result, double* before, int64_t elements) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    double t = result[i];
+    if (operands.scale != nullptr) t *= operands.scale[i % channels];
+    if (operands.bias != nullptr) t += operands.bias[i % channels];
+    if (operands.residual != nullptr) t += Get(operands.residual, i, dtype);
+    before[i] = t;
+    result[i] = ActivateReference(terms.activation, terms.negative_slope, t);
+  }
+}
+
+// As Compare, of an activation that is not exact.
+__global__ void CompareActivated(const void* out, DType dtype, const double* expected,
+                                 const double* before, int64_t elements,
+                                 unsigned long long* found) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const double error = fabs(Get(out, i, dtype) - expected[i]);
+    if (error <= ActivationTolerance(dtype, before[i], expected[i])) continue;  // NaN differs
+    atomicAdd(&found[0], 1ull);
+    atomicMin(&found[1], static_cast<unsigned long long>(i));
+  }
+}
+
 // found[0]: elements that differ; found[1]: the first of them.
 __global__ void Compare(const void* out, DType dtype, const double* expected, int64_t elements,
                         unsigned long long* found) {
@@ -243,6 +274,8 @@ class Buffer {
 struct Tensors {
   int64_t lhs, rhs, out;  // elements
   int64_t lhs_bytes, rhs_bytes, out_bytes;
+  int64_t channels;
+  bool scale, bias, residual, pre;
 
   explicit Tensors(const ConvProblem& problem) {
     const int64_t x = problem.x_elements(), w = problem.w_elements(), y = problem.y_elements();
@@ -252,14 +285,36 @@ struct Tensors {
     lhs_bytes = lhs * ByteWidth(problem.lhs_dtype());
     rhs_bytes = rhs * ByteWidth(problem.rhs_dtype());
     out_bytes = out * ByteWidth(problem.output_dtype());
+    channels = problem.k;
+    scale = problem.epilogue.scale != ScaleKind::kNone;
+    bias = problem.epilogue.bias;
+    residual = problem.epilogue.residual;
+    pre = problem.epilogue.pre;
   }
   static int64_t Aligned(int64_t bytes) { return (bytes + 1023) / 1024 * 1024; }
-  int64_t SetBytes() const { return Aligned(lhs_bytes) + Aligned(rhs_bytes) + Aligned(out_bytes); }
+  int64_t SetBytes() const {
+    return Aligned(lhs_bytes) + Aligned(rhs_bytes) +
+           (1 + int{residual} + int{pre}) * Aligned(out_bytes) +
+           (int{scale} + int{bias}) * Aligned(channels * 4);
+  }
+  // All bytes that a kernel has to move.
+  int64_t MovedBytes() const {
+    return lhs_bytes + rhs_bytes + (1 + int{residual} + int{pre}) * out_bytes;
+  }
   Operands OperandsAt(char* set, char* workspace, int64_t workspace_bytes) const {
+    auto take = [&set](bool present, int64_t bytes) -> void* {
+      if (!present) return nullptr;
+      set += Aligned(bytes);
+      return set - Aligned(bytes);
+    };
     Operands operands;
-    operands.lhs = set;
-    operands.rhs = set + Aligned(lhs_bytes);
-    operands.out = set + Aligned(lhs_bytes) + Aligned(rhs_bytes);
+    operands.lhs = take(true, lhs_bytes);
+    operands.rhs = take(true, rhs_bytes);
+    operands.out = take(true, out_bytes);
+    operands.scale = static_cast<const float*>(take(scale, channels * 4));
+    operands.bias = static_cast<const float*>(take(bias, channels * 4));
+    operands.residual = take(residual, out_bytes);
+    operands.pre = take(pre, out_bytes);
     operands.workspace = workspace;
     operands.workspace_bytes = workspace_bytes;
     return operands;
@@ -272,6 +327,14 @@ void FillOperands(const ConvProblem& problem, const Tensors& tensors, const Oper
                                  2 * seed + 1, integers);
   Fill<<<2048, 256, 0, stream>>>(const_cast<void*>(args.rhs), tensors.rhs, problem.rhs_dtype(),
                                  2 * seed + 2, integers);
+  auto fill = [&](const void* term, int64_t elements, DType dtype, uint32_t of) {
+    if (term == nullptr) return;
+    Fill<<<2048, 256, 0, stream>>>(const_cast<void*>(term), elements, dtype,
+                                   of * 0x10001u + seed, integers);
+  };
+  fill(args.scale, tensors.channels, DType::kF32, 3);
+  fill(args.bias, tensors.channels, DType::kF32, 4);
+  fill(args.residual, tensors.out, problem.output_dtype(), 5);
 }
 
 // As the handler does it.
@@ -320,6 +383,14 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
   FillOperands(problem, tensors, inputs, 0, true, stream);
   Define<<<2048, 256, 0, stream>>>(Window(problem), inputs.lhs, inputs.rhs, problem.lhs_dtype(),
                                    reinterpret_cast<double*>(expected.data()), tensors.out);
+  const bool fused = !problem.epilogue.Plain();
+  const bool exact = ExactActivation(problem.epilogue.activation);
+  const Buffer before(fused ? tensors.out * 8 : 0);
+  if (fused) {
+    Finish<<<2048, 256, 0, stream>>>(problem.epilogue, inputs, problem.output_dtype(),
+                                     tensors.channels, reinterpret_cast<double*>(expected.data()),
+                                     reinterpret_cast<double*>(before.data()), tensors.out);
+  }
   const char* slices = std::getenv("SLICES");
   int failures = 0;
   for (const Candidate& candidate : candidates) {
@@ -334,6 +405,9 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
       const Operands operands =
           tensors.OperandsAt(set.data(), workspace.data(), plan.workspace_bytes);
       Require(cudaMemsetAsync(operands.out, 0xff, tensors.out_bytes, stream), "poison");
+      if (tensors.pre) {
+        Require(cudaMemsetAsync(operands.pre, 0xff, tensors.out_bytes, stream), "poison");
+      }
       Require(cudaMemsetAsync(operands.workspace, 0xff, plan.workspace_bytes, stream), "poison");
       if (const Status status = Run(plan, operands, stream); !status.ok()) {
         ++failures;
@@ -342,9 +416,20 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
       }
       unsigned long long differ[2] = {0, ~0ull};
       Require(cudaMemcpyAsync(found.data(), differ, 16, cudaMemcpyHostToDevice, stream), "copy");
-      Compare<<<2048, 256, 0, stream>>>(
-          operands.out, problem.output_dtype(), reinterpret_cast<const double*>(expected.data()),
-          tensors.out, reinterpret_cast<unsigned long long*>(found.data()));
+      const auto* y = reinterpret_cast<const double*>(expected.data());
+      const auto* t = reinterpret_cast<const double*>(before.data());
+      auto* differing = reinterpret_cast<unsigned long long*>(found.data());
+      if (exact) {
+        Compare<<<2048, 256, 0, stream>>>(operands.out, problem.output_dtype(), y, tensors.out,
+                                          differing);
+      } else {
+        CompareActivated<<<2048, 256, 0, stream>>>(operands.out, problem.output_dtype(), y, t,
+                                                   tensors.out, differing);
+      }
+      if (tensors.pre) {
+        Compare<<<2048, 256, 0, stream>>>(operands.pre, problem.output_dtype(), t, tensors.out,
+                                          differing);
+      }
       Require(cudaMemcpyAsync(differ, found.data(), 16, cudaMemcpyDeviceToHost, stream), "copy");
       Require(cudaStreamSynchronize(stream), kernel.name);
       if (differ[0] == 0) continue;
@@ -412,7 +497,7 @@ int Time(const std::string& name, const ConvProblem& problem,
       }
       std::sort(times.begin(), times.end());
       const double us = times[times.size() / 2] * 1e3 / sets;
-      const int64_t bytes = tensors.lhs_bytes + tensors.rhs_bytes + tensors.out_bytes;
+      const int64_t bytes = tensors.MovedBytes();
       std::printf("%-16s %-5s %9.1f us %7.1f TF/s %6.2f TB/s  slices %-3lld predicted %7.1f  %s\n",
                   name.c_str(), Name(problem.op), us,
                   static_cast<double>(problem.flops()) / us * 1e-6,
