@@ -43,7 +43,9 @@ JAXCONV_ON_DEVICE inline double ActivateReference(Activation activation, double 
 }
 
 // Whether a device computes it exactly where t and the slope are small multiples of a power of two.
-JAXCONV_ON_DEVICE inline bool ExactActivation(Activation activation) { return activation <= Activation::kLeakyRelu; }
+JAXCONV_ON_DEVICE inline bool ExactActivation(Activation activation) {
+  return activation <= Activation::kLeakyRelu;
+}
 
 // What a result may differ from the activation of `t` otherwise: one rounding to its type and some
 // units in the last place of float32, of the result and of t, whose rounding the activation passes

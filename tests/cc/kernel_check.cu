@@ -34,7 +34,6 @@
 #include <string>
 #include <vector>
 
-#include "epilogue_reference.h"
 #include "core/conv_problem.h"
 #include "cuda/common/folded_columns.h"
 #include "cuda/common/launch_table.h"
@@ -42,6 +41,7 @@
 #include "cuda/common/query_gpu.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
+#include "epilogue_reference.h"
 
 namespace jaxconv {
 namespace {
@@ -329,8 +329,8 @@ void FillOperands(const ConvProblem& problem, const Tensors& tensors, const Oper
                                  2 * seed + 2, integers);
   auto fill = [&](const void* term, int64_t elements, DType dtype, uint32_t of) {
     if (term == nullptr) return;
-    Fill<<<2048, 256, 0, stream>>>(const_cast<void*>(term), elements, dtype,
-                                   of * 0x10001u + seed, integers);
+    Fill<<<2048, 256, 0, stream>>>(const_cast<void*>(term), elements, dtype, of * 0x10001u + seed,
+                                   integers);
   };
   fill(args.scale, tensors.channels, DType::kF32, 3);
   fill(args.bias, tensors.channels, DType::kF32, 4);
