@@ -2,11 +2,12 @@
 
     python tests/gpu_fuzz.py --processes 14 --seconds 600 --seed 1 --record tests/gpu_report.json
 
-A problem is a function of (seed, index), in one of three forms: an operation as a primitive,
+A problem is a function of (seed, index), in one of four forms: an operation as a primitive,
 computed by ``algorithm="native"`` and by a random few of all the instances that accept it; a
-quantised convolution, in the same way; or a convolution and its gradients by ``jax.vjp``, of
-``lax`` under ``override`` or of this library. Operands are small integers whose sums stay below
-2^24, so every order of summation in float32 gives the bits of a reference in NumPy, rounded once;
+quantised convolution, and one with an epilogue, in the same way; or a convolution and its gradients
+by ``jax.vjp``, of ``lax`` under ``override`` or of this library. Operands are small integers whose
+sums stay below 2^24, so every order of summation in float32 gives the bits of a reference in NumPy,
+rounded once;
 8-bit operands are of the whole range, and their epilogue's roundings are defined. Each program runs
 twice, with its results in memory that holds NaN beforehand, or -1. A worker process that dies or
 hangs counts as a failure of the problem it was at, and is replaced.
@@ -37,6 +38,7 @@ from collections.abc import Callable
 # Read when JAX starts a backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import gpu_fuzz_fused
 import gpu_fuzz_int8
 import gpu_report
 import jax
@@ -49,6 +51,7 @@ from problems import DTYPES, Problem, problem, xla_aborts
 
 import jaxconv
 from jaxconv._src import native, primitives, record
+from jaxconv._src.epilogue import Epilogue
 from jaxconv._src.int8_primitive import Int8Spec
 from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op, explicit_input
@@ -96,6 +99,7 @@ class Case:
     precision: str
     layout: str
     int8: Int8Spec | None = None  # a quantised convolution, of x of ``dtype``
+    fused: Epilogue | None = None  # of fprop
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -111,6 +115,7 @@ class Case:
             return f"--seed {self.seed} --problem {self.index} (int8, {self.layout}): {line}"
         form = self.op.value if self.op else f"vjp of {'lax' if self.under_lax else 'jaxconv'}"
         line = self.problem.line(self.op or Op.FPROP, self.dtype, self.precision)
+        line = " ".join([line, *(self.fused.words if self.fused else [])])
         result = f" -> {self.result}" * (self.result != self.dtype)
         return f"--seed {self.seed} --problem {self.index} ({form}, {self.layout}{result}): {line}"
 
@@ -215,6 +220,9 @@ def draw(seed: int, index: int, platform: str) -> Case:
         return Case(seed, index, fixed, op, True, "bf16", "bf16", "default", "krsc")
     if np.random.default_rng([seed, index, 8]).random() < INT8_SHARE:
         return _draw_int8(seed, index, platform)
+    fused = np.random.default_rng([seed, index, 9])
+    if fused.random() < gpu_fuzz_fused.SHARE:
+        return _draw_fused(seed, index, platform, gpu_fuzz_fused.draw(fused))
     rng = np.random.default_rng([seed, index])
     dtype, precision = DTYPE_CHOICES[rng.integers(len(DTYPE_CHOICES))]
     op = None if rng.random() < 0.4 else Op(rng.choice([op.value for op in Op]))
@@ -224,6 +232,15 @@ def draw(seed: int, index: int, platform: str) -> Case:
     large = platform == "cuda" and rng.random() < 0.15
     p = _draw_fitting(large, lambda: _draw_problem(rng, large))
     return Case(seed, index, p, op, under_lax, dtype, result, precision, layout)
+
+
+def _draw_fused(seed: int, index: int, platform: str, form: Epilogue) -> Case:
+    rng = np.random.default_rng([seed, index])
+    dtype, precision = DTYPE_CHOICES[rng.integers(len(DTYPE_CHOICES))]
+    layout = str(rng.choice(("last", "last", "first")))
+    large = platform == "cuda" and rng.random() < 0.15
+    p = _draw_fitting(large, lambda: dataclasses.replace(_draw_problem(rng, large), batch=None))
+    return Case(seed, index, p, Op.FPROP, False, dtype, dtype, precision, layout, fused=form)
 
 
 def _draw_int8(seed: int, index: int, platform: str) -> Case:
@@ -261,6 +278,10 @@ def accepting(case: Case, platform: str) -> list[str]:
     """Every instance that takes the primitive, by name."""
     if case.int8:
         return gpu_fuzz_int8.accepting(case.problem, case.int8, case.dtype, platform)
+    if case.fused:
+        return gpu_fuzz_fused.accepting(
+            case.problem, case.fused, case.dtype, case.precision, case.layout, platform
+        )
     p, dtypes = case.problem, (DTYPES[case.dtype][0], case.result_dtype)
     spec = p.spec(precision=case.precision, layout=case.layout)
     shapes = [_array(case, role, np.empty(p.canonical_shape(role))).shape for role in case.op.roles]
@@ -289,6 +310,16 @@ def _operands(case: Case) -> tuple[list[np.ndarray], dict[Op, np.ndarray]]:
         dtypes[case.op.roles[2]] = case.result_dtype
     canonical = integer_operands(case.problem, case.ops, [case.seed, case.index, 1])
     roles = "xwy" if case.op is None else case.op.roles[:2]
+    if case.fused:
+        terms = gpu_fuzz_fused.terms(
+            case.problem, case.fused, case.dtype, [case.seed, case.index, 2]
+        )
+        sums = reference(Op.FPROP, case.problem, canonical["x"], canonical["w"], dtype=np.float32)
+        y, *pre = gpu_fuzz_fused.results(case.fused, terms, sums)
+        arrays = [_array(case, r, canonical[r]).astype(dtypes[r]) for r in roles]
+        arrays += [_array(case, "y", a) if a.ndim > 1 else a for a in terms.values()]
+        right = [a.astype(case.result_dtype) for a in (y, *pre)]
+        return arrays, {Op.FPROP: right}
     expected = {
         op: reference(
             op, case.problem, *(canonical[r] for r in op.roles[:2]), dtype=np.float32
@@ -342,6 +373,12 @@ def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
             return y, dx, dw
 
         return [op.value for op in Op], with_gradients
+
+    if case.fused:
+        algorithms = [NATIVE, *forced]
+        return algorithms, gpu_fuzz_fused.calls(
+            case.problem, case.fused, case.dtype, case.precision, case.layout, algorithms
+        )
 
     def primitive(lhs, rhs, *poison):
         return tuple(
@@ -397,15 +434,18 @@ def judge(
         [np.asarray(out) for out in program(*arrays, *_poison(shapes, platform))] for _ in range(2)
     ]
     complaints = []
-    for label, instance, once, twice in zip(labels, chosen, *runs, strict=True):
+    each = len(shapes) // len(labels)  # results of a label
+    for at, (once, twice) in enumerate(zip(*runs, strict=True)):
+        label, instance = labels[at // each], chosen[at // each]
         op = case.op or Op(label)
+        right = expected[op][at % each] if case.fused else expected[op]
         counts["results"] += 1
         counts[f"op {op.value}"] += 1
         counts[f"instance {instance}"] += 1
         repro = f"{case}: {label} by {instance}"
         if not np.array_equal(once.view(np.uint8), twice.view(np.uint8)):
             complaints.append(f"{repro}: two runs differ")
-        wrong = excess(_canonical(case, op, once), expected[op], tolerance_of(instance), repro)
+        wrong = excess(_canonical(case, op, once), right, tolerance_of(instance), repro)
         complaints.append(wrong.replace("\n ", ""))
     size = sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes)
     counts["poisoned results"] = len(shapes) * (
@@ -416,6 +456,7 @@ def judge(
     counts[f"dtype {case.dtype} {case.precision}"] += len(labels)
     counts[f"rank {case.problem.rank}"] += len(labels)
     counts[f"layout {case.layout}"] += len(labels)
+    counts["form fused"] += len(labels) * (case.fused is not None)
     counts["form vjp"] += len(labels) * (case.op is None)
     p = case.problem
     grouped = "depthwise" if p.groups == p.c > 1 else "grouped" if p.groups > 1 else "of one group"
@@ -566,7 +607,9 @@ def report(options, counts: collections.Counter, failures: list[str], seconds: f
     ran = {n.removeprefix("instance "): c for n, c in counts.items() if n.startswith("instance ")}
     for name, count in sorted(counts.items()):
         print(f"{count:8} {name}")
-    known = [each.name for each in kernel_tables.instances()] if options.platform == "cuda" else []
+    known = (
+        [each.name for each in kernel_tables.all_instances()] if options.platform == "cuda" else []
+    )
     missing = sorted(set(known) - set(ran))
     print(f"{len(missing)} instances never ran:", *missing)
     print(f"{counts['results']} results in {seconds:.0f} s, {len(failures)} failures")
@@ -576,6 +619,7 @@ def report(options, counts: collections.Counter, failures: list[str], seconds: f
             "results": counts["results"],
             "problems": counts["problems"],
             "int8_results": counts["form int8"],
+            "fused_results": counts["form fused"],
             "poisoned_results": counts["poisoned results"],
             "seconds": round(seconds),
             "processes": options.processes,

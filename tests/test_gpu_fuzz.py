@@ -14,6 +14,7 @@ CASES = [gpu_fuzz.draw(0, index, "cpu") for index in range(400)]
 
 
 FLOAT = [case for case in CASES if not case.int8]
+FUSED = [case for case in CASES if case.fused]
 INT8 = [case for case in CASES if case.int8]
 
 
@@ -50,6 +51,26 @@ def test_8_bit_problems_are_varied():
     assert any(min(pair) < 0 for p in problems for pair in p.padding)
     wider = [lo > (p.window[0] - 1) * p.dilation[0] for p in problems for lo, _ in p.padding[:1]]
     assert any(wider)
+
+
+def test_epilogues_are_varied():
+    forms = [case.fused for case in FUSED]
+    assert len(forms) > 30 and not any(form.plain for form in forms)
+    for part in ("scale", "bias", "residual", "pre"):
+        assert {getattr(form, part) for form in forms} == {False, True}
+    assert {form.activation for form in forms} == {None, "relu", "relu6", "leaky_relu"}
+    assert {case.dtype for case in FUSED} == {"f32", "bf16", "f16"}
+    assert all(case.op is Op.FPROP and case.problem.batch is None for case in FUSED)
+
+
+@pytest.mark.parametrize("case", FUSED[:4], ids=[str(case.index) for case in FUSED[:4]])
+def test_results_with_an_epilogue(native_cpu, monkeypatch, case):
+    counts, complaints = gpu_fuzz.judge(case, "cpu", 1, collections.Counter())
+    assert counts["results"] and not complaints
+    right = gpu_fuzz.gpu_fuzz_fused.results
+    monkeypatch.setattr(gpu_fuzz.gpu_fuzz_fused, "results", lambda *a: [r + 1 for r in right(*a)])
+    counts, complaints = gpu_fuzz.judge(case, "cpu", 1, collections.Counter())
+    assert len(complaints) == counts["results"]
 
 
 @pytest.mark.parametrize("index", [0, 1, 5, 6])
