@@ -179,7 +179,7 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
   constexpr int kUnrolled = 3;  // taps
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int32_t step = columns.dilation * kPixelBytes;
-  const int32_t row_step = rows.dilation * columns.box * kPixelBytes - columns.taps * step;
+  const int32_t row_step = rows.dilation * params.box_row_bytes - columns.taps * step;
 #pragma unroll 1
   for (int32_t r = 0; r < rows.taps; ++r) {
     int32_t s = 0;

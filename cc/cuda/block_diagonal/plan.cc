@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <string>
 
 #include "cuda/block_diagonal/params.h"
@@ -33,7 +34,7 @@ constexpr double kL2Rate = 1.28;
 // Instructions of a warp, counted in the SASS for sm_90: a chunk of 16 bytes of a box or tile for each
 // lane; an item's places and barriers; a store of gather's; what 16 positions of wgrad cost before their
 // products.
-constexpr double kCopyInstructions = 13, kItemInstructions = 200, kStoreInstructions = 14;
+constexpr double kCopyInstructions = 15, kItemInstructions = 200, kStoreInstructions = 14;
 constexpr double kPlaceInstructions = 14;
 // Cycles in which a CTA waits at an item's barriers and for the first operands behind them. One CTA
 // alone on an SM waits for each operand longer, too: two warps a scheduler.
@@ -100,8 +101,13 @@ int64_t StagePixels(const Instance& instance, const Params& params) {
   return box + (instance.wgrad() ? CeilDiv(params.tile_pixels, 16) * 16 : 0);
 }
 
+int64_t StageBytes(const Instance& instance, const Params& params) {
+  const int64_t box = int64_t{params.axis[1].box} * params.box_row_bytes;
+  return box + (instance.wgrad() ? CeilDiv(params.tile_pixels, 16) * 16 * kPixelBytes : 0);
+}
+
 int64_t SharedBytes(const Instance& instance, const Params& params) {
-  const int64_t stages = 2 * StagePixels(instance, params) * kPixelBytes;
+  const int64_t stages = 2 * StageBytes(instance, params);
   const int64_t tables = kPlaceBytes *
                          (2 * kPositions + int64_t{params.axis[1].box} * params.axis[2].box + 1) /
                          16 * 16;
@@ -135,31 +141,17 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
           blocks * taps * steps * columns};
 }
 
-// Wavefronts of ldmatrix for a chunk of all positions of a tile under a tap: eight neighbouring
-// positions are one where their pixels lie in different banks, which a row's end prevents.
-int64_t BoxWavefronts(const Params& params) {
-  const Axis &rows = params.axis[1], &columns = params.axis[2];
-  int64_t wavefronts = 0, row = 0, column = 0;
-  for (int64_t first = 0; first < params.tile_pixels; first += 8) {
-    int shared[8] = {}, most = 0;
-    for (int64_t i = first; i < std::min<int64_t>(first + 8, params.tile_pixels); ++i) {
-      const int64_t pixel = row * rows.stride * columns.box + column * columns.stride;
-      most = std::max(most, ++shared[pixel % 8]);
-      if (++column == columns.tile) column = 0, ++row;
-    }
-    wavefronts += most;
-  }
-  return wavefronts;
-}
-
 // Wavefronts of shared memory for a tile, likewise, in cycles of an SM.
 double Wavefronts(const Instance& instance, const Params& params) {
   const auto copies = static_cast<double>(StagePixels(instance, params));
-  const auto box = static_cast<double>(BoxWavefronts(params) * kChunks);
+  // ldmatrix of a tap: a wavefront for eight positions' chunk, whose pixels lie in different banks where
+  // the stride is odd.
+  const int64_t shared = std::gcd(params.axis[2].stride, 8);
+  const auto walked = static_cast<double>(CeilDiv(params.tile_pixels, 8) * kChunks);
+  const double box = walked * static_cast<double>(shared);
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
-    const auto walked = static_cast<double>(CeilDiv(params.tile_pixels, 8) * kChunks);
     return copies + taps * box + walked * static_cast<double>(instance.block) / 16;
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
@@ -214,6 +206,8 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t items, Params
         continue;
       }
       shape.tile_pixels = static_cast<int32_t>(tile_rows * tile_columns);
+      const int64_t box_columns = shape.axis[2].box, behind = (tile_columns - box_columns) & 7;
+      shape.box_row_bytes = static_cast<int32_t>(box_columns * kPixelBytes + behind * 16);
       const int64_t bytes = SharedBytes(instance, shape);
       fewest_bytes = std::min(fewest_bytes, bytes);
       const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
@@ -256,7 +250,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t items =
       images * (instance.wgrad() ? parts : CeilDiv(params.channels, kChannels) * problem.batch);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, items, &params));
-  params.stage_bytes = static_cast<int32_t>(StagePixels(instance, params) * kPixelBytes);
+  params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);

@@ -52,7 +52,7 @@ __device__ __forceinline__ void FillTables(const Params& params, const Tables& t
   params.tile_columns.Divmod(position, &row, &column);
   StorePlace(to.outputs, position, exists, row, column, row * columns.out + column);
   StorePlace(to.boxes, position, exists, row, column,
-             (row * rows.stride * columns.box + column * columns.stride) * kPixelBytes);
+             row * rows.stride * params.box_row_bytes + column * columns.stride * kPixelBytes);
   for (int32_t i = threadIdx.x; i < rows.box * columns.box; i += kThreads) {
     params.box_columns.Divmod(i, &row, &column);
     StorePlace(to.gathered, i, true, row, column, row * columns.in + column);
@@ -94,6 +94,7 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
       static_cast<const T*>(params.gathered) + channel +
       (int64_t{tile.image} * depths.in + max(depth, 0)) * rows.in * columns.in * params.channels;
   const int32_t pitch = params.channels * int32_t{sizeof(T)};
+  const uint32_t behind_row = params.box_row_bytes - columns.box * P::kBytes;
   int32_t left = rows.box * columns.box - pixel;
   to += P::Offset(pixel, chunk);
   table += pixel * kPlaceBytes;
@@ -111,7 +112,8 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
       uint32_t row_column, moved;
       LoadPair(table, &row_column, &moved);
       const bool valid = ((row_column + from) & (until - row_column) & kBorrowed) == kBorrowed;
-      CopyAsync<16>(to, OffsetBytes(first, static_cast<int32_t>(moved), pitch), any && valid);
+      CopyAsync<16>(to + (row_column >> 16) * behind_row,
+                    OffsetBytes(first, static_cast<int32_t>(moved), pitch), any && valid);
       table += kStep * kPlaceBytes, to += kStep * P::kBytes;
     }
     return;
@@ -122,7 +124,8 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
     const int32_t row = ElementAt(rows, first_row + static_cast<int32_t>(row_column >> 16));
     const int32_t column =
         ElementAt(columns, first_column + static_cast<int32_t>(row_column & 0xffff));
-    CopyAsync<16>(to, OffsetBytes(first, row * columns.in + column, pitch),
+    CopyAsync<16>(to + (row_column >> 16) * behind_row,
+                  OffsetBytes(first, row * columns.in + column, pitch),
                   some && row >= 0 && column >= 0);
     table += kStep * kPlaceBytes, to += kStep * P::kBytes;
   }

@@ -94,7 +94,7 @@ __device__ __forceinline__ void AddPositions(
   using T = typename Tag::T;
   constexpr int kBlocksN = Tag::kBlocksN;
   const int32_t tap_bytes = params.axis[2].dilation * kPixelBytes;
-  const int32_t row_bytes = params.axis[1].dilation * params.axis[2].box * kPixelBytes;
+  const int32_t row_bytes = params.axis[1].dilation * params.box_row_bytes;
 #pragma unroll 1
   for (; blocks > 0; --blocks) {
     uint32_t row_column, moved, y[kBlocksN * 2];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int lane = threadIdx.x % 32, warp = UniformWarp();
   const int strip = warp / Tag::kWarpsOfStrip;
   const int sixteen = warp % Tag::kWarpsOfStrip;  // of the tile's channels c
-  const int32_t walked_bytes = rows.box * columns.box * kPixelBytes;
+  const int32_t walked_bytes = rows.box * params.box_row_bytes;
   const uint32_t stages = SharedAddress(dynamic), zeros = stages + 2 * params.stage_bytes;
   const Tables tables(zeros + kPixelBytes);
 
