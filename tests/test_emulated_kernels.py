@@ -48,6 +48,7 @@ DEPTHWISE = [
     problem("toeplitz_9", (9, 35), (7, 9), c=24, k=24, groups=24, padding=((3, 3), (4, 2))),
     problem("toeplitz_17", (10, 20), (3, 15), c=24, k=24, groups=24, padding=((0, 2), (7, 7))),
     problem("toeplitz_33", (5, 33), (5, 31), n=1, c=16, k=16, groups=16, padding=(2, 15)),
+    problem("toeplitz_33_wide", (11, 67), (3, 33), n=1, c=16, k=16, groups=16, padding=(1, 16)),
     # Parts of 16 rows and columns of taps, two strips, rows of zeros between those of x.
     problem("hankel_16x16", (10, 40), (18, 17), c=16, k=16, groups=16, padding=((9, 8), (3, 13))),
     problem(
@@ -217,7 +218,7 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
         long = p.name.startswith(("toeplitz", "hankel"))
         general = filter_and_stride == "any" and p.window != (3, 3) and not long
         if filter_and_stride in names or general:
-            yield p, ""
+            yield p, " krsc" if long and op == "dgrad" else ""
 
 
 def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:

@@ -192,7 +192,8 @@ def few_channels_problems(each: Instance) -> list[Problem]:
 def depthwise_problems(each: Instance) -> list[Problem]:
     """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM.
 
-    Of wgrad by Hankel matrices a map is one tile: three tiles of channels, and many images.
+    Of wide Toeplitz strips a map is two tiles, and a CTA has its SM alone. Of wgrad by Hankel
+    matrices a map is one tile: three tiles of channels, and many images.
     """
     channels, form = re.match(r"(\d+)ch_(.*)", each.variant).groups()
     if form.startswith("hankel"):
@@ -210,11 +211,12 @@ def depthwise_problems(each: Instance) -> list[Problem]:
         "toeplitz_9": (7, 9),
         "toeplitz_17": (3, 17),
         "toeplitz_33": (5, 33),
+        "toeplitz_33_wide": (3, 31),
     }
     window = windows.get(form) or tuple(map(int, form.removesuffix("_stride2").split("x")))
     stride = 2 if form.endswith("_stride2") else 1
     pads = tuple((r // 2, (r - 1) // 2) for r in window)
-    images = -(-2 * TILES // 30)
+    images = -(-TILES // 10) if form.endswith("_wide") else -(-2 * TILES // 30)
     make = functools.partial(
         problem, spatial=(35 * stride, 75 * stride), window=window, stride=stride, padding=pads
     )

@@ -433,6 +433,7 @@ void OverLanes(const char* what, uint32_t mask, void* arguments, void (*body)(vo
   ++collective.generation;
 }
 
+int Thread() { return self->thread; }
 int Lane() { return self->thread % 32; }
 int ClusterRank() { return self->cta->rank; }
 int ClusterSize() { return static_cast<int>(ctas.size()); }

@@ -40,6 +40,7 @@ void OverLanes(const char* what, uint32_t mask, void* arguments, void (*body)(vo
 inline constexpr uint32_t kAllLanes = 0xffffffff;
 
 // Place of the running thread.
+int Thread();
 int Lane();
 int ClusterRank();
 int ClusterSize();

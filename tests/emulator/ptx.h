@@ -181,19 +181,20 @@ struct u8 {
   static uint32_t Of(const unsigned char* at) { return *at; }
 };
 
-// d = a b + c for m16n8 and 32 bytes of the reduction.
+// d = a b + c for m16n8 and kPieces times 16 bytes of the reduction.
 struct MmaOfLane {
   void *d[4], *a[4], *b[2], *c[4];
 };
-template <class TypeA, class TypeB>
-void Mma(const Registers<4>& d, const Registers<4>& a, const Registers<2>& b,
+template <class TypeA, class TypeB, size_t kPieces>
+void Mma(const Registers<4>& d, const Registers<2 * kPieces>& a, const Registers<kPieces>& b,
          const Registers<4>& c) {
   MmaOfLane mine;
-  for (int i = 0; i < 4; ++i) mine.d[i] = d.at[i], mine.a[i] = a.at[i], mine.c[i] = c.at[i];
-  for (int i = 0; i < 2; ++i) mine.b[i] = b.at[i];
+  for (int i = 0; i < 4; ++i) mine.d[i] = d.at[i], mine.c[i] = c.at[i];
+  for (size_t i = 0; i < 2 * kPieces; ++i) mine.a[i] = a.at[i];
+  for (size_t i = 0; i < kPieces; ++i) mine.b[i] = b.at[i];
   OverLanes("mma.sync", kAllLanes, &mine, [](void** lanes) {
     using Sum = typename TypeA::Sum;
-    constexpr int kBytes = TypeA::kBytes, kDepth = 32 / kBytes;
+    constexpr int kBytes = TypeA::kBytes, kDepth = kPieces * 16 / kBytes;
     const auto lane = [&](int i) -> const MmaOfLane& { return *static_cast<MmaOfLane*>(lanes[i]); };
     Sum rows[16][kDepth], columns[8][kDepth];
     for (int k = 0; k < kDepth; ++k) {

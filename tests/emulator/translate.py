@@ -120,6 +120,7 @@ INSTRUCTIONS = [
 
 SPECIAL_REGISTERS = {
     "laneid": "Lane()",
+    "tid.x": "Thread()",
     "cluster_ctarank": "ClusterRank()",
     "cluster_nctarank": "ClusterSize()",
     "clusterid.x": "ClusterId()",

@@ -16,6 +16,7 @@ struct Params : HaloParams {
   // Blocks of outputs of one of a tile's images, one a warp (toeplitz.cuh: strips, kChannels / 8 warps
   // each).
   int32_t blocks_across = 1, blocks_down = 1;
+  FastDivmod strips_across;  // toeplitz.cuh: divides by blocks_across
   // toeplitz.cuh: box rows of a stage; bytes from a channel's plane to the next and from a row to the
   // next; where the band lies in shared memory.
   int32_t stage_rows = 0, plane_bytes = 0, plane_row_bytes = 0, band_offset = 0;

@@ -9,26 +9,34 @@
 // In A, the word of lane 4 g + t at column block i is the pair filter[r, 2 t - g + 8 i] and the next:
 // a[0] and a[3] of the first instruction are block 0, a[2] block 1, a[1] zero; the second has blocks
 // 2, 1, 3, 2. So a lane loads as many words a filter row and channel as there are blocks, two to five.
+// Of two blocks the second instruction is m16n8k8, with block 1 alone.
 //
 // mma reads x by columns, NHWC stores it by channels. The box arrives as [pixel][channel]; a warp
 // transposes 8 pixels x 8 channels with ldmatrix.trans, which leaves two neighbouring pixels of one
 // channel in a word, and stores the words to planes [channel][row][column]:
 //
-//     box: pixels x kChannels | planes: kChannels x (rows x columns) | band: kChannels x R x 2 x kBand
+//     box: pixels x kChannels | planes: kChannels x (rows x columns) | band: R x kChannels x 2 x kBand
 //
 // Rows of a plane are an odd number of 16 bytes apart and planes 16 bytes modulo 128, so that neither
 // ldmatrix nor the stores conflict. The band lies twice, the second time shifted by one tap, because a
 // word of A starts at an odd tap in odd rows g.
 //
-// Tile: strips of 8 rows x 32 columns and kChannels channels, blocks_across strips side by side and
-// blocks_down below each other; a warp has one strip and 8 channels. Its two products share the columns
-// of x between them (kMatrices of 8 x 8), and each thread ends with 8 neighbouring channels of a pixel
-// and stores 16 bytes. Where shared memory is short, a box comes in pieces of stage_rows rows. The next
-// item's first piece is copied while this item is multiplied. Two barriers a piece.
+// Tile: strips of 8 rows x 16 kProducts columns and kChannels channels, blocks_across strips side by side
+// and blocks_down below each other; a warp has one strip and 8 channels. Its products share the taps and
+// the columns of x between them (kMatrices of 8 x 8), and each thread ends with 8 neighbouring channels
+// of a pixel and stores 16 bytes. Where shared memory is short, a box comes in pieces of stage_rows rows.
+// The next item's first piece is copied while this item is multiplied. Two barriers a piece.
 //
 // Shared memory of 7x7 and 16 channels, 32 x 32 outputs: box and planes 38 x 40 x 32 bytes each, 98 KB,
-// band 11 KB, so that two CTAs share an SM. Of a filter row, channel and strip: 7 wavefronts of loads
-// and 4 products.
+// band 11 KB, so that two CTAs share an SM. Of 31x31 and 8 channels, 56 x 64 outputs: planes 86 x 96 x 16
+// bytes, 143 KB, a quarter of a box 34 KB, band 48 KB.
+//
+// Of a filter row, channel and strip:
+//                      products   wavefronts of loads   instructions
+//     9 columns           4              7                   14
+//     17                  4              9                   17
+//     33                  6             13                   23
+//     33, wide           12             17                   30
 //
 // Zeros of the band meet pixels outside of an output's window: an Inf or NaN of x spreads to the outputs
 // of its block.
@@ -39,6 +47,7 @@
 #define JAXCONV_CUDA_DEPTHWISE_TOEPLITZ_CUH_
 
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -47,6 +56,7 @@
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_tile.h"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
@@ -63,78 +73,227 @@ struct NarrowPixel {
 };
 
 // kChannels: of a tile. kBlocks: column blocks of the band that hold taps, of filters of up to
-// 8 kBlocks - 7 columns.
-template <Op kOp, DType kType, int kChannels_, int kBlocks_, int kCtasPerSm_>
+// 8 kBlocks - 7 columns. kProducts: of 16 columns each, side by side in a strip.
+template <Op kOp, DType kType, int kChannels_, int kBlocks_, int kProducts_, int kCtasPerSm_>
 struct Toeplitz {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
-  static constexpr int kChannels = kChannels_, kBlocks = kBlocks_, kCtasPerSm = kCtasPerSm_;
-  // A CTA alone on its SM has the registers for several pieces, and to load a filter row early.
+  static constexpr int kChannels = kChannels_, kBlocks = kBlocks_, kProducts = kProducts_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  // A CTA alone on its SM has the registers for several pieces, and to load ahead outside of the products.
   static constexpr bool kPieces = kCtasPerSm == 1;
-  static constexpr int kUnroll = kPieces ? 2 : 1;  // filter rows at a time
+  static constexpr int kUnroll = kPieces ? 4 : 1;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// The band of every channel and filter row: tap i at kBandStart + i, zeros around; then the same shifted by
-// one tap.
+// Channels that a warp sums at a time: independent products hide the latency of each, and more would not
+// leave registers for what is loaded ahead.
+inline constexpr int kPass = 4;
+
+// The band of filter row r and channel c begins at element (r kChannels + c) kBandRow: tap i at
+// kBandStart + i, and the copy that is shifted by one tap BandTaps further.
+template <class Tag>
+constexpr int kBandRow = 2 * BandTaps(Tag::kBlocks);
+
+// Zeros for the whole band. No filter has taps elsewhere than the others of its problem.
+template <class Tag>
+__device__ __forceinline__ void ClearBand(const Params& params, uint32_t band) {
+  const int32_t bytes = params.axis[1].taps * Tag::kChannels * kBandRow<Tag> * 2;
+  const uint32_t zeros[4] = {};
+  for (int32_t i = threadIdx.x * 16; i < bytes; i += kThreads * 16) StoreChunk(band + i, zeros);
+}
+
+// The taps of a tile's channels, in both copies: warps take filter rows, lanes columns and 8 channels.
+// Channels beyond the last keep what they have: nothing reads it.
 template <class Tag>
 __device__ __forceinline__ void FillBand(const Params& params, const TilePlace& tile,
                                          const Step& step, typename Tag::T* band) {
   using T = typename Tag::T;
+  constexpr int kChunks = Tag::kChannels / 8;
   const int32_t rows = params.axis[1].taps, columns = params.axis[2].taps;
-  const int32_t all = params.axis[0].taps * rows * columns;
+  const int32_t last = params.axis[0].taps * rows * columns - 1;
+  const int lane = Lane(), chunk = lane % kChunks;
+  const int32_t channel = tile.first_channel + chunk * 8;
+  if (channel >= params.channels) return;
   const T* filter = static_cast<const T*>(params.filter) +
-                    params.images_divmod.Div(tile.image) * params.filter_stride;
-  constexpr int kBand = BandTaps(Tag::kBlocks), kRow = 2 * kBand;
-  for (int32_t i = threadIdx.x; i < Tag::kChannels * rows * kRow; i += kThreads) {
-    const int32_t place = i % kRow, line = i / kRow;
-    const int32_t row = line % rows, channel = tile.first_channel + line / rows;
-    const int32_t column = place % kBand - kBandStart + place / kBand;
-    const int32_t tap = (step.depth_tap * rows + row) * columns + column;
-    const bool exists = column >= 0 && column < columns && channel < params.channels;
-    const int64_t at = int64_t{params.flip ? all - 1 - tap : tap} * params.tap_stride +
-                       int64_t{channel} * params.channel_stride;
-    band[i] = exists ? filter[at] : FromFloat<T>(0);
+                    params.images_divmod.Div(tile.image) * params.filter_stride +
+                    int64_t{channel} * params.channel_stride;
+#pragma unroll Tag::kUnroll
+  for (int32_t row = threadIdx.x / 32; row < rows; row += kWarps) {
+#pragma unroll 1
+    for (int32_t column = lane / kChunks; column < columns; column += 32 / kChunks) {
+      const int32_t tap = (step.depth_tap * rows + row) * columns + column;
+      const T* from = filter + int64_t{params.flip ? last - tap : tap} * params.tap_stride;
+      alignas(16) T taps[8];
+      if (params.channel_stride == 1) {
+        const uint4 chunk_of_tap = __ldg(reinterpret_cast<const uint4*>(from));
+        memcpy(taps, &chunk_of_tap, sizeof(taps));
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) taps[c] = from[int64_t{c} * params.channel_stride];
+      }
+      T* to = band + (row * Tag::kChannels + chunk * 8) * kBandRow<Tag> + kBandStart + column;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        to[c * kBandRow<Tag>] = taps[c];
+        to[c * kBandRow<Tag> + BandTaps(Tag::kBlocks) - 1] = taps[c];
+      }
+    }
   }
 }
 
 // `box_rows` rows of a box [pixel][channel] -> planes [channel][row][column]. Columns are a multiple of
-// 8: eight pixels in a row are a matrix, four matrices a pass.
+// 8, eight pixels of a row and eight channels a matrix; a warp takes a row, four matrices a pass.
 template <class Tag>
 __device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_rows, uint32_t box,
                                              uint32_t planes) {
   using P = NarrowPixel<Tag::kChannels>;
-  const int lane = threadIdx.x % 32;
-  const int32_t pixels = box_rows * params.axis[2].box;
-  const int32_t passes = (pixels + 31) / 32 * P::kChunks;
-  for (int32_t i = threadIdx.x / 32; i < passes; i += kWarps) {
-    const int32_t chunk = i % P::kChunks, first = i / P::kChunks * 32;
-    // Past the end a lane reads the last pixel; what it brings is not stored.
-    uint32_t word[4];
-    LoadMatricesTransposed(box + P::Offset(min(first + lane, pixels - 1), chunk), word);
-    int32_t row, column;
-    params.box_columns.Divmod(first, &row, &column);
-    const uint32_t to = planes + (chunk * 8 + lane / 4) * params.plane_bytes + lane % 4 * 4;
+  constexpr int kAcross = 4 / P::kChunks;  // blocks of 8 pixels a pass
+  // A block of two chunks may be left.
+  constexpr int kRest = ToeplitzMatrices(Tag::kBlocks, Tag::kProducts) % kAcross;
+  static_assert(kRest == 0 || (kRest == 1 && P::kChunks == 2));
+  const int lane = Lane(), warp = Thread() / 32, matrix = lane / 8;
+  const int32_t columns = params.axis[2].box, row_bytes = columns * P::kBytes;
+  const int32_t passes = columns / (kAcross * 8), second_chunk = 8 * params.plane_bytes;
+  uint32_t from_row =
+      box + warp * row_bytes + P::Offset(matrix / P::kChunks * 8 + lane % 8, matrix % P::kChunks);
+  uint32_t to_row =
+      planes + warp * params.plane_row_bytes + lane / 4 * params.plane_bytes + lane % 4 * 4;
+#pragma unroll 1
+  for (int32_t row = warp; row < box_rows; row += kWarps) {
+    uint32_t from = from_row, to = to_row;
+    // The word of matrix m: block m / kChunks, chunk m % kChunks.
+    auto store = [&](int m, uint32_t word) {
+      StoreWord((m % P::kChunks == 1 ? to + second_chunk : to) + m / P::kChunks * 16, word);
+    };
+#pragma unroll Tag::kUnroll
+    for (int32_t pass = 0; pass < passes; ++pass) {
+      uint32_t word[4];
+      LoadMatricesTransposed(from, word);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      if (first + m * 8 < pixels)
-        StoreWord(to + row * params.plane_row_bytes + column * 2, word[m]);
-      column += 8;
-      if (column == params.axis[2].box) column = 0, ++row;
+      for (int m = 0; m < 4; ++m) store(m, word[m]);
+      from += kAcross * 8 * P::kBytes;
+      to += kAcross * 16;
     }
+    if constexpr (kRest == 1) {
+      uint32_t word[2];
+      LoadMatricesTransposed(from, word);
+      store(0, word[0]);
+      store(1, word[1]);
+    }
+    from_row += kWarps * row_bytes;
+    to_row += kWarps * params.plane_row_bytes;
   }
 }
 
 // B of a filter row and channel: kMatrices 8 x 8 blocks of pixels, 16 bytes from one to the next. The
 // lane's address is that of row lane % 8 of block lane / 8.
-template <int kMatrices>
+template <int kMatrices, int kFirst = 0>
 __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatrices]) {
-  static_assert(kMatrices > 4 && kMatrices <= 8);
-  LoadMatrices(address, reinterpret_cast<uint32_t (&)[4]>(x[0]));
-  LoadMatrices(address + 64, reinterpret_cast<uint32_t (&)[kMatrices - 4]>(x[4]));
+  constexpr int kLeft = kMatrices - kFirst, kCount = kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1;
+  LoadMatrices(address + kFirst * 16, reinterpret_cast<uint32_t (&)[kCount]>(x[kFirst]));
+  if constexpr (kLeft > kCount) LoadPixels<kMatrices, kFirst + kCount>(address, x);
 }
+
+// Adds a filter row of kPass channels to a warp's strip. A word of the band has two places in A, in
+// registers of four in a row, so that one of them holds a copy. `zero` is 0, which the compiler does not
+// know: of what it sees to be copies it makes others for each product.
+template <class Tag>
+__device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels,
+                                                  int32_t plane_bytes, uint32_t zero,
+                                                  float (*sums)[Tag::kProducts][4]) {
+  using T = typename Tag::T;
+  constexpr int kBlocks = Tag::kBlocks, kInstructions = ToeplitzInstructions(kBlocks);
+  constexpr int kMatrices = ToeplitzMatrices(kBlocks, Tag::kProducts);
+#pragma unroll
+  for (int c = 0; c < kPass; ++c) {
+    uint32_t block[kBlocks], x[kMatrices];
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) block[i] = LoadWord(taps + c * kBandRow<Tag> * 2 + i * 16);
+    LoadPixels(pixels + c * plane_bytes, x);
+#pragma unroll
+    for (int k = 0; k < kInstructions; ++k) {
+      // Blocks 2 k - 1 to 2 k + 1 of the band; of the second instruction of two blocks only the first.
+      if constexpr (kBlocks == 2) {
+        if (k == 1) {
+          const uint32_t words[2] = {block[1] & zero, block[1] ^ zero};
+#pragma unroll
+          for (int u = 0; u < Tag::kProducts; ++u) {
+            MultiplyAdd<T>(sums[c][u], words, x[2 * u + 2]);
+          }
+          continue;
+        }
+      }
+      const uint32_t none = block[2 * k] & zero;
+      const uint32_t words[4] = {block[2 * k], k > 0 ? block[2 * k - 1] ^ zero : none,
+                                 2 * k + 1 < kBlocks ? block[2 * k + 1] : none,
+                                 block[2 * k] ^ zero};
+#pragma unroll
+      for (int u = 0; u < Tag::kProducts; ++u) {
+        MultiplyAdd<T>(sums[c][u], words, x[2 * u + 2 * k], x[2 * u + 2 * k + 1]);
+      }
+    }
+  }
+}
+
+// Stores the outputs of a warp's strip, whose first output and first of eight channels are `first`.
+template <typename Out, class Tag, class Epilogue>
+__device__ __forceinline__ void StoreStrip(const Params& params, const Epilogue& epilogue,
+                                           const TilePlace& first,
+                                           const float (&sums)[8][Tag::kProducts][4]) {
+  const int lane = Lane(), g = lane / 4, t = lane % 4;
+  const int32_t height = params.axis[1].out, width = params.axis[2].out;
+  const int32_t row = first.row + 2 * t, column = first.column + g, channel = first.first_channel;
+  int64_t pixel =
+      ((int64_t{first.image} * params.axis[0].out + first.depth) * height + row) * width + column;
+  Out* line = static_cast<Out*>(params.out) + pixel * params.channels + channel;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    Out* to = line;
+#pragma unroll
+    for (int j = 0; j < 2 * Tag::kProducts; ++j) {
+      const bool inside = row + i < height && column + j * 8 < width;
+      alignas(16) Out elements[8];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const OutputPlace place{(pixel + j * 8) * params.channels + channel + c,
+                                static_cast<int32_t>(pixel) + j * 8, channel + c, inside};
+        elements[c] =
+            FromFloat<Out>(epilogue.template operator()<Out>(sums[c][j / 2][j % 2 * 2 + i], place));
+      }
+      uint4 pieces[sizeof(Out) / 2];
+      memcpy(pieces, elements, sizeof(elements));
+      if (inside) {
+#pragma unroll
+        for (int piece = 0; piece < int{sizeof(Out)} / 2; ++piece) {
+          reinterpret_cast<uint4*>(to)[piece] = pieces[piece];
+        }
+      }
+      to += int64_t{params.channels} * 8;
+    }
+    pixel += width;
+    line += int64_t{width} * params.channels;
+  }
+}
+
+// A warp's strip and its eight channels in the tile. Computed anew where it is used: the products need
+// the registers.
+template <class Tag>
+struct WarpStrip {
+  int index;
+  int32_t row, column, channel;
+  __device__ __forceinline__ explicit WarpStrip(const Params& params) {
+    constexpr int kGroups = Tag::kChannels / 8;
+    const int warp = Thread() / 32;
+    index = warp / kGroups;
+    channel = warp % kGroups * 8;
+    params.strips_across.Divmod(index, &row, &column);
+    row *= kStripRows;
+    column *= StripColumns(Tag::kProducts);
+  }
+};
 
 template <class Tag>
 __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
@@ -142,28 +301,14 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   using T = typename Tag::T;
   using Epilogue = typename Tag::Epilogue;
   using P = NarrowPixel<Tag::kChannels>;
-  constexpr int kGroups = Tag::kChannels / 8, kBlocks = Tag::kBlocks;
-  constexpr int kInstructions = ToeplitzInstructions(kBlocks),
-                kMatrices = ToeplitzMatrices(kBlocks);
-  constexpr int32_t kBandRowBytes = 2 * BandTaps(kBlocks) * int32_t{sizeof(T)};
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  T* const band = reinterpret_cast<T*>(dynamic + params.band_offset);
   const uint32_t box = SharedAddress(dynamic), planes = box + params.stage_bytes;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const Epilogue epilogue(params.epilogue);
-  const int group = threadIdx.x / 32 % kGroups, strip = threadIdx.x / 32 / kGroups;
-  const int32_t strip_row = strip / params.blocks_across * kStripRows;
-  const int32_t strip_column = strip % params.blocks_across * kStripColumns;
-  const int32_t row_taps = params.axis[1].taps, channel_bytes = row_taps * kBandRowBytes;
-  const uint32_t pixels_at = planes + group * 8 * params.plane_bytes +
-                             (strip_row + lane % 8) * params.plane_row_bytes +
-                             (strip_column + lane / 8 * 8) * 2;
-  // The lane's word of block 0: tap 2 t - g, of the shifted copy in odd rows.
-  const uint32_t taps_at =
-      box + params.band_offset + group * 8 * channel_bytes +
-      (g % 2 * BandTaps(kBlocks) + kBandStart + 2 * t - g - g % 2) * int32_t{sizeof(T)};
+  // C = K is a multiple of 8; known, it saves the registers of other channels' steps.
+  if (params.reduce != 1 || params.vector == 0) __builtin_unreachable();
+  const uint32_t zero = params.repeat.divisor - 1;
 
-  int64_t held = -1;
+  int32_t held = -1;  // the first channel, counted over all filters, whose taps the band has
   Cursor at(params);
   const int32_t box_rows = params.axis[1].box;
   auto rows_from = [&](int32_t row) {
@@ -177,7 +322,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     CopyAsyncCommit();
   };
   fill(at, 0);
-  float sums[2][8][4] = {};
+  ClearBand<Tag>(params, box + params.band_offset);
+  float sums[8][Tag::kProducts][4] = {};
   while (!at.Done()) {
     Cursor next = at;
     next.Next(params, 1);
@@ -186,72 +332,60 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       CopyAsyncWait<0>();
       __syncthreads();
       TransposeBox<Tag>(params, rows_from(row), box, planes + row * params.plane_row_bytes);
-      const int64_t wanted =
-          (int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
-              params.axis[0].taps +
-          at.step.depth_tap;
-      if (wanted != held) FillBand<Tag>(params, tile, at.step, band);
+      const int32_t wanted =
+          params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
+      if (wanted != held || params.axis[0].taps > 1)
+        FillBand<Tag>(params, tile, at.step, reinterpret_cast<T*>(dynamic + params.band_offset));
       held = wanted;
       __syncthreads();
       const int32_t copied = Tag::kPieces ? row + params.stage_rows : box_rows;
       if (copied >= box_rows) break;
       fill(at, copied);
     }
+    bool busy;
+    {
+      const WarpStrip<Tag> strip(params);
+      busy = strip.index < params.blocks_across * params.blocks_down &&
+             tile.row + strip.row < params.axis[1].out &&
+             tile.column + strip.column < params.axis[2].out &&
+             tile.first_channel + strip.channel < params.channels;
+    }
     fill(next, 0);
-    const int32_t channel = tile.first_channel + group * 8;
-    const bool busy = strip < params.blocks_across * params.blocks_down &&
-                      tile.row + strip_row < params.axis[1].out &&
-                      tile.column + strip_column < params.axis[2].out && channel < params.channels;
     if (busy) {
+      const WarpStrip<Tag> strip(params);
+      const int lane = Lane(), g = lane / 4, t = lane % 4;
+      const uint32_t first_pixels = planes + strip.channel * params.plane_bytes +
+                                    (strip.row + lane % 8) * params.plane_row_bytes +
+                                    (strip.column + lane / 8 * 8) * 2;
+      // The lane's word of block 0: tap 2 t - g, of the shifted copy in odd rows.
+      const uint32_t first_taps =
+          box + params.band_offset + strip.channel * kBandRow<Tag> * 2 +
+          (g % 2 * BandTaps(Tag::kBlocks) + kBandStart + 2 * t - g - g % 2) * 2;
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        uint32_t taps = taps_at + c * channel_bytes, pixels = pixels_at + c * params.plane_bytes;
-#pragma unroll Tag::kUnroll
-        for (int32_t r = 0; r < row_taps; ++r) {
-          uint32_t block[kBlocks], x[kMatrices];
-#pragma unroll
-          for (int i = 0; i < kBlocks; ++i) block[i] = LoadWord(taps + i * 16);
-          LoadPixels(pixels, x);
-          auto a = [&](int i) { return i >= 0 && i < kBlocks ? block[i] : 0u; };
-          auto b = [&](int i) { return i < kMatrices ? x[i] : 0u; };
-#pragma unroll
-          for (int k = 0; k < kInstructions; ++k) {
-#pragma unroll
-            for (int u = 0; u < 2; ++u) {
-              const uint32_t words[4] = {a(2 * k), a(2 * k - 1), a(2 * k + 1), a(2 * k)};
-              // Blocks 2 k and 2 k + 1 are zero: the pixels beyond the box are not read.
-              const bool last = 2 * k >= kBlocks;
-              MultiplyAdd<T>(sums[u][c], words, b(2 * u + 2 * k), last ? 0u : b(2 * u + 2 * k + 1));
-            }
-          }
-          taps += kBandRowBytes;
+      for (int c = 0; c < 8; c += kPass) {
+        uint32_t taps = first_taps + c * kBandRow<Tag> * 2;
+        uint32_t pixels = first_pixels + c * params.plane_bytes;
+#pragma unroll 1
+        for (int32_t r = 0; r < params.axis[1].taps; ++r) {
+          MultiplyFilterRow<Tag>(taps, pixels, params.plane_bytes, zero, sums + c);
+          taps += Tag::kChannels * kBandRow<Tag> * 2;
           pixels += params.plane_row_bytes;
         }
       }
-    }
-    if (busy && next.item != at.item) {
+      if (next.item != at.item) {
+        const WarpStrip<Tag> strip(params);
+        TilePlace first(params, at.item + static_cast<int32_t>(zero), Tag::kChannels);
+        first.row += strip.row, first.column += strip.column;
+        first.first_channel += strip.channel;
+        if (params.out_is_f32) {
+          StoreStrip<float, Tag>(params, epilogue, first, sums);
+        } else {
+          StoreStrip<T, Tag>(params, epilogue, first, sums);
+        }
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
+        for (auto& channel : sums) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int32_t p = tile.row + strip_row + 2 * t + e % 2;
-          const int32_t q = tile.column + strip_column + u * 16 + g + e / 2 * 8;
-          float channels[8];
-#pragma unroll
-          for (int c = 0; c < 8; ++c) {
-            channels[c] = sums[u][c][e];
-            sums[u][c][e] = 0;
-          }
-          if (p >= params.axis[1].out || q >= params.axis[2].out) continue;
-          const int64_t pixel =
-              ((int64_t{tile.image} * params.axis[0].out + tile.depth) * params.axis[1].out + p) *
-                  params.axis[2].out +
-              q;
-          if (params.out_is_f32) {
-            StoreChannels<float>(params, epilogue, pixel, channel, channels);
-          } else {
-            StoreChannels<T>(params, epilogue, pixel, channel, channels);
-          }
+          for (auto& sum : channel) sum[0] = sum[1] = sum[2] = sum[3] = 0;
         }
       }
     }
@@ -259,11 +393,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
 }
 
-template <Op kOp, DType kType, int kChannels_, int kBlocks_, int kCtasPerSm_>
+template <Op kOp, DType kType, int kChannels_, int kBlocks_, int kProducts_, int kCtasPerSm_>
 template <class Tag>
-Status Toeplitz<kOp, kType, kChannels_, kBlocks_, kCtasPerSm_>::Launch(const Plan& plan,
-                                                                       const Operands& operands,
-                                                                       void* stream) {
+Status Toeplitz<kOp, kType, kChannels_, kBlocks_, kProducts_, kCtasPerSm_>::Launch(
+    const Plan& plan, const Operands& operands, void* stream) {
   return LaunchHaloGather<Params, ToeplitzKernel<Tag>>(plan, operands, stream);
 }
 

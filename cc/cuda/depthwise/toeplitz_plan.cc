@@ -14,7 +14,15 @@ namespace {
 
 constexpr int64_t kWidth = 2;  // bytes of an element
 // Of the rates of shared memory and of mma.sync; an assumption, as kDramShare.
-constexpr double kOnChipShare = 0.6;
+constexpr double kOnChipShare = 0.75;
+// Of an SM's four instructions a cycle, with sixteen busy warps: 65 M instructions took 129 us (7x7,
+// 64x56x56x96), and with seven warps 70 M took 181 us (31x31, 16x56x56x128).
+constexpr double kIssueShare = 0.48, kIssueExponent = 0.3;
+constexpr double kInstructionsOfCycle = 4;
+// Counted in SASS: of 32 lanes' chunks of a box; of a warp for a row of a box and for four matrices of
+// it; for an item, and for the place of each pixel that a lane stores.
+constexpr double kFillInstructions = 25, kRowInstructions = 12, kTransposeInstructions = 12;
+constexpr double kItemInstructions = 500, kStoreInstructions = 20;
 constexpr double kSharedBytesOfCycle = 128;
 constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
@@ -46,11 +54,14 @@ int64_t BandBytes(const ToeplitzInstance& instance, const Params& params) {
 int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down, int64_t pieces,
                   Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
-  const int64_t tile_rows = down * kStripRows, tile_columns = across * kStripColumns;
+  const int64_t strip_columns = StripColumns(instance.products);
+  const int64_t tile_rows = down * kStripRows, tile_columns = across * strip_columns;
   const int64_t box_rows = tile_rows + rows.taps - 1;
-  const int64_t box_columns = tile_columns - kStripColumns + 8 * ToeplitzMatrices(instance.blocks);
+  const int64_t box_columns =
+      tile_columns - strip_columns + 8 * ToeplitzMatrices(instance.blocks, instance.products);
   params->blocks_across = static_cast<int32_t>(across);
   params->blocks_down = static_cast<int32_t>(down);
+  params->strips_across = FastDivmod(across);
   rows.tile = static_cast<int32_t>(tile_rows);
   columns.tile = static_cast<int32_t>(tile_columns);
   rows.box = static_cast<int32_t>(box_rows);
@@ -72,22 +83,49 @@ int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down
   return band_offset + BandBytes(instance, *params);
 }
 
-// Cycles in which an SM's shared memory and tensor cores work on one item's depth tap.
-double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, const Gpu& gpu) {
-  const auto warps =
-      static_cast<double>(params.blocks_across * params.blocks_down) * (instance.channels / 8);
-  const double row_steps = warps * 8 * params.axis[1].taps;
-  const double products = row_steps * 2 * ToeplitzInstructions(instance.blocks);
-  const double loads = row_steps * (ToeplitzMatrices(instance.blocks) + instance.blocks);
+// Cycles of an SM for one item's depth tap, where `ctas` share the SM: those in which its schedulers,
+// shared memory or tensor cores are busy with the products, and with all else.
+double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int64_t ctas,
+                    const Gpu& gpu) {
+  const int64_t warps =
+      int64_t{params.blocks_across} * params.blocks_down * (instance.channels / 8);
+  const int64_t resident = warps * ctas;
+  const int matrices = ToeplitzMatrices(instance.blocks, instance.products);
+  const int products = instance.products * ToeplitzInstructions(instance.blocks);
+  const double issue = kInstructionsOfCycle * kIssueShare *
+                       std::min(1.0, std::pow(static_cast<double>(resident) / 16, kIssueExponent));
+  const double bytes_of_cycle = kSharedBytesOfCycle * kOnChipShare;
+
+  const double row_steps = static_cast<double>(warps) * 8 * params.axis[1].taps;
+  // The schedulers with most warps finish last; an SM has four.
+  const double uneven =
+      static_cast<double>(CeilDiv(resident, 4) * 4) / static_cast<double>(resident);
+  const double tensor =
+      row_steps * products * uneven * 16 * 8 * 16 / (gpu.mma_sync_per_clock * kOnChipShare);
+  const double loads = row_steps * (matrices + instance.blocks) / kOnChipShare;
+  // Products, words of the band, their copies and zeros, loads of pixels, addresses.
+  const double multiply =
+      row_steps *
+      static_cast<double>(products + 2 * instance.blocks + 2 + CeilDiv(matrices, 4) + 3) / issue;
+
   // The box is written, read, and written to the planes. Pieces but the first are waited for.
-  const double pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
-  const double copies =
-      3.0 * pieces * params.stage_bytes / kSharedBytesOfCycle + (pieces - 1) * kCyclesOfPiece;
-  const double stores = warps * 8 * kStripRows * kStripColumns * kWidth / (kSharedBytesOfCycle / 2);
-  return std::max(products * 16 * 8 * 16 / gpu.mma_sync_per_clock, loads + copies + stores);
+  const auto pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
+  const double box_bytes = pieces * params.stage_bytes;
+  const double copies = 3 * box_bytes / bytes_of_cycle;
+  const double other = (box_bytes / 512 * (kFillInstructions + kTransposeInstructions) +
+                        params.axis[1].box * kRowInstructions +
+                        static_cast<double>(warps) * 4 * instance.products * kStoreInstructions +
+                        kWarps * kItemInstructions) /
+                       issue;
+  const double waits = (pieces - 1) * kCyclesOfPiece;
+  if (ctas == 1) return std::max({tensor, loads, multiply}) + std::max(copies, other) + waits;
+  // A CTA multiplies while another copies.
+  return std::max({tensor, loads + copies, multiply + other}) + waits;
 }
 
-Status ShapeTile(const ToeplitzInstance& instance, const Gpu& gpu, Params* params,
+// Shapes the tile that takes the fewest cycles. `planes`: images x channel tiles x depths, each tiled
+// alike.
+Status ShapeTile(const ToeplitzInstance& instance, int64_t planes, const Gpu& gpu, Params* params,
                  int64_t* shared_bytes, double* cycles) {
   const int64_t strips = kWarps / (instance.channels / 8);
   // Kernels of which two CTAs share an SM take a box whole (Toeplitz::kPieces).
@@ -103,13 +141,10 @@ Status ShapeTile(const ToeplitzInstance& instance, const Gpu& gpu, Params* param
       fewest_bytes = std::min(fewest_bytes, bytes);
       const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
       if (ctas == 0) continue;
-      // Sixteen warps hide each other's latencies, eight leave the SM idle for about a third of
-      // the time.
-      const auto warps = static_cast<double>(ctas * across * down * (instance.channels / 8));
-      const double busy = std::max(1.0, std::pow(16 / warps, 0.6));
-      const double work = busy * CyclesOfItem(instance, shape, gpu) *
-                          static_cast<double>(shape.axis[1].tiles.divisor) *
-                          shape.axis[2].tiles.divisor;
+      const int64_t items = planes * shape.axis[1].tiles.divisor * shape.axis[2].tiles.divisor;
+      const int64_t rounds = CeilDiv(items, gpu.sm_count * ctas);
+      const double work = static_cast<double>(rounds * ctas * params->axis[0].taps) *
+                          CyclesOfItem(instance, shape, ctas, gpu);
       if (work >= *cycles) continue;
       *cycles = work;
       *shared_bytes = bytes;
@@ -135,21 +170,19 @@ Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const 
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, kernel.dtype, &params);
-  double cycles_of_image;
+  const int64_t planes =
+      problem.batch * problem.n * CeilDiv(params.channels, instance.channels) * params.axis[0].out;
+  double cycles;
   JAXCONV_RETURN_IF_ERROR(
-      ShapeTile(instance, gpu, &params, &launch->shared_bytes, &cycles_of_image));
+      ShapeTile(instance, planes, gpu, &params, &launch->shared_bytes, &cycles));
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels, &params));
   launch->ctas =
       ShareItems(gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu), &params);
   launch->out_dtype = problem.output_dtype();
-  const double images = static_cast<double>(params.images) * params.channel_tiles.divisor *
-                        params.axis[0].out * params.axis[0].taps;
   const double bytes = static_cast<double>(kWidth) *
                        static_cast<double>(problem.x_elements() + problem.y_elements());
-  plan->microseconds =
-      gpu.launch_us +
-      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
-               images * cycles_of_image / (gpu.sm_count * gpu.cycles_per_us() * kOnChipShare));
+  plan->microseconds = gpu.launch_us + std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
+                                                cycles / gpu.cycles_per_us());
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->params = std::move(launch);

@@ -12,7 +12,7 @@ namespace jaxconv::depthwise {
 
 // A line of kernels.def, of toeplitz.cuh.
 struct ToeplitzInstance {
-  int32_t channels, blocks, ctas_per_sm;
+  int32_t channels, blocks, products, ctas_per_sm;
 };
 
 Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,

@@ -6,15 +6,16 @@
 
 namespace jaxconv::depthwise {
 
-// Outputs of a warp: two products of 8 rows x 16 columns side by side.
-inline constexpr int kStripRows = 8, kStripColumns = 32;
+// Outputs of a warp: products of 8 rows x 16 columns side by side.
+inline constexpr int kStripRows = 8;
+JAXCONV_HOST_DEVICE constexpr int StripColumns(int products) { return 16 * products; }
 
 // Of a band with so many column blocks of 8 that hold taps.
 JAXCONV_HOST_DEVICE constexpr int ToeplitzFilterColumns(int blocks) { return 8 * blocks - 7; }
 JAXCONV_HOST_DEVICE constexpr int ToeplitzInstructions(int blocks) { return blocks <= 3 ? 2 : 3; }
 // Blocks of 8 columns of x that a strip reads.
-JAXCONV_HOST_DEVICE constexpr int ToeplitzMatrices(int blocks) {
-  return kStripColumns / 8 + blocks - 1;
+JAXCONV_HOST_DEVICE constexpr int ToeplitzMatrices(int blocks, int products) {
+  return StripColumns(products) / 8 + blocks - 1;
 }
 
 // A row of the band: the first tap is element kBandStart, words reach from tap -7 to 8 blocks - 1.

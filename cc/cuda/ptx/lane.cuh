@@ -14,6 +14,13 @@ __device__ __forceinline__ int Lane() {
   return lane;
 }
 
+// threadIdx.x, in the same way.
+__device__ __forceinline__ int Thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_PTX_LANE_CUH_

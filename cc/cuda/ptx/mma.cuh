@@ -34,10 +34,15 @@ __device__ __forceinline__ void LoadMatrices(uint32_t address, uint32_t (&matrix
                : "=r"(matrix[0])
                : "r"(address));
 }
-// Of four, each transposed.
+// Of four or two, each transposed.
 __device__ __forceinline__ void LoadMatricesTransposed(uint32_t address, uint32_t (&matrix)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void LoadMatricesTransposed(uint32_t address, uint32_t (&matrix)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(matrix[0]), "=r"(matrix[1])
                : "r"(address));
 }
 __device__ __forceinline__ uint32_t LoadWord(uint32_t address) {
@@ -84,6 +89,26 @@ __device__ __forceinline__ void MultiplyAdd<float>(float (&d)[4], const uint32_t
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same of half the reduction: a[0] and a[1], b[0].
+template <typename T>
+__device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[2], uint32_t b);
+template <>
+__device__ __forceinline__ void MultiplyAdd<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[2],
+                                                           uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+template <>
+__device__ __forceinline__ void MultiplyAdd<__half>(float (&d)[4], const uint32_t (&a)[2],
+                                                    uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
 // The same on integers: A of T, B of int8_t; sums wrap.
