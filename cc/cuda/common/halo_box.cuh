@@ -18,11 +18,12 @@
 
 namespace jaxconv {
 
-// A pixel of a box: 32 lanes of kVec channels. A warp reads neighbouring words, so that no layout of
-// the pixels has bank conflicts.
-template <typename T, int kVec>
+// A pixel of a box: kLanes lanes of kVec channels. A warp reads neighbouring words, so that no layout of
+// the pixels has bank conflicts; halves of a warp read two pixels, whose numbers should differ by an odd
+// number where a pixel has 64 bytes.
+template <typename T, int kVec, int kLanes = 32>
 struct Pixel {
-  static constexpr int kChannels = 32 * kVec;
+  static constexpr int kChannels = kLanes * kVec;
   static constexpr int kBytes = kChannels * int{sizeof(T)};
   static constexpr int kChunks = kBytes / 16, kChunkChannels = 16 / int{sizeof(T)};
   // Of a chunk of pixel i.

@@ -7,12 +7,13 @@
 // known to instances of stride 2, which do a quarter of the multiplications; otherwise it is made where
 // the box is filled, by zeros between the pixels.
 //
-// Tile: kWarps blocks of kRows x kStrip outputs (blocks_across side by side, blocks_down below each other,
-// of as many images as that leaves) of 32 kVec channels; a warp has one block. The warp reads each row of its block's window once from shared memory, converts
-// it once, and adds it to every output row that it meets: of a 3x3 filter and a block of 4 x 8, 60
-// loads and 120 conversions for 576 multiply-adds.
+// Tile: blocks of kRows x kStrip outputs of kLanes kVec channels, a warp each (kLanes 16: half a warp each):
+// blocks_across side by side, blocks_down below each other, and so on in as many images as that leaves. The
+// warp reads each row of its block's window once from shared memory, converts it once, and adds it to every
+// output row that it meets: of a 3x3 filter and a block of 4 x 8, 60 loads and 120 conversions for 576
+// multiply-adds.
 //
-//     stage 0 | stage 1 | taps 0 | taps 1        a stage: of each image box rows x columns x 32 kVec channels
+//     stage 0 | stage 1 | taps 0 | taps 1        a stage: a box of each image, rows x columns x channels
 //
 // A CTA processes neighbouring items. The next item's box is copied (cp.async, 16 bytes a thread) while
 // this one is computed; two barriers an item. Taps are float32 in shared memory and in registers during
@@ -72,15 +73,16 @@ __device__ __forceinline__ void AddWindow(const Params& params, const unsigned c
   float tap[kR * kS][kVec];
 #pragma unroll
   for (int i = 0; i < kR * kS; ++i) {
-    LoadLane<float>(reinterpret_cast<const unsigned char*>(taps + i * 32 * kVec), tap[i]);
+    LoadLane<float>(reinterpret_cast<const unsigned char*>(taps + i * Tag::kLanes * kVec), tap[i]);
   }
-  const int32_t row_bytes = params.axis[2].box * Pixel<T, kVec>::kBytes;
+  constexpr int kBytes = Tag::Pixels::kBytes;
+  const int32_t row_bytes = params.axis[2].box * kBytes;
 #pragma unroll
   for (int i = 0; i < kWindowRows; ++i) {
     float pixel[kColumns][kVec];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      LoadLane<T>(box + i * row_bytes + c * Pixel<T, kVec>::kBytes, pixel[c]);
+      LoadLane<T>(box + i * row_bytes + c * kBytes, pixel[c]);
     }
 #pragma unroll
     for (int p = 0; p < Tag::kRows; ++p) {
@@ -107,11 +109,11 @@ template <typename T, class Tag>
 __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigned char* box,
                                              const float* taps,
                                              float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
-  constexpr int kVec = Tag::kVec, kBytes = Pixel<T, kVec>::kBytes;
+  constexpr int kVec = Tag::kVec, kBytes = Tag::Pixels::kBytes;
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   for (int32_t s = 0; s < columns.taps; ++s) {
     float tap[kVec];
-    LoadLane<float>(reinterpret_cast<const unsigned char*>(taps + s * 32 * kVec), tap);
+    LoadLane<float>(reinterpret_cast<const unsigned char*>(taps + s * Tag::kLanes * kVec), tap);
     const unsigned char* at = box + s * columns.dilation * kBytes;
 #pragma unroll
     for (int p = 0; p < Tag::kRows; ++p) {
@@ -246,20 +248,22 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     DirectKernel(const __grid_constant__ Params params) {
   using T = typename Tag::T;
   using Epilogue = typename Tag::Epilogue;
-  constexpr int kVec = Tag::kVec, kChannels = 32 * kVec;
+  constexpr int kVec = Tag::kVec;
+  using Pixels = typename Tag::Pixels;
+  constexpr int kChannels = Pixels::kChannels;
   constexpr bool kGeneral = Tag::kFilterRows == 0;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const int32_t rows_of_step = kGeneral ? 1 : Tag::kFilterRows;
   const int32_t row_steps = kGeneral ? params.axis[1].taps : 1;
   const int32_t tap_bytes = rows_of_step * params.axis[2].taps * kChannels * int32_t{sizeof(float)};
   unsigned char* const all_taps = dynamic + 2 * params.stage_bytes;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const WarpBlock block(params, warp, Tag::kRows, Tag::kStrip);
-  const int32_t box_bytes = params.axis[1].box * params.axis[2].box * Pixel<T, kVec>::kBytes;
+  const int lane = threadIdx.x % Tag::kLanes;
+  const WarpBlock block(params, threadIdx.x / Tag::kLanes, Tag::kRows, Tag::kStrip);
+  const int32_t box_bytes = params.axis[1].box * params.axis[2].box * Pixels::kBytes;
   const int32_t box_at = block.image * box_bytes +
                          (block.row * params.axis[1].stride / Tag::kSpread * params.axis[2].box +
                           block.column * params.axis[2].stride / Tag::kSpread) *
-                             Pixel<T, kVec>::kBytes +
+                             Pixels::kBytes +
                          lane * kVec * int32_t{sizeof(T)};
   const Epilogue epilogue(params.epilogue);
 
@@ -269,9 +273,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     if (at.Done()) return;
     const TilePlace tile(params, at.item, kChannels);
     for (int32_t i = 0; i < params.tile_images; ++i) {
-      FillBox<T, Pixel<T, kVec>>(params, tile.OfImage(i, params.images), at.step, 0,
-                                 params.axis[1].box,
-                                 dynamic + stage * params.stage_bytes + i * box_bytes);
+      FillBox<T, Pixels>(params, tile.OfImage(i, params.images), at.step, 0, params.axis[1].box,
+                         dynamic + stage * params.stage_bytes + i * box_bytes);
     }
     const int64_t wanted =
         ((int64_t{params.images_divmod.Div(tile.image)} * params.channels + tile.first_channel) *
@@ -331,15 +334,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 // kFilterRows x kFilterColumns taps at the convolution's stride; kFilterRows 0: any. dgrad of stride 2
 // has boxes of dy without zeros between the pixels, and adds the taps that meet a pixel alone.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
-          int kRows_, int kStrip_, int kCtasPerSm_>
+          int kRows_, int kStrip_, int kCtasPerSm_, int kLanes_ = 32>
 struct Direct {
   using T = typename ElementOf<kType>::Type;
+  using Pixels = Pixel<T, kVec_, kLanes_>;
   using Epilogue = PlainEpilogue;
   static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
   static constexpr bool kDgrad = kOp == Op::kDgrad;
   static constexpr int kStride = kDgrad && kFilterRows > 0 ? 1 : kConvStride;
   static constexpr int kSpread = kDgrad && kFilterRows > 0 ? kConvStride : 1;
-  static constexpr int kVec = kVec_, kRows = kRows_, kStrip = kStrip_;
+  static constexpr int kVec = kVec_, kRows = kRows_, kStrip = kStrip_, kLanes = kLanes_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static_assert(kSpread <= 2 && kRows % kSpread == 0 && kStrip % kSpread == 0);
 

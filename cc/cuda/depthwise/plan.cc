@@ -16,17 +16,19 @@ namespace {
 
 // A line of kernels.def, of direct.cuh and wgrad.cuh.
 struct Instance {
-  int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm;
+  int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm, lanes = 32;
   bool any() const { return filter_rows == 0; }
-  int64_t channels() const { return 32 * vec; }
+  int64_t channels() const { return lanes * vec; }
+  int64_t blocks() const { return kThreads / lanes; }  // of a tile
   // Whether it is written for dy of a strided convolution (Axis::halved).
   bool spread(Op op) const { return op == Op::kDgrad && stride == 2; }
 };
 
-// Of issue slots, with 16 warps an SM and with 8: measured on an H200 (docs/notes/depthwise.md).
-constexpr double kIssueShare = 0.65, kIssueShareOfOneCta = 0.45;
-// From SASS, of a warp: of 16 bytes of a box, of an output, of an item.
-constexpr double kCopyInstructions = 22, kStoreInstructions = 5, kItemInstructions = 250;
+// Fitted to 127 times of this family on an H200, which the plan then gives within 10 % rms
+// (docs/notes/depthwise.md): the share of issue slots, and issue slots of a warp for an item, for 16
+// bytes of a box and for an output, latencies included.
+constexpr double kIssueShare = 0.84;
+constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -81,7 +83,7 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
   auto consider = [&](int64_t across, int64_t images) {
     Params shape = *params;
     const Axis &rows = shape.axis[1], &columns = shape.axis[2];
-    const int64_t down = kWarps / across / images;
+    const int64_t down = instance.blocks() / across / images;
     const int64_t tile_rows = down * instance.rows, tile_columns = across * instance.strip;
     if (!ShapeBox(tile_rows, tile_columns, instance.any() ? 1 : rows.taps, &shape)) return;
     shape.blocks_across = static_cast<int32_t>(across);
@@ -100,10 +102,10 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
     least = work;
     best = shape;
   };
-  for (int64_t across = 1; across <= kWarps; across *= 2) {
+  for (int64_t across = 1; across <= instance.blocks(); across *= 2) {
     // A tile's images have the same filter.
     const int64_t most = problem.batch == 1 ? problem.n : 1;
-    for (int64_t images = 1; images <= std::min(kWarps / across, most); images *= 2) {
+    for (int64_t images = 1; images <= std::min(instance.blocks() / across, most); images *= 2) {
       consider(across, images);
     }
   }
@@ -118,17 +120,17 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
   return {};
 }
 
-// Instructions of a warp for its block, and for its share of a box.
-double InstructionsOfStep(const Instance& instance, const Params& params, int64_t stage_bytes,
-                          const ConvProblem& problem) {
+// Issue slots of a warp for its block and its share of a box.
+double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage_bytes,
+                   const ConvProblem& problem) {
   const bool wgrad = problem.op == Op::kWgrad;
   const auto vec = static_cast<double>(instance.vec);
   const auto outputs = static_cast<double>(instance.rows * instance.strip);
-  const double copies =
-      kItemInstructions + static_cast<double>(stage_bytes) / (16 * 32 * kWarps) * kCopyInstructions;
+  const double item =
+      kItemSlots + static_cast<double>(stage_bytes) / (16 * 32 * kWarps) * kCopySlots;
   if (instance.any()) {
     const double taps = wgrad ? static_cast<double>(instance.filter_columns) : params.axis[2].taps;
-    return copies + taps * outputs * (2 + 2 * vec);
+    return item + taps * outputs * (2 + 2 * vec);
   }
   const int64_t spread = instance.spread(problem.op) ? 2 : 1;
   const int64_t stride = problem.op == Op::kDgrad ? 1 : instance.stride;
@@ -137,10 +139,10 @@ double InstructionsOfStep(const Instance& instance, const Params& params, int64_
   };
   const double window =
       extent(instance.rows, instance.filter_rows) * extent(instance.strip, instance.filter_columns);
-  const auto taps = static_cast<double>(instance.filter_rows * instance.filter_columns);
-  const double multiplications = outputs * taps * vec / static_cast<double>(spread * spread);
-  return copies + window * (1 + vec) + (wgrad ? outputs * (1 + vec) : taps) + multiplications +
-         (wgrad ? 0 : outputs * kStoreInstructions);
+  const double multiplications =
+      outputs * vec * static_cast<double>(instance.filter_rows * instance.filter_columns) /
+      static_cast<double>(spread * spread);
+  return item + window * (1 + vec) + multiplications + (wgrad ? 0 : outputs * kStoreSlots);
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -185,15 +187,14 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const double bytes = static_cast<double>(width) *
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
-  const double share = ctas_of_sm == 1 ? kIssueShareOfOneCta : kIssueShare;
-  const double issue =
-      static_cast<double>(longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) *
-                          kWarps) *
-      InstructionsOfStep(instance, params, stage_bytes, problem) /
-      (4.0 * gpu.cycles_per_us() * share);
-  plan->microseconds = gpu.launch_us +
-                       std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), issue) +
-                       (wgrad ? gpu.launch_us : 0);
+  const auto warps = static_cast<double>(
+      longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * kWarps);
+  const double issue = warps * SlotsOfStep(instance, params, stage_bytes, problem) /
+                       (4.0 * gpu.cycles_per_us() * kIssueShare);
+  const double copy = bytes / (gpu.dram_bytes_per_us * kDramShare);
+  // Near the balance neither bound is reached.
+  plan->microseconds =
+      gpu.launch_us * (wgrad ? 2 : 1) + std::pow(std::pow(issue, 4) + std::pow(copy, 4), 0.25);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

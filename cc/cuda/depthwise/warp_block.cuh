@@ -1,4 +1,4 @@
-// Which block of a tile a warp of direct.cuh and wgrad.cuh has.
+// Which block of a tile a warp of direct.cuh and wgrad.cuh, or a half of one, has.
 #ifndef JAXCONV_CUDA_DEPTHWISE_WARP_BLOCK_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_WARP_BLOCK_CUH_
 
@@ -11,12 +11,12 @@ namespace jaxconv::depthwise {
 // The image of the tile, and the block's first output in the tile.
 struct WarpBlock {
   int32_t image, row, column;
-  __device__ __forceinline__ WarpBlock(const Params& params, int32_t warp, int32_t rows,
+  __device__ __forceinline__ WarpBlock(const Params& params, int32_t index, int32_t rows,
                                        int32_t columns) {
-    const int32_t line = warp / params.blocks_across;
+    const int32_t line = index / params.blocks_across;
     image = line / params.blocks_down;
     row = line % params.blocks_down * rows;
-    column = warp % params.blocks_across * columns;
+    column = index % params.blocks_across * columns;
   }
 };
 
