@@ -102,6 +102,12 @@ WINOGRAD = [
 ]
 # A group of fused_row has whole blocks of 64 channels; a cluster has a tile in each group.
 WINOGRAD_ROWS = problem("rows", (5, 14), 3, n=1, c=128, k=128, groups=2, padding=((0, 2), (3, 1)))
+# Pairs of tiles along the rows of V (fprop) and of U (dgrad): output channels in multiples of 16.
+WINOGRAD_PINGPONG = [
+    problem("tails", (9, 7), 3, n=1, c=144, k=48, padding=1),
+    problem("groups", (5, 14), 3, n=1, c=64, k=32, groups=2, padding=((0, 2), (3, 1))),
+    problem("several_tiles", (11, 34), 3, n=7, c=72, k=272, padding=1),
+]
 # Of one k-block of 32 channels and most of another: V of all of them is in shared memory.
 WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)
 
@@ -230,6 +236,11 @@ def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
 
 
 def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
+    if "_pingpong" in instance:
+        # Every one of several tiles takes a second: once.
+        for p in WINOGRAD_PINGPONG if "_4x4_" in instance else WINOGRAD_PINGPONG[:2]:
+            yield p, ""
+        return
     yield WINOGRAD_FEW if "_4x4_pkf_shmem_" in instance else WINOGRAD[0], ""
     if "_fused_row_" in instance:
         yield WINOGRAD_ROWS, " krsc"

@@ -1,5 +1,11 @@
-// Plans of family winograd on modelled GPUs: refusals, geometry, workspace, chunks, selection.
+// Plans of family winograd on modelled GPUs: refusals, geometry, workspace, chunks, selection, and
+// predictions beside the times of winograd_measured.tsv (H200; problem, instance, microseconds).
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <fstream>
+#include <map>
+#include <sstream>
 #include <string>
 
 #include "cuda/common/registry.h"
@@ -7,6 +13,7 @@
 #include "cuda/winograd/form_plan.h"
 #include "cuda/winograd/fused_row_plan.h"
 #include "cuda/winograd/params.h"
+#include "cuda/winograd/pingpong_gemm_params.h"
 #include "cuda/winograd/pkf_params.h"
 #include "cuda/winograd/plan.h"
 
@@ -219,6 +226,71 @@ void TestFusedRow() {
          "clusters of two on five SMs");
 }
 
+void TestPingpong() {
+  const std::string name = "fprop_winograd_f16_4x4_four_stage_128x128x64_pingpong";
+  const std::string layer =
+      "fprop f16:f16:f16 default b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1";
+  Plan plan, wgmma;
+  Expect(PlanOf(name, layer, &plan).ok() &&
+             PlanOf("fprop_winograd_f16_4x4_four_stage_128x128x64_wgmma", layer, &wgmma).ok() &&
+             plan.workspace_bytes == wgmma.workspace_bytes,
+         "the workspace of four stages");
+  Expect(plan.params != nullptr && plan.As<LaunchParams>().ctas == 132, "a CTA an SM");
+  // 13 blocks of 128 tiles cannot be paired, 4 of output channels can; and the reverse.
+  const winograd::PingpongGemmTiles columns(1568, 512), rows(8192, 640);
+  Expect(!columns.pairs_rows && columns.m_tiles == 13 && columns.n_tiles == 2, "pairs of columns");
+  Expect(rows.pairs_rows && rows.m_tiles == 32 && rows.n_tiles == 5, "pairs of rows");
+  winograd::PingpongGemmParams params;
+  params.n_tiles = FastDivmod(2);
+  params.m_tiles = FastDivmod(13);
+  params.groups = FastDivmod(3);
+  const winograd::PingpongGemmPlace place(params, ((5 * 3 + 2) * 13 + 7) * 2 + 1, 1);
+  Expect(place.col == (2 * 1 + 1) * 128 && place.row == 7 * 128 && place.group == 2 &&
+             place.point == 5,
+         "columns fastest, then rows, groups and points");
+  const Status status = PlanOf(name, With("k512", "k520", layer), &plan);
+  Expect(status.message() == "expected output channels of a group in multiples of 16, got 520",
+         status.message());
+}
+
+// Of the instances measured on a problem, the one predicted fastest is as fast as the fastest but for
+// 6 %, for each of the tiles and for all; and every prediction is near.
+void TestMeasured() {
+  std::string path = __FILE__;
+  path = path.substr(0, path.rfind('/') + 1) + "winograd_measured.tsv";
+  std::ifstream file(path);
+  struct Choice {
+    double predicted = 1e30, taken = 0, fastest = 1e30;
+    std::string instance;
+  };
+  std::map<std::string, Choice> choices;
+  int lines = 0;
+  for (std::string line; std::getline(file, line); ++lines) {
+    std::istringstream fields(line);
+    std::string key, instance, measured;
+    std::getline(fields, key, '\t');
+    std::getline(fields, instance, '\t');
+    std::getline(fields, measured, '\t');
+    Plan plan;
+    Expect(PlanOf(instance, key, &plan).ok(), line);
+    const double us = std::stod(measured);
+    Expect(std::abs(std::log(plan.microseconds / us)) < std::log(1.2),
+           line + ", predicted " + std::to_string(plan.microseconds));
+    for (const std::string& name : {std::string("winograd"), std::string(plan.kernel->alias)}) {
+      Choice& choice = choices[key + " " + name];
+      choice.fastest = std::min(choice.fastest, us);
+      if (plan.microseconds >= choice.predicted) continue;
+      choice = {plan.microseconds, us, choice.fastest, instance};
+    }
+  }
+  Expect(lines > 200, path + ": " + std::to_string(lines) + " lines");
+  for (const auto& [key, choice] : choices) {
+    Expect(choice.taken <= 1.06 * choice.fastest, key + " takes " + choice.instance + ", " +
+                                                      std::to_string(choice.taken) + " us, not " +
+                                                      std::to_string(choice.fastest));
+  }
+}
+
 // A layer of the seed's workload: C = K = 64, 224x224 and above.
 constexpr const char* kSeedLayer =
     "fprop f16:f16:f16 default b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1";
@@ -377,6 +449,8 @@ int main() {
   jaxconv::TestGeometry();
   jaxconv::TestWorkspace();
   jaxconv::TestFusedRow();
+  jaxconv::TestPingpong();
+  jaxconv::TestMeasured();
   jaxconv::TestCapacities();
   jaxconv::TestFusedPlan();
   jaxconv::TestSelection();

@@ -73,6 +73,18 @@ __device__ __forceinline__ void CopyTile5d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+// The same -> the shared memory of every CTA of the cluster whose bit is in `ctas`, at the same place in
+// each; the box arrives at the barrier at the same place in each.
+__device__ __forceinline__ void CopyTile5dToCluster(uint32_t shared, const CUtensorMap* map,
+                                                    uint32_t barrier, int32_t c0, int32_t c1,
+                                                    int32_t c2, int32_t c3, int32_t c4,
+                                                    uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(ctas)
+      : "memory");
+}
 template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyIm2col1d(uint32_t shared, const CUtensorMap* map,
                                              uint32_t barrier, int32_t c, int32_t w, int32_t n,

@@ -1,14 +1,17 @@
 #include "cuda/winograd/form_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/winograd/row_filter.h"
 
 namespace jaxconv::winograd {
 namespace {
 
-// Of the DRAM rate of a large copy, by kernels that read and write several streams.
-constexpr double kDramShare = 0.8;
+// Of the DRAM rate of a large copy, on an H200: the amax passes, the filter's, the input's and the
+// output's transform, and batched GEMMs that are bound by it.
+constexpr double kAmaxShare = 0.8, kFilterShare = 0.9, kInputShare = 0.75, kOutputShare = 0.88,
+                 kGemmShare = 0.92;
 
 int64_t AlignUp(int64_t bytes) { return CeilDiv(bytes, 256) * 256; }
 
@@ -56,45 +59,39 @@ void PlaceWorkspace(bool has_v, bool has_m, LaunchParams* launch) {
   place(has_m, launch->chunk_tiles * ProductBytes(*launch), &workspace.m);
 }
 
-double MemoryMicroseconds(const Gpu& gpu, double bytes) {
-  return gpu.launch_us + bytes / (gpu.dram_bytes_per_us * kDramShare);
+double MemoryMicroseconds(const Gpu& gpu, double bytes, double share) {
+  return gpu.launch_us + bytes / (gpu.dram_bytes_per_us * share);
 }
 
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
   double microseconds = 0;
   const double filter_bytes = static_cast<double>(launch.filter_elements) * 2;
-  if (launch.scaled()) microseconds += MemoryMicroseconds(gpu, Activations(launch, /*in=*/true));
+  if (launch.scaled()) {
+    microseconds += MemoryMicroseconds(gpu, Activations(launch, /*in=*/true), kAmaxShare);
+  }
   if (launch.prepared) return microseconds;
-  if (launch.scaled()) microseconds += MemoryMicroseconds(gpu, filter_bytes);
-  return microseconds +
-         MemoryMicroseconds(gpu, filter_bytes + static_cast<double>(FilterBytes(launch)));
+  if (launch.scaled()) microseconds += MemoryMicroseconds(gpu, filter_bytes, kAmaxShare);
+  return microseconds + MemoryMicroseconds(gpu,
+                                           filter_bytes + static_cast<double>(FilterBytes(launch)),
+                                           kFilterShare);
 }
 
 double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate) {
-  const double tiles = launch.geometry.tiles;
-  const double bytes =
-      Activations(launch, /*in=*/true) + Activations(launch, /*in=*/false) +
-      tiles * static_cast<double>(InputBytes(launch) + ProductBytes(launch)) / rate;
-  return MemoryMicroseconds(gpu, bytes) + (2 * Chunks(launch) - 1) * gpu.launch_us;
+  const double tiles = launch.geometry.tiles, launches = 2 * static_cast<double>(Chunks(launch));
+  const double in =
+      Activations(launch, /*in=*/true) + tiles * static_cast<double>(InputBytes(launch)) / rate;
+  const double out =
+      Activations(launch, /*in=*/false) + tiles * static_cast<double>(ProductBytes(launch)) / rate;
+  return launches * gpu.launch_us + (in / kInputShare + out / kOutputShare) / gpu.dram_bytes_per_us;
 }
 
-double GemmMicroseconds(const Instance& instance, const LaunchParams& launch, const Gpu& gpu,
-                        double multiply_adds, double share, double rate) {
-  const Geometry& g = launch.geometry;
-  const int64_t chunks = Chunks(launch);
-  const int64_t ctas = CeilDiv(launch.chunk_tiles, instance.tile_m) *
-                       CeilDiv(g.cols, instance.tile_n) * g.groups * launch.points();
-  const double waves = static_cast<double>(CeilDiv(ctas, gpu.sm_count));
-  constexpr int64_t kBlock = 64;  // of the reduction
-  const double cycles = waves * instance.tile_m * instance.tile_n *
-                        static_cast<double>(CeilDiv(g.red, kBlock) * kBlock) /
-                        (multiply_adds * share);
+double GemmMicroseconds(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate) {
   const double bytes = double{1} * launch.chunk_tiles *
-                           static_cast<double>(InputBytes(launch) + ProductBytes(launch)) / rate +
-                       static_cast<double>(FilterBytes(launch)) / rate;
-  const double memory = bytes / (gpu.dram_bytes_per_us * kDramShare);
-  return static_cast<double>(chunks) *
-         (gpu.launch_us + std::max(cycles / gpu.cycles_per_us(), memory));
+                           static_cast<double>(InputBytes(launch) + ProductBytes(launch)) +
+                       static_cast<double>(FilterBytes(launch));
+  const double memory = bytes / rate / (gpu.dram_bytes_per_us * kGemmShare);
+  return static_cast<double>(Chunks(launch)) *
+         (gpu.launch_us + std::hypot(cycles / gpu.cycles_per_us(), memory));
 }
 
 }  // namespace jaxconv::winograd

@@ -3,8 +3,9 @@
 //
 // A form's plan function gets a problem that the family takes and its geometry. It refuses what the
 // form cannot do, says how many tiles a chunk has and which parts the workspace holds, and predicts
-// the time. The predictions are unmeasured. They rank Winograd's own instances when a caller names
-// the family or an alias, and nothing else: "auto" and "native" do not choose these instances.
+// the time. The predictions rank Winograd's own instances when a caller names the family or an alias,
+// and nothing else: "auto" and "native" do not choose these instances. They were fitted on an H200
+// (docs/notes/winograd.md).
 #ifndef JAXCONV_CUDA_WINOGRAD_FORM_PLAN_H_
 #define JAXCONV_CUDA_WINOGRAD_FORM_PLAN_H_
 
@@ -46,8 +47,9 @@ int64_t FilterBytes(const LaunchParams& launch);  // of U
 // launch->chunk_tiles tiles where the form stores them. Each part is aligned to 256 bytes.
 void PlaceWorkspace(bool has_v, bool has_m, LaunchParams* launch);
 
-// Microseconds of a kernel that moves so many bytes through DRAM, launch included.
-double MemoryMicroseconds(const Gpu& gpu, double bytes);
+// Microseconds of a kernel that moves so many bytes through DRAM, launch included, at a share of a
+// large copy's rate.
+double MemoryMicroseconds(const Gpu& gpu, double bytes, double share = 0.8);
 
 // The same of the kernels in front of the multiplication: the amax passes and the filter's transform.
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
@@ -55,10 +57,9 @@ double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
 // bytes of V and M that move in the time of a byte of DRAM.
 double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate);
 
-// Of the products of all tiles by batched GEMMs of chunk_tiles tiles, in CTAs of tile_m x tile_n.
-// `multiply_adds`: of an SM in a cycle at full rate; `share`: of it that is reached.
-double GemmMicroseconds(const Instance& instance, const LaunchParams& launch, const Gpu& gpu,
-                        double multiply_adds, double share, double rate);
+// Of the products of all tiles by batched GEMMs of chunk_tiles tiles, each of so many cycles. The time
+// in which U, V and M move through memory hides in part: the root of the sum of squares fits.
+double GemmMicroseconds(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate);
 
 }  // namespace jaxconv::winograd
 

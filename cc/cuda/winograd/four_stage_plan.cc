@@ -1,23 +1,51 @@
 #include "cuda/winograd/four_stage_plan.h"
 
+#include <algorithm>
 #include <string>
+
+#include "cuda/winograd/pingpong_gemm_params.h"
 
 namespace jaxconv::winograd {
 namespace {
 
-// Of mma.sync's rate by igemm_wmma's tiles of the same shape (its kernels.def), whose loads are more
-// work than those of a plain matrix.
-constexpr double kMmaShare = 0.7;
-// Of wgmma's: tiles of 128x128 take 64 bytes a cycle from L2, which gives 45.
-constexpr double kWgmmaShare = 0.65;
+// A batched GEMM: multiply-adds of an SM in a cycle at full rate, the share of it that the mainloop
+// reaches (of the boost clock, which power does not leave to it), and the cycles of a CTA's tile
+// beside that. Fitted on an H200. A tile of 64x64 takes twice the bytes from L2 that one of 128x128
+// takes, and a CTA of wgmma's with one tile fills its three stages from DRAM first.
+struct GemmRate {
+  double multiply_adds, share, tile_cycles;
+};
+
+GemmRate RateOf(const Instance& instance, const Gpu& gpu) {
+  if (instance.capability == 90) return {gpu.wgmma_per_clock, 0.62, 1520};
+  if (instance.tile_m == 64) return {gpu.mma_sync_per_clock, 0.385, 580};
+  return {gpu.mma_sync_per_clock, 0.61, 270};
+}
+
+// Of the persistent GEMM: predicted, from the direct kernel of the same mainloop.
+constexpr double kPingpongShare = 0.68;
+
+// Cycles of one tile of a CTA.
+double TileCycles(const Instance& instance, const LaunchParams& launch, const GemmRate& rate) {
+  constexpr int64_t kBlock = 64;  // of the reduction
+  return instance.tile_m * instance.tile_n *
+             static_cast<double>(CeilDiv(launch.geometry.red, kBlock) * kBlock) /
+             (rate.multiply_adds * rate.share) +
+         rate.tile_cycles;
+}
+
+double Microseconds(const Gpu& gpu, const LaunchParams& launch, double waves, double tile_cycles) {
+  const double rate = StoredRate(gpu, launch);
+  return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
+         GemmMicroseconds(launch, gpu, waves * tile_cycles, rate);
+}
 
 double Microseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
-  const double rate = StoredRate(gpu, launch);
-  const bool wgmma = instance.capability == 90;
-  return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
-         GemmMicroseconds(instance, launch, gpu,
-                          wgmma ? gpu.wgmma_per_clock : gpu.mma_sync_per_clock,
-                          wgmma ? kWgmmaShare : kMmaShare, rate);
+  const Geometry& g = launch.geometry;
+  const int64_t ctas = CeilDiv(launch.chunk_tiles, instance.tile_m) *
+                       CeilDiv(g.cols, instance.tile_n) * g.groups * launch.points();
+  return Microseconds(gpu, launch, static_cast<double>(CeilDiv(ctas, gpu.sm_count)),
+                      TileCycles(instance, launch, RateOf(instance, gpu)));
 }
 
 }  // namespace
@@ -26,7 +54,7 @@ double Microseconds(const Instance& instance, const Gpu& gpu, const LaunchParams
 double StoredRate(const Gpu& gpu, const LaunchParams& launch) {
   const double stored = static_cast<double>(launch.chunk_tiles) *
                         static_cast<double>(InputBytes(launch) + ProductBytes(launch));
-  return stored <= kL2Share * static_cast<double>(gpu.l2_bytes) ? kL2Rate : 1;
+  return stored <= kL2Share * static_cast<double>(gpu.l2_bytes) ? kStoredL2Rate : 1;
 }
 
 Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch) {
@@ -53,6 +81,26 @@ Status PlanFourStage(const Instance& instance, const Gpu& gpu, LaunchParams* lau
   launch->chunk_tiles = launch->geometry.tiles;
   PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
   *microseconds = Microseconds(instance, gpu, *launch);
+  return {};
+}
+
+Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
+                    double* microseconds) {
+  const Geometry& g = launch->geometry;
+  if (g.cols % 16 != 0) {
+    return Status::Unimplemented("expected output channels of a group in multiples of 16, got " +
+                                 std::to_string(g.cols));
+  }
+  launch->ctas = gpu.sm_count;
+  launch->chunk_tiles = g.tiles;
+  PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
+  const PingpongGemmTiles tiles(g.tiles, g.cols);
+  const int64_t clusters = std::max(1, gpu.sm_count / kPingpongGemmCtas);
+  const int64_t rounds =
+      CeilDiv(tiles.m_tiles * tiles.n_tiles * g.groups * launch->points(), clusters);
+  *microseconds =
+      Microseconds(gpu, *launch, static_cast<double>(rounds),
+                   TileCycles(instance, *launch, {gpu.wgmma_per_clock, kPingpongShare, 0}));
   return {};
 }
 

@@ -1,10 +1,13 @@
-// Winograd in four stages (four_stage.cuh) whose products run on wgmma (batched_gemm_sm90.cuh).
+// Winograd in four stages (four_stage.cuh) whose products run on wgmma: FourStageWgmma with a CTA for
+// each tile, two of them an SM (batched_gemm_sm90.cuh), FourStagePingpong with persistent clusters
+// (batched_gemm_pingpong_sm90.cuh).
 //
 // Refuses: what four_stage.cuh refuses.
 #ifndef JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_
 
 #include "cuda/common/kernel.h"
+#include "cuda/winograd/batched_gemm_pingpong_sm90.cuh"
 #include "cuda/winograd/batched_gemm_sm90.cuh"
 #include "cuda/winograd/four_stage.cuh"
 
@@ -16,6 +19,17 @@ struct FourStageWgmma {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
     return RunFourStage(plan, operands, stream, [&](const Products& products) {
       return LaunchWgmmaGemm<Tag>(plan.kernel->name, products, stream);
+    });
+  }
+};
+
+template <Op kOp, DType kType, int m>
+struct FourStagePingpong {
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const int32_t ctas = plan.As<LaunchParams>().ctas;
+    return RunFourStage(plan, operands, stream, [&](const Products& products) {
+      return LaunchPingpongGemm<Tag>(plan.kernel->name, products, ctas, stream);
     });
   }
 };

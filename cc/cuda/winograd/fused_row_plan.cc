@@ -10,11 +10,15 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Unmeasured, from the accounting of docs/notes/winograd.md: cycles of a CTA for 16 channels under a
-// filter row, and for a tile beside its products (m = 4). bfloat16 is converted in the mainloop.
-constexpr double kStepCycles = 460;
-constexpr double kScaledStepCycles = 600;
-constexpr double kTileCycles = 4500;
+// Of F(2, 3) and F(4, 3), fitted on an H200 (docs/notes/winograd.md): cycles of a CTA for 16 channels
+// under a filter row, what bfloat16's conversion in the mainloop adds to them, and cycles for a tile
+// beside its products.
+struct RowCycles {
+  double step, scaled, tile;
+};
+constexpr RowCycles kRowCycles[2] = {{353, 75, 2000}, {613, 69, 3400}};
+// Microseconds to fill the first stages and to store the last tile.
+constexpr double kEndsUs = 4.6;
 // Of the boost clock, that the power limit leaves to wgmma's mainloops.
 constexpr double kClockShare = 0.75;
 
@@ -85,10 +89,10 @@ Status PlanFusedRow(const Instance& instance, const Gpu& gpu, LaunchParams* laun
   const int32_t clusters = std::min(params.tiles, std::max(1, gpu.sm_count / kRowClusterCtas));
   launch->ctas = clusters * kRowClusterCtas;
   const double waves = static_cast<double>(CeilDiv(params.tiles, clusters));
-  const double step = launch->scaled() ? kScaledStepCycles : kStepCycles;
-  const double points = static_cast<double>(instance.m + 2) / 6;  // of F(4, 3)'s
-  const double cycles = waves * points * (2 * kTaps * params.reduction_blocks * step + kTileCycles);
-  *microseconds = FilterMicroseconds(*launch, gpu) + gpu.launch_us +
+  const RowCycles& of = kRowCycles[instance.m == 2 ? 0 : 1];
+  const double step = of.step + (launch->scaled() ? of.scaled : 0);
+  const double cycles = waves * (2 * kTaps * params.reduction_blocks * step + of.tile);
+  *microseconds = FilterMicroseconds(*launch, gpu) + gpu.launch_us + kEndsUs +
                   cycles / (gpu.cycles_per_us() * kClockShare);
   return {};
 }

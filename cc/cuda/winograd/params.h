@@ -87,7 +87,7 @@ struct LaunchParams {
   DType dtype = DType::kF16;     // of the input and, if it is not prepared, of the filter
   Workspace workspace;
   int32_t chunk_tiles = 1;                       // tiles whose V and M the workspace holds
-  int32_t ctas = 0;                              // of a fused form, which has one launch
+  int32_t ctas = 0;                              // of a persistent kernel, at most
   int32_t column_parts = 1;                      // of a group's columns, of different CTAs
   int64_t in_elements = 0, filter_elements = 0;  // of the operands
 

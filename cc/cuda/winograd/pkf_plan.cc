@@ -10,6 +10,8 @@
 namespace jaxconv::winograd {
 namespace {
 
+// Bytes of U that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
+constexpr double kL2Rate = 1.28;
 // Shared memory that CUDA takes of a CTA beside its own.
 constexpr int64_t kReservedBytesOfCta = 1024;
 // Cycles in which an SM issues the input transform of 64 channels of a tile (input_transform.cuh:

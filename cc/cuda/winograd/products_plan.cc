@@ -9,9 +9,12 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of FP32 FMA's rate by elementwise.cuh: 8 FMA stand beside 16 conversions and two loads of 16 bytes
-// a lane, each of which takes four cycles of L1.
-constexpr double kElementwiseShare = 0.25;
+// Of FP32 FMA's rate by elementwise.cuh, on an H200: 8 FMA stand beside 16 conversions and two loads
+// of 16 bytes a lane.
+constexpr double kElementwiseShare = 0.055;
+// Bytes that the sync-free GEMM loads in the time of a byte of DRAM, on an H200: L1 serves what
+// neighbouring CTAs share.
+constexpr double kSyncFreeRate = 1.8;
 
 // A lane's offsets within a CTA's block of V and of U are 32 bits.
 Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
@@ -26,16 +29,11 @@ Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
 }
 
 // The stages in front and behind, and products that take `cycles` of an SM or move their operands
-// and M through memory, whichever is longer.
+// and M through memory.
 double Microseconds(const Gpu& gpu, const LaunchParams& launch, double cycles) {
   const double rate = StoredRate(gpu, launch);
-  const double chunks = static_cast<double>(CeilDiv(launch.geometry.tiles, launch.chunk_tiles));
-  const double bytes = static_cast<double>(launch.chunk_tiles) *
-                           static_cast<double>(InputBytes(launch) + ProductBytes(launch)) +
-                       static_cast<double>(FilterBytes(launch));
   return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
-         chunks * std::max(gpu.launch_us + cycles / gpu.cycles_per_us(),
-                           MemoryMicroseconds(gpu, bytes / rate));
+         GemmMicroseconds(launch, gpu, cycles, rate);
 }
 
 // Every CTA loads its rows of V and U from L2, or issues its MMAs, whichever takes longer. All of an
@@ -45,13 +43,13 @@ double SyncFreeMicroseconds(const Instance& instance, const Gpu& gpu, const Laun
   const Geometry& g = launch.geometry;
   const int64_t ctas =
       CeilDiv(launch.chunk_tiles, instance.tile_m) * CeilDiv(g.cols, instance.tile_n) * g.groups;
-  const double l2_bytes_per_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
+  const double l2_bytes_per_cycle = gpu.dram_bytes_per_cycle() * kSyncFreeRate / gpu.sm_count;
   const double mma = instance.tile_m * instance.tile_n * kBlock / gpu.mma_sync_per_clock;
   const double loads = (instance.tile_m + instance.tile_n) * kBlock * 2 / l2_bytes_per_cycle;
   const double blocks = static_cast<double>(launch.points() * CeilDiv(g.red, kBlock));
   return Microseconds(
       gpu, launch,
-      static_cast<double>(CeilDiv(ctas, gpu.sm_count)) * blocks * std::max(mma, loads));
+      std::max(1.0, static_cast<double>(ctas) / gpu.sm_count) * blocks * std::max(mma, loads));
 }
 
 }  // namespace

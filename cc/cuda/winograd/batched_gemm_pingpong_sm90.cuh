@@ -1,0 +1,264 @@
+// The products of the Winograd domain on wgmma, persistent, with U or V shared by the two CTAs of a
+// cluster (sm_90a):
+//
+//     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
+//
+//     a CTA: 128 x 128 of M at a time        time         ->
+//     c ->                                   consumer 0   | multiply 0 | store 0    | multiply 2 ...
+//     V  [ 128 tiles x 64 ]                  consumer 1                | multiply 1 | store 1 ...
+//     U  [ 128 k     x 64 ]                  producer     | loads of 0 | of 1       | of 2 ...
+//
+// A tile of 128x128 takes 64 bytes for every cycle of the tensor cores, and L2 gives an SM about 45.
+// So the CTAs of a cluster have neighbouring tiles that share one operand, the columns of U or the
+// rows of V (whichever pairs leave fewer tiles over): each brings its own part of the other operand
+// and half of the shared one to both, 48 bytes a cycle.
+//
+// Two consumer warpgroups, each with tiles of its own, alternate on the tensor cores: M is 4 bytes for
+// every C multiply-adds, and one stores while the other multiplies. The producer runs ahead into the
+// next tile's stages. Cluster c processes tiles c, c + clusters, ...; columns fastest, then rows, groups
+// and points, so that what is under way has few points, whose U and V are read from DRAM once.
+//
+// A stage is 128 rows of V and of U by 64 channels, 16 KB each, both K-major with the swizzle of 128
+// bytes. TMA fills up with zeros where tiles or the reduction end, and a CTA past the last tile
+// multiplies zeros; past a group's last output channel it reads the next group's or point's rows of U,
+// whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers: producer 40, consumers 232, of them 128
+// accumulators.
+//
+// Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends.
+// Empty(s): one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired, one
+// k-block late so that one is always under way. Named barriers 1 and 2 hand the tensor cores over.
+//
+// Accumulators go to M from registers. A lane has two neighbouring columns of each eight, so TMA brings
+// sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: a lane then stores 16 bytes,
+// and four lanes a run of 64. (An exchange between lanes instead makes the compiler serialise wgmma.)
+// Refused: output channels of a group that are no multiple of 16.
+#ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
+#define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
+
+#include <cuda.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/status.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/common/tensor_map.h"
+#include "cuda/ptx/cluster_sm90.cuh"
+#include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+#include "cuda/winograd/pingpong_gemm_params.h"
+#include "cuda/winograd/stages.h"
+
+namespace jaxconv::winograd {
+
+struct PingpongGemmTile {
+  static constexpr int kRows = kPingpongGemmRows, kTileK = 64;  // rows of V, and of U
+  static constexpr int kThreads = 3 * 128;
+  static constexpr int kStages = 6, kFilterSlots = 0, kStationary = 0;
+  static constexpr int kOperandBytes = kRows * kTileK * 2, kStageBytes = 2 * kOperandBytes;
+  // 1024 more to align the ring.
+  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
+};
+
+// Of the operand that is the CTA's own, boxes of 128 rows, and of the one that a cluster shares, of 64.
+struct PingpongGemmMaps {
+  // V: (c, tile, group, point, 1). U: (c, 2 rows, 4 steps of 4 rows, 2 steps of 2, 16 rows of all).
+  CUtensorMap own, common;
+};
+
+// Where a box of 64 channels begins, without the channel.
+struct PingpongGemmBox {
+  int32_t at[4];
+
+  __device__ __forceinline__ PingpongGemmBox(const PingpongGemmParams& params,
+                                             const PingpongGemmPlace& place, bool of_v,
+                                             int32_t further) {
+    const int32_t u_row = place.point * params.m_row + place.group * params.cols + place.col;
+    at[0] = of_v ? place.row + further : 0;
+    at[1] = of_v ? place.group : 0;
+    at[2] = of_v ? place.point : 0;
+    at[3] = of_v ? 0 : (u_row + further) / 16;
+  }
+};
+
+__device__ __forceinline__ void ProducePingpongGemm(const PingpongGemmParams& params,
+                                                    const PingpongGemmMaps& maps, int32_t rank,
+                                                    uint32_t ring,
+                                                    const Barriers<PingpongGemmTile>& barriers) {
+  using Tile = PingpongGemmTile;
+  constexpr int kHalfRows = Tile::kRows / kPingpongGemmCtas;
+  constexpr int kHalfBytes = Tile::kOperandBytes / kPingpongGemmCtas;
+  RingPlace<Tile::kStages> stage;
+  const bool own_is_v = params.pairs_rows;
+  const uint32_t own_at = ring + (own_is_v ? 0 : Tile::kOperandBytes);
+  const uint32_t common_at = ring + (own_is_v ? Tile::kOperandBytes : 0) + rank * kHalfBytes;
+  const int32_t stride = gridDim.x / kPingpongGemmCtas;
+  for (int32_t index = ClusterId(); index < params.tiles; index += stride) {
+    const PingpongGemmPlace place(params, index, rank);
+    const PingpongGemmBox own(params, place, own_is_v, 0);
+    const PingpongGemmBox common(params, place, !own_is_v, rank * kHalfRows);
+    for (int32_t i = 0; i < params.k_blocks; ++i) {
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      const uint32_t barrier = barriers.Full(stage.slot);
+      const uint32_t at = stage.slot * Tile::kStageBytes;
+      BarrierArriveExpect(barrier, Tile::kStageBytes);
+      CopyTile5d(own_at + at, &maps.own, barrier, i * Tile::kTileK, own.at[0], own.at[1], own.at[2],
+                 own.at[3]);
+      CopyTile5dToCluster(common_at + at, &maps.common, barrier, i * Tile::kTileK, common.at[0],
+                          common.at[1], common.at[2], common.at[3], (1 << kPingpongGemmCtas) - 1);
+      stage.Next();
+    }
+  }
+}
+
+// The accumulators of 64 rows -> M; `row`: the lane's first.
+__device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
+                                              const PingpongGemmPlace& place, int32_t row,
+                                              const float (&acc)[64]) {
+  const int32_t col = place.col + Lane() % 4 * 4;
+  float* to = params.m + place.point * params.m_point + int64_t{row} * params.m_row +
+              place.group * params.cols + col;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool inside = row + half * 8 < params.rows;
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+      const float* first = &acc[4 * j + 2 * half];
+      const float4 quad = make_float4(first[0], first[1], first[4], first[5]);
+      if (inside && col + j * 8 < params.cols) *reinterpret_cast<float4*>(to + j * 8) = quad;
+    }
+    to += int64_t{8} * params.m_row;
+  }
+}
+
+template <int kWarpgroup>
+__device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& params, int32_t rank,
+                                                    uint32_t ring,
+                                                    const Barriers<PingpongGemmTile>& barriers) {
+  using Tile = PingpongGemmTile;
+  RingPlace<Tile::kStages> stage;
+  // Thread r tells rank r.
+  auto release = [&](uint32_t slot) {
+    const int32_t to = threadIdx.x % 128;
+    if (to < kPingpongGemmCtas) BarrierArriveInCluster(AddressInCluster(barriers.Empty(slot), to));
+  };
+  if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
+  const int32_t stride = gridDim.x / kPingpongGemmCtas;
+  for (int32_t index = ClusterId() + kWarpgroup * stride; index < params.tiles;
+       index += 2 * stride) {
+    if (index >= stride) stage.Skip(params.k_blocks);  // the other's tile before
+    NamedBarrierSync(1 + kWarpgroup, 256);
+    float acc[2][64];
+    uint32_t last = 0;
+    for (int32_t i = 0; i < params.k_blocks; ++i) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t v = ring + stage.slot * Tile::kStageBytes;
+      const uint64_t a[2] = {KMajorDescriptor(v), KMajorDescriptor(v + 64 * 128)};
+      const uint64_t b = KMajorDescriptor(v + Tile::kOperandBytes);
+      WgmmaFence();
+#pragma unroll
+      for (int k = 0; k < Tile::kTileK / 16; ++k) {
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+          Wgmma<128, __half, false, false>(acc[block], a[block] + k * 2, b + k * 2, i > 0 || k > 0);
+        }
+      }
+      WgmmaCommit();
+      WgmmaWait<1>();
+      if (i > 0) release(last);
+      last = stage.slot;
+      stage.Next();
+    }
+    NamedBarrierArrive(2 - kWarpgroup, 256);
+    WgmmaWait<0>();
+    release(last);
+    const PingpongGemmPlace place(params, index, rank);
+    const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
+    StoreProducts(params, place, row, acc[0]);
+    StoreProducts(params, place, row + 64, acc[1]);
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(PingpongGemmTile::kThreads, 1)
+    PingpongGemmKernel(const __grid_constant__ PingpongGemmParams params,
+                       const __grid_constant__ PingpongGemmMaps maps) {
+  using Tile = PingpongGemmTile;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
+  if (threadIdx.x == 0) {
+    barriers.Init(kPingpongGemmCtas);
+    PrefetchTensorMap(&maps.own);
+    PrefetchTensorMap(&maps.common);
+  }
+  // Copies and arrivals from the other CTA find the barriers ready.
+  ClusterArrive();
+  ClusterWait();
+  const int32_t rank = ClusterRank();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<40>();
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
+      ProducePingpongGemm(params, maps, rank, ring, barriers);
+    }
+    __syncwarp();
+  } else {
+    RaiseRegisters<232>();
+    if (warpgroup == 1) {
+      ConsumePingpongGemm<0>(params, rank, ring, barriers);
+    } else {
+      ConsumePingpongGemm<1>(params, rank, ring, barriers);
+    }
+  }
+  // The other CTA copies into this one's shared memory, and arrives there, to the end.
+  ClusterArrive();
+  ClusterWait();
+}
+
+inline Status EncodePingpongGemmMaps(const Products& products, const PingpongGemmParams& params,
+                                     PingpongGemmMaps* maps) {
+  using Tile = PingpongGemmTile;
+  const Geometry& g = products.geometry;
+  const int64_t red = g.red;
+  const DenseTensor v = {DType::kF16,
+                         5,
+                         products.v,
+                         {red, products.tiles, g.groups, products.points, 1},
+                         {1, g.in_channels(), red, products.v_point, products.v_point}};
+  const int64_t sixteens = int64_t{products.points} * g.out_channels() / 16;
+  const DenseTensor u = {
+      DType::kF16, 5, products.u, {red, 2, 4, 2, sixteens}, {1, red, 4 * red, 2 * red, 16 * red}};
+  auto encode = [&](bool of_v, int32_t rows, CUtensorMap* map) {
+    const int32_t v_box[5] = {Tile::kTileK, rows, 1, 1, 1};
+    const int32_t u_box[5] = {Tile::kTileK, 2, 4, 2, rows / 16};
+    return of_v ? EncodeTiledMap(v, v_box, map) : EncodeTiledMap(u, u_box, map);
+  };
+  JAXCONV_RETURN_IF_ERROR(encode(params.pairs_rows, Tile::kRows, &maps->own));
+  return encode(!params.pairs_rows, Tile::kRows / kPingpongGemmCtas, &maps->common);
+}
+
+// Enqueues the products of a chunk, on `ctas` CTAs at most.
+template <class Tag>
+Status LaunchPingpongGemm(const char* name, const Products& products, int32_t ctas, void* stream) {
+  using Tile = PingpongGemmTile;
+  const PingpongGemmParams params = MakePingpongGemmParams(products);
+  PingpongGemmMaps maps;
+  JAXCONV_RETURN_IF_ERROR(EncodePingpongGemmMaps(products, params, &maps));
+  LaunchConfig config;
+  const int32_t clusters = std::min(params.tiles, std::max(1, ctas / kPingpongGemmCtas));
+  config.grid = static_cast<unsigned>(clusters * kPingpongGemmCtas);
+  config.threads = Tile::kThreads;
+  config.shared_bytes = Tile::kSharedBytes;
+  config.cluster = kPingpongGemmCtas;
+  return Launch<PingpongGemmKernel<Tag>>(name, config, stream, params, maps);
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_

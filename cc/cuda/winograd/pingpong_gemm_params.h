@@ -1,0 +1,82 @@
+// The parameters of batched_gemm_pingpong_sm90.cuh. Plain data, made on the host without CUDA headers.
+#ifndef JAXCONV_CUDA_WINOGRAD_PINGPONG_GEMM_PARAMS_H_
+#define JAXCONV_CUDA_WINOGRAD_PINGPONG_GEMM_PARAMS_H_
+
+#include <cstdint>
+
+#include "core/fast_divmod.h"
+#include "cuda/winograd/stages.h"
+
+namespace jaxconv::winograd {
+
+// CTAs of a cluster, and rows of V and of U (columns of M) that a CTA has at a time.
+inline constexpr int kPingpongGemmCtas = 2, kPingpongGemmRows = 128;
+
+// How a cluster's tiles, a pair of 128 x 128, cover rows x cols of M.
+struct PingpongGemmTiles {
+  // The CTAs of a cluster have different rows and the same columns; else the reverse.
+  bool pairs_rows;
+  int64_t m_tiles, n_tiles;
+
+  PingpongGemmTiles(int64_t rows, int64_t cols) {
+    auto blocks = [](int64_t extent, int64_t block) { return (extent + block - 1) / block; };
+    const int64_t of_m = blocks(rows, kPingpongGemmRows), of_n = blocks(cols, kPingpongGemmRows);
+    pairs_rows = blocks(of_m, kPingpongGemmCtas) * of_n <= of_m * blocks(of_n, kPingpongGemmCtas);
+    m_tiles = pairs_rows ? blocks(of_m, kPingpongGemmCtas) : of_m;
+    n_tiles = pairs_rows ? of_n : blocks(of_n, kPingpongGemmCtas);
+  }
+};
+
+struct PingpongGemmParams {
+  float* m = nullptr;
+  int32_t rows = 0, cols = 0;  // of a group's GEMM
+  int32_t k_blocks = 0;
+  int32_t m_row = 0;    // elements: the channels of all groups
+  int64_t m_point = 0;  // elements from a point to the next
+  int32_t pairs_rows = 0;
+  // Digits of the index of a cluster's tile, fastest first; the rest is the point.
+  FastDivmod n_tiles, m_tiles, groups;
+  int32_t tiles = 0;
+};
+
+// A CTA's tile of M.
+struct PingpongGemmPlace {
+  int32_t row, col, group, point;
+
+  JAXCONV_HOST_DEVICE PingpongGemmPlace(const PingpongGemmParams& params, int32_t index,
+                                        int32_t rank) {
+    params.n_tiles.Divmod(index, &index, &col);
+    params.m_tiles.Divmod(index, &index, &row);
+    params.groups.Divmod(index, &point, &group);
+    if (params.pairs_rows) {
+      row = row * kPingpongGemmCtas + rank;
+    } else {
+      col = col * kPingpongGemmCtas + rank;
+    }
+    row *= kPingpongGemmRows;
+    col *= kPingpongGemmRows;
+  }
+};
+
+inline PingpongGemmParams MakePingpongGemmParams(const Products& products) {
+  const Geometry& g = products.geometry;
+  const PingpongGemmTiles tiles(products.tiles, g.cols);
+  PingpongGemmParams params;
+  params.m = products.m;
+  params.rows = products.tiles;
+  params.cols = g.cols;
+  params.k_blocks = (g.red + 63) / 64;
+  params.m_row = g.out_channels();
+  params.m_point = products.m_point;
+  params.pairs_rows = tiles.pairs_rows;
+  params.n_tiles = FastDivmod(tiles.n_tiles);
+  params.m_tiles = FastDivmod(tiles.m_tiles);
+  params.groups = FastDivmod(g.groups);
+  params.tiles =
+      static_cast<int32_t>(tiles.n_tiles * tiles.m_tiles * g.groups * int64_t{products.points});
+  return params;
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_PINGPONG_GEMM_PARAMS_H_
