@@ -196,6 +196,7 @@ def test_bench_measures_a_network_and_draws_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks.wavenet, "DILATIONS", (1, 2))
     out, figure = tmp_path / "networks.json", tmp_path / "networks.png"
     options = ["--size", "64", "--batch", "2", "--steps", "2", "--rounds", "2", "--verbose"]
+    options += ["--fuse"]
     arguments = ["--network", "wavenet", *options, "--dtype", "f32", "--json", str(out)]
     assert bench.main([*arguments, "--plot", str(figure)]) == 0
     said = capsys.readouterr().out
@@ -209,7 +210,9 @@ def test_bench_measures_a_network_and_draws_it(tmp_path, capsys, monkeypatch):
         # and the last two. The first needs no gradient of its input.
         assert row["convolutions"] == (8 if row["mode"] == "infer" else 8 + 8 + 7)
         assert row["on_kernels"] == sum(row["instances"].values())
-        for library in ("lax", "jaxconv"):
+        fused = row["fused_kernels"]
+        assert fused["convolutions"] == row["convolutions"] and row["fused_difference"] < 1e-2
+        for library in ("lax", "jaxconv", "fused"):
             side = row[library]
             assert 0 < side["least_s"] <= side["median_s"] <= side["most_s"]
             assert side["compile_s"] > 0 and side["memory_bytes"] > 0

@@ -31,7 +31,10 @@ GB" is the program's: arguments, results and temporaries. "kernels" counts the c
 jaxconv's kernels. "difference" is that of the outputs, in training of the first step's losses. Exit
 status: 1 where a program fails or the two libraries do not agree.
 
---int8 adds a third line to inference: the network quantised by jaxconv.int8, calibrated on other
+--fuse adds a line: the program that jaxconv.fuse makes of the same source, with the elementwise
+operations behind convolutions in their calls. Its "difference" and its last column are beside lax.
+
+--int8 adds a line to inference: the network quantised by jaxconv.int8, calibrated on other
 random inputs. It takes the same float input and gives float32. Its "difference" is that of its
 outputs from lax's, its last column lax's time over its own.
 """
@@ -52,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--size", type=options.count, help="extent of every spatial axis (default: usual)")
     add("--dtype", choices=DTYPES, help="activations (default: f32 on a CPU, else bf16)")
     add("--int8", action="store_true", help="inference of the quantised network too, see below")
+    add("--fuse", action="store_true", help="the program that jaxconv.fuse makes of it too")
     add("--algorithm", choices=["auto", "native"], default="auto", help="of jaxconv.override")
     add("--steps", type=options.count, help="steps in a row (default: 20, on a CPU 3)")
     add("--rounds", type=options.count, default=3, help="runs of so many steps (default: 3)")
@@ -80,7 +84,7 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
         for mode in MODES:
             if mode in arguments.mode:
                 int8 = arguments.int8 and mode == "infer"
-                options = arguments.algorithm, arguments.seed, int8
+                options = arguments.algorithm, arguments.seed, int8, arguments.fuse
                 runs.append(Run(name, mode, shape, dtype, *options))
     return runs
 

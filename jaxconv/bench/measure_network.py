@@ -1,6 +1,7 @@
 """Measures a built-in network: the same source on lax's convolutions and on this library's.
 
-Inference can be measured in int8 as well, as a third side: the same network, quantised.
+Two sides more are measured on request: the program that ``jaxconv.fuse`` makes of it, and in
+inference the same network, quantised to int8.
 
 Both programs are compiled, checked against each other, and run in turns as a program of a user
 runs: one step after the other without a wait between them, in training with the state donated and
@@ -31,6 +32,7 @@ from jaxconv.bench.networks import NETWORKS, programs
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 MODES = ("train", "infer")
 LIBRARIES = ("lax", "jaxconv")
+FUSED = "fused"  # jaxconv's side of what ``fuse`` makes of the program
 INT8 = "int8"  # jaxconv's side of the quantised network
 
 # Largest accepted ||a - b|| / ||b|| between the libraries. With random parameters lax's results in
@@ -60,11 +62,12 @@ class Run:
     algorithm: str = "auto"
     seed: int = 0
     quantized: bool = False  # whether the quantised network is measured too
+    fused: bool = False  # whether the fused program is measured too
 
     @property
     def libraries(self) -> tuple[str, ...]:
         """The sides, in the order in which they are shown."""
-        return (*LIBRARIES, INT8) if self.quantized else LIBRARIES
+        return (*LIBRARIES, *[FUSED] * self.fused, *[INT8] * self.quantized)
 
     @property
     def input(self) -> jax.ShapeDtypeStruct:
@@ -91,6 +94,7 @@ class Kernels:
 
     convolutions: int = 0
     on_kernels: int = 0
+    with_epilogue: int = 0
     instances: dict[str, int] = dataclasses.field(default_factory=dict)
     refusals: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -108,13 +112,16 @@ class Result:
     # In training, of gradients. No test of anything: those of two 16-bit programs that are both
     # right differ by 0.1 to 1 where batch normalisation sees few pixels, as rounding is amplified.
     gradient_difference: float | None = None
+    fused_difference: float | None = None  # of the fused program's outputs, from lax's
     int8_difference: float | None = None  # of the quantised network's outputs, from lax's
-    kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)  # of ours and of int8
+    kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)  # of sides but lax's
 
     @property
     def wrong(self) -> bool:
         """True where a library failed, or the two do not agree."""
         if self.difference is None or any(side.failure for side in self.sides.values()):
+            return True
+        if self.run.fused and not (self.fused_difference or 0.0) <= _BOUND:
             return True
         if self.run.quantized and not (self.int8_difference or 0.0) <= _INT8_BOUND:
             return True
@@ -139,10 +146,13 @@ class Result:
             "wrong": self.wrong,
             "difference": self.difference,
             "gradient_difference": self.gradient_difference,
+            "fused_difference": self.fused_difference,
             "int8_difference": self.int8_difference,
             "ratio": self.ratio,
+            "fused_ratio": self.ratio_of(FUSED) if self.run.fused else None,
             "int8_ratio": self.ratio_of(INT8) if self.run.quantized else None,
             **dataclasses.asdict(self.kernels.get("jaxconv", Kernels())),
+            "fused_kernels": dataclasses.asdict(self.kernels.get(FUSED, Kernels())),
             "int8_kernels": dataclasses.asdict(self.kernels.get(INT8, Kernels())),
             **{name: _side_as_json(side) for name, side in self.sides.items()},
         }
@@ -176,11 +186,12 @@ class _Program:
 
 
 def function(run: Run, library: str = "jaxconv") -> Callable:
-    """What one step computes, which is the same for lax and jaxconv."""
+    """What one step computes, which is the same for lax, jaxconv and fused."""
     if library == INT8:
         return NETWORKS[run.name].quantized.forward
     make = programs.training_step if run.mode == "train" else programs.inference
-    return make(NETWORKS[run.name])
+    step = make(NETWORKS[run.name])
+    return jaxconv.fuse(step) if library == FUSED else step
 
 
 def warm_up() -> None:
@@ -197,7 +208,7 @@ def warm_up() -> None:
 
 
 def _override(library: str, run: Run):
-    return jaxconv.override(library == "jaxconv", algorithm=run.algorithm)
+    return jaxconv.override(library in ("jaxconv", FUSED), algorithm=run.algorithm)
 
 
 def _compile(library: str, run: Run, arguments: tuple) -> tuple[jax.stages.Compiled, Side]:
@@ -232,7 +243,8 @@ def _kernels(run: Run, library: str, arguments: tuple) -> Kernels:
         for kernel, reason in convolution.refusals:
             refusals[f"{kernel}: {reason}"] += convolution.count
     total = sum(c.count for c in explanation.convolutions)
-    return Kernels(total, explanation.on_kernels, dict(instances), dict(refusals))
+    fused = sum(c.count for c in explanation.convolutions if c.epilogue)
+    return Kernels(total, explanation.on_kernels, fused, dict(instances), dict(refusals))
 
 
 @jax.jit
@@ -304,6 +316,9 @@ def measure(
     if INT8 in running:
         result.int8_difference = float(_difference(first.pop(INT8)[0], first["lax"][0]))
         result.kernels[INT8] = _kernels(run, INT8, shapes(running[INT8].state))
+    if FUSED in running:
+        result.fused_difference = float(_difference(first.pop(FUSED)[0], first["lax"][0]))
+        result.kernels[FUSED] = _kernels(run, FUSED, shapes(state))
     outputs, gradients = zip(*(first.pop(library) for library in reversed(LIBRARIES)), strict=True)
     result.difference = float(_difference(*outputs))
     if train:

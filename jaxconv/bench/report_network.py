@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxconv.bench.measure_network import INT8, MODES, Result, Run, Side
+from jaxconv.bench.measure_network import FUSED, INT8, MODES, Result, Run, Side
 from jaxconv.bench.report import geometric_mean
 
 _SHOWN_KERNELS, _SHOWN_REASONS = 10, 5
@@ -86,7 +86,8 @@ def _beside_lax(result: Result, library: str) -> list[str]:
     if library == "lax":
         return ["", "", ""]
     kernels = result.kernels.get(library)
-    value = result.int8_difference if library == INT8 else result.difference
+    of_side = {INT8: result.int8_difference, FUSED: result.fused_difference}
+    value = of_side.get(library, result.difference)
     difference = "-" if value is None else f"{value:.1e}"
     ratio = result.ratio_of(library)
     return [
@@ -142,6 +143,14 @@ def summary(results: Sequence[Result], platform: str) -> list[str]:
             lines.append(
                 f"{mode}: geometric mean over {len(ratios)} networks: "
                 f"{geometric_mean(ratios):.2f}x lax, least {min(ratios):.2f}x"
+            )
+    for result in results:
+        if result.run.fused and (ratio := result.ratio_of(FUSED)):
+            ours = result.sides["jaxconv"].median_s / result.sides[FUSED].median_s
+            kernels = result.kernels[FUSED]
+            lines.append(
+                f"{label(result.run)} fused: {ratio:.2f}x lax and {ours:.2f}x jaxconv, "
+                f"{kernels.with_epilogue} of {kernels.convolutions} convolutions with an epilogue"
             )
     for result in results:
         if result.run.quantized and (ratio := result.ratio_of(INT8)):
