@@ -22,6 +22,7 @@ PAGES = (
     "precision.md",
     "export.md",
     "sharding.md",
+    "fusing.md",
     "quantised_inference.md",
     "winograd.md",
 )

@@ -134,7 +134,7 @@ def test_an_activation(words, function):
 
 
 @pytest.mark.parametrize("words", ACTIVATIONS)
-def test_an_activation_in_16_bits(words):
+def test_an_activation_in_16_bits(words, native_cpu):
     function = ACTIVATIONS[words][0]
     (given,) = epilogues(lambda x: function(conv(x) + BIAS.astype(x.dtype)), X.astype(jnp.bfloat16))
     assert given.split(":")[0] == f"bias {words.partition(':')[0]}"
@@ -235,7 +235,7 @@ ENDS = {
     "narrowed": (
         lambda x: (conv(x) + BIAS).astype(jnp.bfloat16),
         ["bias"],
-        "kernels give float32 or float32, not bfloat16",
+        "a conversion to bfloat16 follows",
     ),
     "a reduction": (lambda x: conv(x).sum(), [], "reduce_sum follows"),
     "transposed": (
@@ -273,7 +273,7 @@ def test_a_program_without_convolutions_stays():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_the_bits_are_those_of_the_call_by_hand(dtype):
+def test_the_bits_are_those_of_the_call_by_hand(dtype, native_cpu):
     x, r = X.astype(dtype), draw(N, H, H, K, seed=5, dtype=dtype)
 
     def program(x):
@@ -290,7 +290,7 @@ def test_the_bits_are_those_of_the_call_by_hand(dtype):
     np.testing.assert_array_equal(fused, jax.jit(by_hand)(x))
 
 
-def test_16_bits_are_rounded_less():
+def test_16_bits_are_rounded_less(native_cpu):
     """Against float64, the fused chain has the smaller error."""
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
 
@@ -309,7 +309,18 @@ def test_16_bits_are_rounded_less():
     assert error(jaxconv.fuse(program)(x)) < 0.8 * error(program(x))
 
 
-def test_a_conversion_to_float32_is_not_fused_alone():
+def test_an_end_in_float32_is_not_fused(native_cpu):
+    """XLA computes what follows where it is used, from the narrow result."""
+
+    def program(x):
+        y = conv(x).astype(jnp.float32) * SCALE + BIAS
+        return y, y * y.mean()
+
+    check(program, X.astype(jnp.bfloat16), gives=[])
+    assert "it goes on in float32" in reasons(program, X.astype(jnp.bfloat16))
+
+
+def test_a_conversion_to_float32_is_not_fused_alone(native_cpu):
     """The call would write twice as much as the conversion reads."""
     check(lambda x: conv(x).astype(jnp.float32), X.astype(jnp.bfloat16), gives=[])
     program = jaxconv.fuse(lambda x: (conv(x) + BIAS.astype(x.dtype)).astype(jnp.float32))

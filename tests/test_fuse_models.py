@@ -132,7 +132,7 @@ def image(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_inference_is_one_call(name, dtype):
+def test_inference_is_one_call(name, dtype, native_cpu):
     make, words = BLOCKS[name]
     apply, variables = make(dtype)
     x = image(name, dtype)
@@ -201,7 +201,7 @@ def fused_words(function, *args) -> list[str]:
     ]
 
 
-def test_training_fuses_the_bias_and_leaves_the_statistics():
+def test_training_fuses_the_bias_and_leaves_the_statistics(native_cpu):
     apply, variables = linen_block(jnp.bfloat16, train=True, bias=True)
     x = X.astype(jnp.bfloat16)
     assert epilogues(apply, variables, x) == ["bias"]

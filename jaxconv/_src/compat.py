@@ -250,7 +250,9 @@ def within(outer, eqn):
 def annotated(eqn, **metadata: str):
     """An equation with XLA metadata, which its lowering sees."""
     with eqn.ctx.manager, _xla_metadata.set_xla_metadata(**metadata):
-        return eqn.replace(ctx=_core.JaxprEqnContext())
+        return _core.new_jaxpr_eqn(
+            eqn.invars, eqn.outvars, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
+        )
 
 
 def inlinable(eqn) -> bool:

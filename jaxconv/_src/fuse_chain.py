@@ -72,6 +72,16 @@ class Chain:
         return bool(self.terms or self.residual is not None or self.activation)
 
     @property
+    def scales(self) -> bool:
+        """Whether the terms make a scale."""
+        return any(t.op in ("mul", "div", "neg", "rsub") for t in self.terms)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the terms make a bias."""
+        return any(t.op in ("add", "sub", "rsub") for t in self.terms)
+
+    @property
     def rounds_more(self) -> bool:
         """Whether scale and bias are rounded more often than the program's operations.
 
@@ -275,9 +285,12 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
     operand, out = conv.x.aval.dtype, chain.out.aval.dtype
     if chain.widened:
         return ""  # the conversion reads half as much as the call would write
-    if out not in (operand, np.float32):
-        return f"kernels give {np.dtype(operand).name} or float32, not {np.dtype(out).name}"
     (whole,) = graph.eqns[conv.position].outvars
+    if out not in (operand, np.float32):
+        return f"a conversion to {np.dtype(out).name} follows"
+    if _WIDTH[np.dtype(out).name] > _WIDTH[np.dtype(whole.aval.dtype).name]:
+        # XLA computes it where it is used, and reads half as much.
+        return f"it goes on in {np.dtype(out).name}"
     values = [whole, *(graph.eqns[i].outvars[0] for i in chain.taken)]
     if chain.rounds_more and all(v.aval.dtype == np.float32 for v in values):
         return "a division by a vector in float32 would be rounded once more"

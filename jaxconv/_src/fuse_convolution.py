@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxconv._src import canonical, compat, lax_lowering, lowering
+from jaxconv._src import canonical, compat, fused, lax_lowering, lowering, native
+from jaxconv._src.epilogue import Epilogue
 from jaxconv._src.fuse_graph import Graph, is_float
 from jaxconv._src.spec import ConvSpec, Op
 
@@ -74,3 +76,34 @@ def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> Conv
     if eqn.params.get("out_sharding") is not None:
         return "it has an out_sharding"
     return form.spec
+
+
+def platforms() -> tuple[str, ...]:
+    """For what a program that is traced here is lowered: this process' devices, and the target."""
+    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    named = ["cuda"] if native.target() else []
+    return tuple(dict.fromkeys([here, *named]))
+
+
+def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
+    """Why a call would be slower than the program, or "".
+
+    Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
+    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations.
+    """
+    operands = conv.x.aval, conv.w.aval
+    if operands[0].dtype == np.float32:
+        return ""
+    sizes = conv.spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
+    found: list[native.Refusal] = []
+    for platform in platforms():
+        if platform not in native.PLATFORMS:
+            found.append(native.Refusal(platform, "no kernels for it"))
+            continue
+        chosen, _ = fused.select(
+            platform, conv.spec, sizes, operands[0].dtype, form, np.dtype(out_dtype)
+        )
+        if chosen.instance is not None:
+            return ""
+        found += chosen.refusals
+    return f"no kernel computes {' '.join(form.words)} here: {lowering.reasons(found)}"

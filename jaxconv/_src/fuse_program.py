@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jaxconv._src import compat, epilogue, fuse_chain, fuse_convolution, fused, lowering, record
+from jaxconv._src import (
+    compat,
+    epilogue,
+    fuse_chain,
+    fuse_convolution,
+    fused,
+    lowering,
+    native,
+    record,
+)
 from jaxconv._src.fuse_chain import Fusion
 from jaxconv._src.fuse_graph import Graph
 
@@ -72,18 +81,21 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
     graph = Graph(_live(eqns, outvars), outvars, known)
     refused: dict[int, str] = {}
     while True:
-        try:
-            eqns = _with_calls_traced(graph, outvars, refused, extra)
-        except _RefusedError as refusal:
-            refused[refusal.position] = refusal.reason
-        else:
+        before = len(refused)
+        if extra is not None:
+            extra.clear()
+        eqns = _with_calls_traced(graph, outvars, refused, extra)
+        if len(refused) == before:
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
 def _with_calls_traced(
-    graph: Graph, outvars: list[Any], refused: Mapping[int, str], extra: dict[Var, Any] | None
+    graph: Graph, outvars: list[Any], refused: dict[int, str], extra: dict[Var, Any] | None
 ) -> list[JaxprEqn]:
-    """The equations of a program with its chains as calls, but for those that are refused."""
+    """The equations of a program with its chains as calls, but for those that are refused.
+
+    They are complete where ``refused`` has grown by none.
+    """
     fusions: dict[int, Fusion] = {}
     notes = dict(refused)
     taken: set[int] = set()
@@ -102,9 +114,13 @@ def _with_calls_traced(
             taken |= fusion.chain.taken
     rewritten: list[JaxprEqn] = []
     for item in _live(_with_calls(graph, fusions, notes), outvars):
-        rewritten += (
-            _traced_call(graph, item, extra) if isinstance(item, _Call) else [_descended(item)]
-        )
+        if not isinstance(item, _Call):
+            rewritten.append(_descended(item))
+            continue
+        try:
+            rewritten += _traced_call(graph, item, extra)
+        except _RefusedError as refusal:
+            refused[refusal.position] = refusal.reason
     return rewritten
 
 
@@ -154,7 +170,7 @@ def _descended(eqn: JaxprEqn) -> JaxprEqn:
 def _function(jaxpr: Any) -> Any:
     """A function that a program calls, fused; its constants are not known."""
     found = _known.setdefault(jaxpr, {})
-    key = lowering.algorithms_of_lax()
+    key = lowering.algorithms_of_lax(), fuse_convolution.platforms(), native.target()
     if key not in found:
         found[key] = compat.with_jaxpr(jaxpr, _fused(compat.open_jaxpr(jaxpr), {}))
     return found[key]
@@ -201,22 +217,20 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
         w = compat.variable(conv.w.aval)
         extra[w] = folded
 
+    scaled, shifted = chain.scales and folded is None, chain.shifts
+    out_dtype = chain.out.aval.dtype
+    name, slope = epilogue.parse_activation(chain.activation)
+    form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, pre=call.pre is not None)
+    if reason := fuse_convolution.slower(conv, form, out_dtype):
+        raise _RefusedError(conv.position, reason)
+
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
         scale, bias = fuse_chain.affine(chain.terms, vectors, channels)
-        form, terms = epilogue.checked(
-            None if folded is not None else scale,
-            bias,
-            residual[0].reshape(whole.aval.shape) if residual else None,
-            chain.activation,
-            operand_dtype=x.dtype,
-            channels=channels,
-            out_shape=whole.aval.shape,
-            out_dtype=chain.out.aval.dtype,
-        )
-        form = dataclasses.replace(form, pre=call.pre is not None)
-        results = fused.bind(
-            x, w, terms, spec=conv.spec, epilogue=form, out_dtype=chain.out.aval.dtype
-        )
+        given = {"scale": scale, "bias": bias}
+        if residual:
+            given["residual"] = residual[0].reshape(whole.aval.shape)
+        terms = {term: given[term] for term in form.terms}
+        results = fused.bind(x, w, terms, spec=conv.spec, epilogue=form, out_dtype=out_dtype)
         return [r.reshape(v.aval.shape) for r, v in zip(results, call.outvars, strict=True)]
 
     try:
@@ -359,7 +373,7 @@ def _with_calls(
 def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | None:
     """The filter times the scale, where both are constants; None elsewhere."""
     terms = fusion.chain.terms
-    if all(t.op in ("add", "sub") for t in terms):
+    if not fusion.chain.scales:
         return None
     with jax.ensure_compile_time_eval():
         w = _evaluated(graph, fusion.conv.w)
