@@ -19,6 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Whether a program is fused in 16 bits depends on the kernels of the default device."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 N, H, C, K = 2, 6, 4, 4
 NHWC = ("NHWC", "HWIO", "NHWC")
 

@@ -18,6 +18,14 @@ from test_fuse import assert_close, draw, epilogues, equations
 
 import jaxconv
 
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Whether a program is fused in 16 bits depends on the kernels of the default device."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 X = draw(2, 6, 6, 4, seed=9)
 DTYPES = [pytest.param(d, id=jnp.dtype(d).name) for d in (jnp.float32, jnp.bfloat16)]
 

@@ -79,10 +79,11 @@ def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> Conv
 
 
 def platforms() -> tuple[str, ...]:
-    """For what a program that is traced here is lowered: this process' devices, and the target."""
-    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    """For what a program that is traced here is lowered: the default device, and the target."""
+    device = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
+    here = device if isinstance(device, str) else device.platform
     named = ["cuda"] if native.target() else []
-    return tuple(dict.fromkeys([here, *named]))
+    return tuple(dict.fromkeys(["cuda" if here == "gpu" else here, *named]))
 
 
 def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
