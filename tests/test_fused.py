@@ -34,6 +34,8 @@ TERMS = ("scale", "bias", "residual")
 
 
 def name_of(activation) -> str:
+    if activation is ACTIVATIONS:
+        return "all"
     return "-".join(map(str, activation)) if isinstance(activation, tuple) else str(activation)
 
 
@@ -183,16 +185,16 @@ def normal(p: Problem, dtype=np.float32, seed: int = 0) -> dict[str, jax.Array]:
 TINY = problem("tiny", (3, 4), 2, n=2, c=2, k=4, groups=2, stride=(1, 2))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
-def test_gradients(activation):
+@pytest.mark.parametrize("activations", [ACTIVATIONS, ("relu",), ("silu",)], ids=name_of)
+def test_gradients(activations):
     """Of all operands, forward and reverse, in float64: the rules, without a kernel's rounding.
 
-    Of order 2 for one activation of each kind: none, known from y piecewise and smoothly, from t.
+    Of order 2 for an activation whose derivative y tells, and for one of which pre is kept.
     """
+    order = 2 if len(activations) == 1 else 1
     with jax.enable_x64(True):
         values = {n: a.astype(np.float64) for n, a in normal(TINY).items()}
-        f = jax.jit(lambda v: fused(TINY, activation)(**v))
-        order = 2 if activation in (None, "relu", "silu", "sigmoid") else 1
+        f = jax.jit(lambda v: [fused(TINY, activation)(**v) for activation in activations])
         check_grads(f, (values,), order=order, modes=["fwd", "rev"], eps=1e-5)
 
 
@@ -232,9 +234,9 @@ def test_the_backward_pass_keeps_one_activation(activation):
 # --- transformations ---
 
 
-@pytest.mark.parametrize("p", [PROBLEMS[0], PROBLEMS[2]], ids=["dense", "grouped"])
-def test_vmap_over_any_operands(p):
-    values = operands(p)
+def test_vmap_over_any_operands(seed):
+    p = PROBLEMS[2]
+    values = operands(p, seed=seed)
     mapped = {n: np.stack([a, 2 * a, -a]).astype(a.dtype) for n, a in values.items()}
 
     def f(*given):
@@ -385,7 +387,7 @@ def test_statistics():
     np.testing.assert_allclose(moments[1], squares, rtol=1e-4)
     with jax.enable_x64(True):
         wide = [values[n].astype(np.float64) for n in ("x", "w", "bias")]
-        check_grads(lambda *a: f(*a)[1], wide, order=2, modes=["fwd", "rev"], eps=1e-5)
+        check_grads(lambda *a: f(*a)[1], wide, order=1, modes=["fwd", "rev"], eps=1e-5)
 
 
 def spec_of(p: Problem, values):

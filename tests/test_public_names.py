@@ -79,6 +79,11 @@ def test_kernels_of_the_cpu(native_cpu):
     assert depthwise.takes == ("depthwise",)
     assert {"dense", "groups", "input dilation"} <= set(found["fprop_onednn_f32"].takes)
     assert "input dilation" not in found["wgrad_gemm_f32"].takes
+    assert (
+        "epilogue" in found["fprop_onednn_bf16"].takes
+        and "epilogue" in found["fprop_onednn_s8"].takes
+    )
+    assert not any("epilogue" in kernel.takes for kernel in table if kernel.op != "fprop")
     assert set(found["fprop_onednn_f32"].precisions) == {"default", "high", "highest"}
     text = str(table)
     assert repr(table) == text and all(k.name in text for k in table)

@@ -27,6 +27,7 @@ _PROBES: dict[str, dict[str, Any]] = {
     "odd channels": dict(c=63, k=61),
     "batched": dict(batch=3),
     "negative padding": dict(pad=-1),
+    "epilogue": dict(epilogue=("scale", "bias", "residual", "relu")),
 }
 # What precisions mean for float32 on a GPU: the tensor cores' TF32 is for DEFAULT only.
 _PRECISIONS = ("default", "high", "highest")
@@ -50,7 +51,8 @@ class Kernel:
             of 64 channels ("dense"), and of that convolution changed in one respect: "1x1",
             "1-D", "3-D", "strides", "dilation", "input dilation" (a transposed convolution),
             "groups" (of 16 channels), "depthwise", "3 input channels", "odd channels", "batched"
-            (``vmap`` over both operands), "negative padding". A kernel with none of them takes
+            (``vmap`` over both operands), "negative padding", "epilogue" (scale, bias, residual and
+            activation in the same call). A kernel with none of them takes
             special problems only.
         precisions: the precisions that it serves of "default", "high" and "highest".
     """
@@ -125,6 +127,7 @@ def _key(
     dilation: int = 1,
     lhs_dilation: int = 1,
     pad: int = 1,
+    epilogue: Sequence[str] = (),
 ) -> str:
     """The key of a probe."""
     order = tuple(range(rank + 2))
@@ -143,7 +146,7 @@ def _key(
     )
     sizes = Sizes(batch, 2, c, k, spec.in_spatial, spec.filter_spatial, spec.out_spatial)
     dtypes = (dtype, "s8", "s32") if dtype in ("s8", "u8") else (dtype,) * 3
-    return key_of(op, dtypes, spec, sizes, words)
+    return key_of(op, dtypes, spec, sizes, [*words, *epilogue])
 
 
 def _kernel(platform: native.Platform, name: str, families: Sequence[str], target: str) -> Kernel:
@@ -154,6 +157,8 @@ def _kernel(platform: native.Platform, name: str, families: Sequence[str], targe
     layouts = _LAYOUTS if dtype in ("s8", "u8") else _LAYOUTS[:1]
 
     def accepted(precision: str = "default", **probe: Any) -> bool:
+        if op is not Op.FPROP and "epilogue" in probe:
+            return False
         keys = (_key(op, dtype, words, precision, **probe) for words in layouts)
         return any(platform.select(key, name, target).instance for key in keys)
 
