@@ -92,6 +92,8 @@ BLOCK_DIAGONAL = {
         problem("strided", (9, 8), (3, 3), c=64, k=64, groups=8, padding=1, stride=(1, 2)),
     ],
 }
+# Tiles of the maps of several images.
+BLOCK_DIAGONAL_MAPS = problem("maps", (5, 6), 3, n=24, c=72, k=72, groups=9, padding=1)
 # Two parts of a filter row.
 BLOCK_DIAGONAL_ANY = problem("any", (7, 9), (2, 6), c=24, k=24, groups=12, padding=2, dilation=2)
 
@@ -231,6 +233,7 @@ def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
     op, _, _, _, block, form = instance.split("_", 5)
     for p in BLOCK_DIAGONAL[int(block.removesuffix("ch"))]:
         yield p, " krsc" if op == "dgrad" else ""
+    yield BLOCK_DIAGONAL_MAPS, ""
     if form != "3x3":
         yield BLOCK_DIAGONAL_ANY, ""
 

@@ -13,7 +13,8 @@
 // product of dy with the filter turned and transposed; a stride's zeros are made where dy's box is
 // filled.
 //
-// Tile: up to 16 kBlocksM positions a strip, of any rows x columns, and 64 channels. Warp w has the block
+// Tile: up to 16 kBlocksM positions a strip, of any rows x columns or of several whole maps, and 64
+// channels. Warp w has the block
 // of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A is ldmatrix of the box itself, whose
 // pixels are rows of 128 bytes (tile.cuh); B lies in shared memory as mma.sync takes it, 16 bytes a
 // lane. Its zeros are written once, the groups' elements when the channels change:
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     CopyBox<T>(params, TilePlace(params, item, kChannels), depth_tap, 0, tables.gathered,
                stages + stage * params.stage_bytes);
   };
-  FillTables(params, tables);
+  FillTables(params, 0, tables);
   // The zeros of B are those of every filter.
   for (int32_t i = threadIdx.x * 16; i < Tag::kBlocks * bytes_of_block; i += kThreads * 16) {
     StoreChunk(filter + i, {0, 0, 0, 0});

@@ -25,7 +25,7 @@ struct Params : HaloParams {
   // Of the filter, in elements: from a tap to the next, from a gathered channel of a group to the next,
   // from a channel of the result to the next, from a group to the next.
   int64_t tap_stride = 1, reduction_stride = 1, channel_stride = 1, group_stride = 1;
-  int32_t tile_pixels = 1;
+  int32_t tile_pixels = 1, box_pixels = 1;  // of all the tile's images
   // From a row of a box to the next, in chunks as many, modulo 8, as a row of the tile has positions: the
   // last position of a row and the first of the next are neighbours for the banks as well.
   int32_t box_row_bytes = 0;

@@ -39,6 +39,9 @@ constexpr double kPlaceInstructions = 14;
 // alone on an SM waits for each operand longer, too: two warps a scheduler.
 constexpr double kItemCycles = 800, kAlone = 1.3;
 
+// As CutIntoSlices has it.
+constexpr int64_t kMinItemsOfSlice = 4;
+
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
@@ -95,21 +98,18 @@ int64_t Taps(const Params& params) {
 }
 
 int64_t StagePixels(const Instance& instance, const Params& params) {
-  const int64_t box = int64_t{params.axis[1].box} * params.axis[2].box;
   // wgrad reads dy by 16 positions.
-  return box + (instance.wgrad() ? CeilDiv(params.tile_pixels, 16) * 16 : 0);
+  return params.box_pixels + (instance.wgrad() ? CeilDiv(params.tile_pixels, 16) * 16 : 0);
 }
 
 int64_t StageBytes(const Instance& instance, const Params& params) {
-  const int64_t box = int64_t{params.axis[1].box} * params.box_row_bytes;
+  const int64_t box = int64_t{params.tile_images} * params.axis[1].box * params.box_row_bytes;
   return box + (instance.wgrad() ? CeilDiv(params.tile_pixels, 16) * 16 * kPixelBytes : 0);
 }
 
 int64_t SharedBytes(const Instance& instance, const Params& params) {
   const int64_t stages = 2 * StageBytes(instance, params);
-  const int64_t tables = kPlaceBytes *
-                         (2 * kPositions + int64_t{params.axis[1].box} * params.axis[2].box + 1) /
-                         16 * 16;
+  const int64_t tables = kPlaceBytes * (2 * kPositions + params.box_pixels + 1) / 16 * 16;
   if (!instance.wgrad()) {
     return stages + Taps(params) * kChannels * instance.block * kWidth + tables;
   }
@@ -189,8 +189,9 @@ double MicrosecondsOfFilter(const Params& params, const Gpu& gpu) {
 // Whether no smaller extent cuts `out` into as few tiles.
 bool Even(int64_t tile, int64_t out) { return CeilDiv(out, CeilDiv(out, tile)) == tile; }
 
-// The tile of the least time. items: of all channels, images and depths that each tile stands for.
-Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t items, Params* params) {
+// The tile of the least time. images: of a filter. items: of all channels, images and depths that each tile stands for.
+Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64_t items,
+                 int64_t parts, Params* params) {
   const int64_t most = instance.wgrad() ? kPositions : instance.strips() * instance.blocks_m * 16;
   double least = HUGE_VAL;
   int64_t fewest_bytes = INT64_MAX;
@@ -204,21 +205,33 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t items, Params
       if (!ShapeBox(tile_rows, tile_columns, instance.parts() ? 1 : params->axis[1].taps, &shape)) {
         continue;
       }
-      shape.tile_pixels = static_cast<int32_t>(tile_rows * tile_columns);
       const int64_t box_columns = shape.axis[2].box, behind = (tile_columns - box_columns) & 7;
       shape.box_row_bytes = static_cast<int32_t>(box_columns * kPixelBytes + behind * 16);
-      const int64_t bytes = SharedBytes(instance, shape);
-      fewest_bytes = std::min(fewest_bytes, bytes);
-      const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
-      if (ctas == 0) continue;
-      // The SMs with the most tiles end last.
-      const int64_t tiles = items * shape.axis[1].tiles.divisor * shape.axis[2].tiles.divisor;
-      const int64_t resident = gpu.sm_count * ctas;
-      const double work = MicrosecondsOfTile(instance, shape, ctas, gpu) *
-                          static_cast<double>(CeilDiv(tiles, resident) * resident);
-      if (work >= least) continue;
-      least = work;
-      best = shape;
+      const int64_t positions = tile_rows * tile_columns;
+      const int64_t tiles = shape.axis[1].tiles.divisor * int64_t{shape.axis[2].tiles.divisor};
+      // Several images take a tile of whole maps, and a box without zeros between its rows.
+      const bool several = tiles == 1 && shape.axis[1].in_dilation.divisor == 1 &&
+                           shape.axis[2].in_dilation.divisor == 1;
+      for (int64_t of_tile = 1; of_tile == 1 || (several && of_tile * positions <= most);
+           of_tile *= 2) {
+        if (images % of_tile != 0 || of_tile * shape.axis[1].box > INT16_MAX) break;
+        shape.tile_images = static_cast<int32_t>(of_tile);
+        shape.tile_pixels = static_cast<int32_t>(of_tile * positions);
+        shape.box_pixels = static_cast<int32_t>(of_tile * shape.axis[1].box * box_columns);
+        const int64_t bytes = SharedBytes(instance, shape);
+        fewest_bytes = std::min(fewest_bytes, bytes);
+        const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
+        if (ctas == 0) break;
+        // The SMs with the most tiles end last; short slices leave SMs without any.
+        const int64_t resident = gpu.sm_count * ctas, all = items / of_tile * tiles;
+        const int64_t slices = std::max<int64_t>(1, all / parts / kMinItemsOfSlice);
+        const int64_t busy = instance.wgrad() ? std::min(resident, parts * slices) : resident;
+        const double work = MicrosecondsOfTile(instance, shape, ctas, gpu) *
+                            static_cast<double>(CeilDiv(all, busy) * resident);
+        if (work >= least) continue;
+        least = work;
+        best = shape;
+      }
     }
   }
   if (least == HUGE_VAL) {
@@ -248,7 +261,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t images = problem.n * params.axis[0].out;
   const int64_t items =
       images * (instance.wgrad() ? parts : CeilDiv(params.channels, kChannels) * problem.batch);
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, items, &params));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, problem.n, items, parts, &params));
   params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));

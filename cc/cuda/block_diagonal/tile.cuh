@@ -35,7 +35,9 @@ __device__ __forceinline__ void StorePlace(uint32_t table, int32_t i, bool exist
 }
 
 // outputs: of positions, pixels of the output. boxes: the same positions, bytes of the box under the
-// first tap. gathered: of the box's pixels, pixels of the gathered tensor where nothing dilates it.
+// first tap. gathered: of the box's pixels, pixels of the gathered tensor where nothing dilates it. Of
+// several images, whose boxes lie one behind the other, the rows of `gathered` are counted through all
+// of them, and rows that the tensor does not have are beyond every limit of columns.
 struct Tables {
   uint32_t outputs, boxes, gathered;
   __device__ __forceinline__ explicit Tables(uint32_t first)
@@ -43,19 +45,28 @@ struct Tables {
         boxes(first + kPositions * kPlaceBytes),
         gathered(first + 2 * kPositions * kPlaceBytes) {}
 };
-__device__ __forceinline__ void FillTables(const Params& params, const Tables& to) {
+__device__ __forceinline__ void FillTables(const Params& params, int32_t row_tap,
+                                           const Tables& to) {
   static_assert(kPositions == kThreads);
-  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
   const auto position = static_cast<int32_t>(threadIdx.x);
   const bool exists = position < params.tile_pixels;
   int32_t row, column;
   params.tile_columns.Divmod(position, &row, &column);
-  StorePlace(to.outputs, position, exists, row, column, row * columns.out + column);
+  const int32_t image = row / rows.tile;
+  row -= image * rows.tile;
+  StorePlace(to.outputs, position, exists, row, column,
+             (image * depths.out * rows.out + row) * columns.out + column);
   StorePlace(to.boxes, position, exists, row, column,
-             row * rows.stride * params.box_row_bytes + column * columns.stride * kPixelBytes);
-  for (int32_t i = threadIdx.x; i < rows.box * columns.box; i += kThreads) {
+             (image * rows.box + row * rows.stride) * params.box_row_bytes +
+                 column * columns.stride * kPixelBytes);
+  for (int32_t i = threadIdx.x; i < params.box_pixels; i += kThreads) {
     params.box_columns.Divmod(i, &row, &column);
-    StorePlace(to.gathered, i, true, row, column, row * columns.in + column);
+    const int32_t of_image = row / rows.box, in_image = row - of_image * rows.box;
+    const bool has = params.tile_images == 1 ||
+                     jaxconv::Inside(in_image + row_tap * rows.dilation - rows.pad, rows.in);
+    StorePlace(to.gathered, i, true, row, has ? column : 0x7fff,
+               (of_image * depths.in * rows.in + in_image) * columns.in + column);
   }
 }
 
@@ -95,15 +106,16 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
       (int64_t{tile.image} * depths.in + max(depth, 0)) * rows.in * columns.in * params.channels;
   const int32_t pitch = params.channels * int32_t{sizeof(T)};
   const uint32_t behind_row = params.box_row_bytes - columns.box * P::kBytes;
-  int32_t left = rows.box * columns.box - pixel;
+  int32_t left = params.box_pixels - pixel;
   to += P::Offset(pixel, chunk);
   table += pixel * kPlaceBytes;
   if (rows.in_dilation.divisor == 1 && columns.in_dilation.divisor == 1) {
-    const int32_t last_row = min(rows.box, rows.in - first_row) - 1;
+    const bool all_rows = params.tile_images > 1;
+    const int32_t last_row = all_rows ? 0x7fff : min(rows.box, rows.in - first_row) - 1;
     const int32_t last_column = min(columns.box, columns.in - first_column) - 1;
     const bool any = some && last_row >= 0 && last_column >= 0;
     // Added to a place, these keep the bit from the first row and column on.
-    const uint32_t from = kBorrowed - Limit(min(max(-first_row, 0), rows.box),
+    const uint32_t from = kBorrowed - Limit(all_rows ? 0 : min(max(-first_row, 0), rows.box),
                                             min(max(-first_column, 0), columns.box));
     const uint32_t until = kBorrowed | Limit(max(last_row, 0), max(last_column, 0));
     // May lie in front of the tensor: what is not valid is not read.

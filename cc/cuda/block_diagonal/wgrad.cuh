@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int lane = threadIdx.x % 32, warp = UniformWarp();
   const int strip = warp / Tag::kWarpsOfStrip;
   const int sixteen = warp % Tag::kWarpsOfStrip;  // of the tile's channels c
-  const int32_t walked_bytes = rows.box * params.box_row_bytes;
+  const int32_t walked_bytes = params.tile_images * rows.box * params.box_row_bytes;
   const uint32_t stages = SharedAddress(dynamic), zeros = stages + 2 * params.stage_bytes;
   const Tables tables(zeros + kPixelBytes);
 
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     CopyAsyncCommit();
   };
 
-  FillTables(params, tables);
+  FillTables(params, step.row_tap, tables);
   // Zeros: a pixel, and dy behind the last position, up to 16, which no copy writes.
   const int32_t blocks = (params.tile_pixels + 15) / 16;
   const int32_t behind = (blocks * 16 - params.tile_pixels) * kPixelBytes;
