@@ -33,10 +33,10 @@
 //
 // Of a filter row, channel and strip:
 //                      products   wavefronts of loads   instructions
-//     9 columns           4              7                   14
-//     17                  4              9                   17
-//     33                  6             13                   23
-//     33, wide           12             17                   30
+//     9 columns           4              7                   13
+//     17                  4              9                   15
+//     33                  6             13                   21
+//     33, wide           12             17                   28
 //
 // Zeros of the band meet pixels outside of an output's window: an Inf or NaN of x spreads to the outputs
 // of its block.
@@ -198,11 +198,13 @@ __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatr
 }
 
 // Adds a filter row of kPass channels to a warp's strip. A word of the band has two places in A, in
-// registers of four in a row, so that one of them holds a copy. `zero` is 0, which the compiler does not
-// know: of what it sees to be copies it makes others for each product.
+// registers of four in a row, so that one of them holds a copy; others are zero. `zero` and `zeros` (two
+// a channel) are 0, which the compiler does not know: operands that it sees to be the same value, it
+// makes anew for each product. As values of their own the zeros stay in their registers.
 template <class Tag>
 __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels,
                                                   int32_t plane_bytes, uint32_t zero,
+                                                  const uint32_t (&zeros)[kPass][2],
                                                   float (*sums)[Tag::kProducts][4]) {
   using T = typename Tag::T;
   constexpr int kBlocks = Tag::kBlocks, kInstructions = ToeplitzInstructions(kBlocks);
@@ -218,7 +220,7 @@ __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels
       // Blocks 2 k - 1 to 2 k + 1 of the band; of the second instruction of two blocks only the first.
       if constexpr (kBlocks == 2) {
         if (k == 1) {
-          const uint32_t words[2] = {block[1] & zero, block[1] ^ zero};
+          const uint32_t words[2] = {zeros[c][1], block[1] ^ zero};
 #pragma unroll
           for (int u = 0; u < Tag::kProducts; ++u) {
             MultiplyAdd<T>(sums[c][u], words, x[2 * u + 2]);
@@ -226,9 +228,8 @@ __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels
           continue;
         }
       }
-      const uint32_t none = block[2 * k] & zero;
-      const uint32_t words[4] = {block[2 * k], k > 0 ? block[2 * k - 1] ^ zero : none,
-                                 2 * k + 1 < kBlocks ? block[2 * k + 1] : none,
+      const uint32_t words[4] = {block[2 * k], k > 0 ? block[2 * k - 1] ^ zero : zeros[c][0],
+                                 2 * k + 1 < kBlocks ? block[2 * k + 1] : zeros[c][1],
                                  block[2 * k] ^ zero};
 #pragma unroll
       for (int u = 0; u < Tag::kProducts; ++u) {
@@ -354,23 +355,25 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     if (busy) {
       const WarpStrip<Tag> strip(params);
       const int lane = Lane(), g = lane / 4, t = lane % 4;
-      const uint32_t first_pixels = planes + strip.channel * params.plane_bytes +
-                                    (strip.row + lane % 8) * params.plane_row_bytes +
-                                    (strip.column + lane / 8 * 8) * 2;
+      uint32_t pixels = planes + strip.channel * params.plane_bytes +
+                        (strip.row + lane % 8) * params.plane_row_bytes +
+                        (strip.column + lane / 8 * 8) * 2;
       // The lane's word of block 0: tap 2 t - g, of the shifted copy in odd rows.
-      const uint32_t first_taps =
-          box + params.band_offset + strip.channel * kBandRow<Tag> * 2 +
-          (g % 2 * BandTaps(Tag::kBlocks) + kBandStart + 2 * t - g - g % 2) * 2;
+      uint32_t taps = box + params.band_offset + strip.channel * kBandRow<Tag> * 2 +
+                      (g % 2 * BandTaps(Tag::kBlocks) + kBandStart + 2 * t - g - g % 2) * 2;
 #pragma unroll
       for (int c = 0; c < 8; c += kPass) {
-        uint32_t taps = first_taps + c * kBandRow<Tag> * 2;
-        uint32_t pixels = first_pixels + c * params.plane_bytes;
+        uint32_t zeros[kPass][2];
+#pragma unroll
+        for (int i = 0; i < 2 * kPass; ++i) zeros[i / 2][i % 2] = (taps + i) & zero;
 #pragma unroll 1
         for (int32_t r = 0; r < params.axis[1].taps; ++r) {
-          MultiplyFilterRow<Tag>(taps, pixels, params.plane_bytes, zero, sums + c);
+          MultiplyFilterRow<Tag>(taps, pixels, params.plane_bytes, zero, zeros, sums + c);
           taps += Tag::kChannels * kBandRow<Tag> * 2;
           pixels += params.plane_row_bytes;
         }
+        taps += (kPass - params.axis[1].taps * Tag::kChannels) * kBandRow<Tag> * 2;
+        pixels += kPass * params.plane_bytes - params.axis[1].taps * params.plane_row_bytes;
       }
       if (next.item != at.item) {
         const WarpStrip<Tag> strip(params);

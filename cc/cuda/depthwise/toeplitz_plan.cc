@@ -103,10 +103,10 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   const double tensor =
       row_steps * products * uneven * 16 * 8 * 16 / (gpu.mma_sync_per_clock * kOnChipShare);
   const double loads = row_steps * (matrices + instance.blocks) / kOnChipShare;
-  // Products, words of the band, their copies and zeros, loads of pixels, addresses.
+  // Products, words of the band and their copies, loads of pixels, addresses.
   const double multiply =
-      row_steps *
-      static_cast<double>(products + 2 * instance.blocks + 2 + CeilDiv(matrices, 4) + 3) / issue;
+      row_steps * static_cast<double>(products + 2 * instance.blocks + CeilDiv(matrices, 4) + 3) /
+      issue;
 
   // The box is written, read, and written to the planes. Pieces but the first are waited for.
   const auto pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
