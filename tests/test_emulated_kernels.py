@@ -159,6 +159,7 @@ OTHERS = {
 EPILOGUES = {
     "fprop_igemm_wgmma_bf16_128x128x64_cooperative": [
         (STRIDED, "scale bias residual relu pre", ""),
+        (STRIDED, "scale bias relu6", ""),
         (DENSE, "scale bias residual leaky_relu:0x1p-2 pre", "slices=2"),
         *((DENSE, activation, "") for activation in ("gelu_tanh pre", "sigmoid", "tanh")),
     ],

@@ -113,7 +113,7 @@ struct Neighbours {
   Raw raw;
 
   static __device__ __forceinline__ Neighbours Load(const T* from) {
-    return {__ldg(reinterpret_cast<const Raw*>(from))};
+    return {*reinterpret_cast<const Raw*>(from)};
   }
   static __device__ __forceinline__ Neighbours Rounded(const float (&values)[kWidth]) {
     Neighbours rounded;

@@ -45,8 +45,10 @@ struct ChannelTerms {
 };
 
 // Scale, bias, residual and activation. Stores that hold several neighbouring channels of a pixel
-// take them together (Terms, Scale, Add), so that scale and bias are loaded once for all of a thread's
-// pixels and the residual as vectors; others call it for each element.
+// take them together (Terms, Scale, Add), so that scale and bias are loaded once for all of a
+// thread's pixels and the residual as vectors; others call it for each element. Nothing is loaded as
+// constant (ld.global.nc): a kernel that starts while the one in front of it ends is launched before
+// its operands are written.
 struct FusedEpilogue {
   static constexpr bool kPlain = false;
   static constexpr bool partial = false;
@@ -79,7 +81,7 @@ struct FusedEpilogue {
     return MinNan(value, params.activation == Activation::kRelu6 ? 6.0f : INFINITY);
   }
 
-  // Of channels [channel, channel + kWidth); where kWidth is a multiple of 4, so is `channel`.
+  // Of channels [channel, channel + kWidth); where kWidth is a multiple of 2 or 4, so is `channel`.
   template <int kWidth>
   __device__ __forceinline__ ChannelTerms<kWidth> Terms(int32_t channel) const {
     ChannelTerms<kWidth> terms;
@@ -126,13 +128,11 @@ struct FusedEpilogue {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) to[e] = absent;
     if (from == nullptr) return;
-    constexpr int kVector = kWidth % 4 == 0 ? 4 : 1;
+    constexpr int kVector = kWidth % 4 == 0 ? 4 : kWidth % 2 == 0 ? 2 : 1;
 #pragma unroll
     for (int e = 0; e < kWidth; e += kVector) {
-      Pack<float, kVector> pack;
-      pack.Load(from + channel + e);
       float values[kVector];
-      pack.Unpack(values);
+      Neighbours<float, kVector>::Load(from + channel + e).Unpack(values);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) to[e + v] = values[v];
     }

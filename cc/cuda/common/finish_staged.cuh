@@ -17,11 +17,11 @@ namespace jaxconv {
 
 // kVectors vectors of a lane. kAhead: scale and bias are loaded once and kept in registers, and the
 // residuals are loaded ahead; where a thread has no registers for that, all are loaded for one vector
-// after another, of which kUnroll are under way. A functor offset_of(i) gives the output offset of vector i, or a
+// after another, of which kUnroll are under way, and a vector may have 8 bytes. A functor offset_of(i) gives the output offset of vector i, or a
 // negative number where nothing is stored; all lanes of the warp call it.
-template <typename Out, int kVectors, bool kAhead = true, int kUnroll = kVectors>
+template <typename Out, int kVectors, bool kAhead = true, int kUnroll = kVectors, int kBytes = 16>
 struct StagedVectors {
-  static constexpr int kWidth = 16 / sizeof(Out);
+  static constexpr int kWidth = kBytes / sizeof(Out);
   ChannelTerms<kAhead ? kWidth : 4> terms;
   int32_t first_channel;
   Neighbours<Out, kWidth> residual[kAhead ? kVectors : 1];
@@ -99,9 +99,9 @@ struct StagedVectors {
 
 // Sixteen rows of kColumns (32 or 64) accumulators of a warp in shared memory, 2 or 4 KB, without bank
 // conflicts for the pairs of the fragments and for vectors of 16 bytes of output.
-template <typename Out, int kColumns>
+template <typename Out, int kColumns, int kBytes = 16>
 struct StagedRows {
-  static constexpr int kWidth = 16 / sizeof(Out), kLanesOfRow = kColumns / kWidth;
+  static constexpr int kWidth = kBytes / sizeof(Out), kLanesOfRow = kColumns / kWidth;
   static constexpr int kVectors = 16 * kLanesOfRow / 32;  // of a lane
   uint32_t staging;
 
