@@ -183,6 +183,8 @@ CHAINS = {
     "divided norm": (lambda x: (conv(x) - BIAS) / SCALE * 3.0 + BIAS, ["scale bias"]),
     "from a vector": (lambda x: BIAS - conv(x) * SCALE, ["scale bias"]),
     "negated": (lambda x: -(conv(x) + BIAS), ["scale bias"]),
+    "negated twice": (lambda x: BIAS - (SCALE - conv(x)), ["bias"]),
+    "nothing at all": (lambda x: jnp.negative(-conv(x)), []),
     "residual": (lambda x: conv(x) + x, ["residual"]),
     "residual first": (lambda x: jax.nn.relu(x + conv(x)), ["residual relu"]),
     "all": (lambda x: jax.nn.relu(conv(x) * SCALE + BIAS + x), ["scale bias residual relu"]),

@@ -69,12 +69,14 @@ class Chain:
 
     @property
     def useful(self) -> bool:
-        return bool(self.terms or self.residual is not None or self.activation)
+        return bool(self.scales or self.shifts or self.residual is not None or self.activation)
 
     @property
     def scales(self) -> bool:
-        """Whether the terms make a scale."""
-        return any(t.op in ("mul", "div", "neg", "rsub") for t in self.terms)
+        """Whether the terms make a scale; two changes of sign make none."""
+        ops = [t.op for t in self.terms]
+        negative = (ops.count("neg") + ops.count("rsub")) % 2 == 1
+        return negative or "mul" in ops or "div" in ops
 
     @property
     def shifts(self) -> bool:
