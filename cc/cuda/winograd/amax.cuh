@@ -27,11 +27,24 @@ __device__ __forceinline__ uint32_t FiniteBits(uint32_t bits) {
   return bits < 0x7f800000u ? bits : 0;
 }
 
-// `chunks`: 16 bytes of eight bfloat16 each. Four chunks a thread are under way at a time: with four
-// CTAs an SM, 64 KB.
+// A tensor of so many chunks, 16 bytes of eight bfloat16 each.
+struct AmaxTensor {
+  const uint4* chunks = nullptr;
+  int64_t count = 0;
+  uint32_t* partials = nullptr;
+};
+// The input and the filter: the grid's y.
+struct AmaxParams {
+  AmaxTensor tensor[2];
+};
+
+// Four chunks a thread are under way at a time: with four CTAs an SM, 64 KB.
 static __global__ void __launch_bounds__(kAmaxThreads)
-    AmaxKernel(const uint4* __restrict__ tensor, int64_t chunks, uint32_t* __restrict__ partials) {
+    AmaxKernel(const __grid_constant__ AmaxParams params) {
   constexpr int kAhead = 4;
+  const AmaxTensor& of = params.tensor[blockIdx.y];
+  const uint4* const tensor = of.chunks;
+  const int64_t chunks = of.count;
   const int64_t step = int64_t{gridDim.x} * kAmaxThreads;
   uint32_t largest = 0;
   for (int64_t at = int64_t{blockIdx.x} * kAmaxThreads + threadIdx.x; at < chunks;
@@ -55,7 +68,7 @@ static __global__ void __launch_bounds__(kAmaxThreads)
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int warp = 1; warp < kAmaxThreads / 32; ++warp) largest = max(largest, of_warp[warp]);
-    partials[blockIdx.x] = largest;
+    of.partials[blockIdx.x] = largest;
   }
 }
 

@@ -1,18 +1,19 @@
 // U = G w G^T: the filter, to float16 in the Winograd domain, the reduction innermost.
 //
-// A CTA has 64 channels of the reduction and 32 columns (output channels) of a group; a warp four of
+// A CTA has 64 channels of the reduction and 16 columns (output channels) of a group; a warp four of
 // the columns, a lane two neighbouring channels of each: 9 taps in, (m + 2)^2 points out. A warp
 // writes 128 contiguous bytes of a point, so U, which is (m + 2)^2 / 9 times the filter's bytes, moves
 // at DRAM's rate.
 //
 // Where the filter runs along the reduction (krsc in fprop, rsck in dgrad) a lane reads its pairs of
 // channels directly. Where it runs along the columns (the other two) the CTA first copies its
-// 9 x 64 x 32 taps to shared memory and reads them there by columns:
+// 9 x 64 x 16 taps to shared memory and reads them there by columns:
 //
-//     [tap][channel % 2][channel / 2][17 words of two columns]    39,744 bytes
+//     [tap][channel % 2][channel / 2][9 words of two columns]    21,312 bytes
 //
-// 17 words a row, and odd channels 16 words further on: neither the copies (eight rows of four
-// chunks) nor the reads (32 rows of one word) have bank conflicts.
+// 9 words a row, and odd channels 16 words further on: the reads (32 rows of one word) have no bank
+// conflicts, the copies (16 rows of two chunks) two ways. With twice the columns a filter of 512 x 512
+// would have fewer CTAs than an H200 has SMs.
 //
 // The one-dimensional form transforms along s alone and writes the layout of row_filter.h, zeros
 // included where it fills up the reduction.
@@ -43,8 +44,8 @@ struct FilterTransformParams {
   FastDivmod red_blocks, col_blocks;
 };
 
-inline constexpr int kFilterThreads = 256;
-inline constexpr int kFilterReds = 64, kFilterCols = 32;  // of a CTA
+inline constexpr int kFilterThreads = 128;
+inline constexpr int kFilterReds = 64, kFilterCols = 16;  // of a CTA
 
 // The taps of a CTA in shared memory.
 struct FilterStaging {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void StageFilter(const FilterTransformParams& params,
 }
 
 template <int m, bool kOneDimensional, typename T, bool kTransposed>
-__global__ void __launch_bounds__(kFilterThreads, 2)
+__global__ void __launch_bounds__(kFilterThreads, 4)
     FilterTransformKernel(const __grid_constant__ FilterTransformParams params) {
   constexpr int kAlpha = m + 2, kAll = kTaps * kTaps;
   __shared__ uint32_t staging[kTransposed ? FilterStaging::kWords : 1];

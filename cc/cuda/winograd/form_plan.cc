@@ -8,7 +8,7 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of the DRAM rate of a large copy, on an H200: the amax passes, the filter's, the input's and the
+// Of the DRAM rate of a large copy, on an H200: the amax pass, the filter's, the input's and the
 // output's transform, and batched GEMMs that are bound by it.
 constexpr double kAmaxShare = 0.8, kFilterShare = 0.9, kInputShare = 0.75, kOutputShare = 0.88,
                  kGemmShare = 0.92;
@@ -64,13 +64,13 @@ double MemoryMicroseconds(const Gpu& gpu, double bytes, double share) {
 }
 
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
-  double microseconds = 0;
   const double filter_bytes = static_cast<double>(launch.filter_elements) * 2;
+  double microseconds = 0;
   if (launch.scaled()) {
-    microseconds += MemoryMicroseconds(gpu, Activations(launch, /*in=*/true), kAmaxShare);
+    const double bytes = Activations(launch, /*in=*/true) + (launch.prepared ? 0 : filter_bytes);
+    microseconds = MemoryMicroseconds(gpu, bytes, kAmaxShare);
   }
   if (launch.prepared) return microseconds;
-  if (launch.scaled()) microseconds += MemoryMicroseconds(gpu, filter_bytes, kAmaxShare);
   return microseconds + MemoryMicroseconds(gpu,
                                            filter_bytes + static_cast<double>(FilterBytes(launch)),
                                            kFilterShare);

@@ -51,7 +51,7 @@ void PlaceWorkspace(bool has_v, bool has_m, LaunchParams* launch);
 // large copy's rate.
 double MemoryMicroseconds(const Gpu& gpu, double bytes, double share = 0.8);
 
-// The same of the kernels in front of the multiplication: the amax passes and the filter's transform.
+// The same of the kernels in front of the multiplication: the amax pass and the filter's transform.
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
 // Of the input's and the output's transform of all tiles, in launches of chunk_tiles tiles. `rate`:
 // bytes of V and M that move in the time of a byte of DRAM.

@@ -47,12 +47,22 @@ LaunchConfig TransformGrid(int32_t channels, int32_t tiles, int threads, FastDiv
   return config;
 }
 
-Status LaunchAmax(const void* tensor, int64_t elements, const ScaleSource& scale, void* stream) {
+AmaxTensor DescribeAmax(const void* tensor, int64_t elements, const ScaleSource& scale) {
+  return {static_cast<const uint4*>(tensor), elements / 8, const_cast<uint32_t*>(scale.partials)};
+}
+
+// Of the input, and of the filter unless it is prepared.
+Status LaunchAmax(const LaunchParams& launch, const StagePointers& at, void* stream) {
+  AmaxParams params;
+  params.tensor[0] = DescribeAmax(at.input, launch.in_elements, at.input_scale);
   LaunchConfig config;
   config.grid = kMaxPartials;
   config.threads = kAmaxThreads;
-  return Launch<AmaxKernel>("winograd amax", config, stream, static_cast<const uint4*>(tensor),
-                            elements / 8, const_cast<uint32_t*>(scale.partials));
+  if (!launch.prepared) {
+    params.tensor[1] = DescribeAmax(at.filter, launch.filter_elements, at.filter_scale);
+    config.grid.y = 2;
+  }
+  return Launch<AmaxKernel>("winograd amax", config, stream, params);
 }
 
 template <int m, bool kOneDimensional, typename T>
@@ -120,13 +130,8 @@ Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t
 }
 
 Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, void* stream) {
-  if (launch.scaled()) {
-    JAXCONV_RETURN_IF_ERROR(LaunchAmax(at.input, launch.in_elements, at.input_scale, stream));
-  }
+  if (launch.scaled()) JAXCONV_RETURN_IF_ERROR(LaunchAmax(launch, at, stream));
   if (launch.prepared) return {};
-  if (launch.scaled()) {
-    JAXCONV_RETURN_IF_ERROR(LaunchAmax(at.filter, launch.filter_elements, at.filter_scale, stream));
-  }
   return ForTileAndType(launch, [&](auto m, auto element) {
     return launch.one_dimensional
                ? LaunchFilterTransform<m, true, decltype(element)>(launch, at, stream)
