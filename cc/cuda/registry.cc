@@ -8,6 +8,7 @@
 #include "cuda/common/instances.h"
 #include "cuda/common/padded_channels.h"
 #include "cuda/depthwise/plan.h"
+#include "cuda/depthwise_int8/plan.h"
 #include "cuda/few_channels/plan.h"
 #include "cuda/igemm_simt/plan.h"
 #include "cuda/igemm_wgmma/plan.h"
@@ -21,9 +22,10 @@ namespace {
 
 std::vector<KernelDesc> FamilyKernels() {
   std::vector<KernelDesc> all;
-  for (auto family : {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels,
-                      depthwise::Kernels, block_diagonal::Kernels, igemm_simt::Kernels,
-                      imma_wgmma::Kernels, imma_nchw32::Kernels, winograd::Kernels}) {
+  for (auto family :
+       {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, depthwise::Kernels,
+        block_diagonal::Kernels, igemm_simt::Kernels, imma_wgmma::Kernels, imma_nchw32::Kernels,
+        depthwise_int8::Kernels, winograd::Kernels}) {
     for (const KernelDesc& kernel : family()) all.push_back(kernel);
   }
   return all;

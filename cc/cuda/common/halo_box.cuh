@@ -185,20 +185,23 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
     }
     return;
   }
-  for (; at.pixel < pixels; at.Next()) {
-    const int32_t row = ElementAt(rows, first_row + at.row);
-    const int32_t column = ElementAt(columns, first_column + at.column);
-    const bool inside = tile.exists && depth >= 0 && row >= 0 && column >= 0;
-    const T* pixel =
-        plane + (inside ? (int64_t{row} * columns.in + column) * params.gathered_channels : 0);
-    T elements[P::kChunkChannels];
+  // Channels of 8 bits always fill chunks.
+  if constexpr (sizeof(T) > 1) {
+    for (; at.pixel < pixels; at.Next()) {
+      const int32_t row = ElementAt(rows, first_row + at.row);
+      const int32_t column = ElementAt(columns, first_column + at.column);
+      const bool inside = tile.exists && depth >= 0 && row >= 0 && column >= 0;
+      const T* pixel =
+          plane + (inside ? (int64_t{row} * columns.in + column) * params.gathered_channels : 0);
+      T elements[P::kChunkChannels];
 #pragma unroll
-    for (int e = 0; e < P::kChunkChannels; ++e) {
-      const bool valid = inside && channel + e < params.channels;
-      elements[e] = valid ? pixel[params.repeat.Div(channel + e) * params.reduce + step.channel]
-                          : FromFloat<T>(0);
+      for (int e = 0; e < P::kChunkChannels; ++e) {
+        const bool valid = inside && channel + e < params.channels;
+        elements[e] = valid ? pixel[params.repeat.Div(channel + e) * params.reduce + step.channel]
+                            : FromFloat<T>(0);
+      }
+      memcpy(stage + P::Offset(at.pixel, chunk), elements, 16);
     }
-    memcpy(stage + P::Offset(at.pixel, chunk), elements, 16);
   }
 }
 

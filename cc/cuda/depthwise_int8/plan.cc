@@ -1,0 +1,177 @@
+#include "cuda/depthwise_int8/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "cuda/common/instances.h"
+#include "cuda/depthwise_int8/params.h"
+
+namespace jaxconv::depthwise_int8 {
+namespace {
+
+// A line of kernels.def.
+struct Instance {
+  int64_t stride, ctas_per_sm;
+  bool any() const { return stride == 0; }
+};
+
+// Shares of the DRAM's rate and of issue slots; assumptions, no GPU has run these kernels yet.
+constexpr double kDramShare = 0.75, kIssueShare = 0.65;
+// Of a warp: for 16 bytes of a box, for an item, and to requantise 8 channels of an output.
+constexpr double kCopyInstructions = 22, kItemInstructions = 250, kRequantizeInstructions = 70;
+// A multiply-add of integers takes two issue slots' time.
+constexpr double kProductSlots = 2;
+
+Status Refuse(const std::string& expected, int64_t got) {
+  return Status::Unimplemented("expected " + expected + ", got " + std::to_string(got));
+}
+
+Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
+  if (problem.op != Op::kFprop) {
+    return Status::Unimplemented(std::string("expected fprop, got ") + Name(problem.op));
+  }
+  if (problem.x_dtype != kernel.dtype || problem.w_dtype != DType::kS8) {
+    return Status::Unimplemented(std::string("expected operands of type ") + Name(kernel.dtype) +
+                                 " and s8, got " + Name(problem.x_dtype) + " and " +
+                                 Name(problem.w_dtype));
+  }
+  if (problem.filter_layout != FilterLayout::kPacked) {
+    return Status::Unimplemented(std::string("reads packed filters, got ") +
+                                 Name(problem.filter_layout));
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
+  if (problem.batch != 1) return Refuse("one batch", problem.batch);
+  if (problem.groups != problem.c) {
+    return Refuse("one input channel in a group", problem.c_per_group());
+  }
+  if (problem.k != problem.c) return Refuse("one output channel in a group", problem.k_per_group());
+  if (problem.c % 16 != 0) return Refuse("channels in multiples of 16", problem.c);
+  for (int64_t dilation : problem.lhs_dilation) {
+    if (dilation != 1) return Refuse("no lhs_dilation", dilation);
+  }
+  if (instance.any()) return {};
+  if (problem.stride[2] != instance.stride || problem.dilation[2] != 1) {
+    return Status::Unimplemented("expected stride " + std::to_string(instance.stride) +
+                                 " and no dilation along the columns");
+  }
+  return {};
+}
+
+int64_t StageBytes(const Params& params) {
+  return int64_t{params.axis[1].box} * params.axis[2].box * kChannels;
+}
+
+// Instructions of a warp for an item and one depth tap.
+double Instructions(const Instance& instance, const Params& params) {
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const double copies = static_cast<double>(StageBytes(params)) / (16 * kThreads);
+  const double taps = params.row_taps;
+  const double steps = taps / kTapsAtATime;
+  const auto window = static_cast<double>((kStrip - 1) * columns.stride + kTapsAtATime);
+  // Nine instructions load and widen 8 channels.
+  const double loads = 9 * (taps + (instance.any() ? taps * kStrip : window * steps));
+  const double row = loads + taps * kStrip * 8 * kProductSlots;
+  return kItemInstructions + copies * kCopyInstructions + rows.taps * row +
+         kStrip * kRequantizeInstructions;
+}
+
+Status ShapeTile(const Instance& instance, const Gpu& gpu, Params* params, int64_t* shared_bytes) {
+  double least = HUGE_VAL;
+  int64_t fewest_bytes = INT64_MAX;
+  Params best;
+  for (int64_t across = 1; across <= kStrips; across *= 2) {
+    Params shape = *params;
+    const Axis &rows = shape.axis[1], &columns = shape.axis[2];
+    if (!ShapeBox(kStrips / across, across * kStrip, rows.taps, &shape)) continue;
+    shape.strips_across = static_cast<int32_t>(across);
+    const int64_t stages = 2 * StageBytes(shape);
+    const int64_t bytes = stages + int64_t{rows.taps} * shape.row_taps * kChannels;
+    fewest_bytes = std::min(fewest_bytes, bytes);
+    const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
+    if (ctas == 0) continue;
+    shape.stage_bytes = static_cast<int32_t>(stages / 2);
+    shape.taps_offset = static_cast<int32_t>(stages);
+    const double work = (ctas == 1 ? 1.5 : 1) * Instructions(instance, shape) *
+                        static_cast<double>(rows.tiles.divisor) * columns.tiles.divisor;
+    if (work >= least) continue;
+    least = work;
+    best = shape;
+    *shared_bytes = bytes;
+  }
+  if (least == HUGE_VAL) {
+    return Status::Unimplemented(fewest_bytes == INT64_MAX
+                                     ? "the window is wider than 32,767 pixels"
+                                     : "two boxes of pixels need " + std::to_string(fewest_bytes) +
+                                           " bytes of shared memory, the GPU has " +
+                                           std::to_string(gpu.smem_per_block_optin));
+  }
+  *params = best;
+  return {};
+}
+
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
+  DescribeAxes(problem, &params);
+  params.channels = static_cast<int32_t>(problem.c);
+  params.gathered_channels = params.channels;
+  params.vector = 1;
+  params.filter_row = static_cast<int32_t>(problem.packed_row());
+  params.row_taps = static_cast<int32_t>(instance.any() ? problem.filter[2]
+                                                        : (problem.filter[2] + kTapsAtATime - 1) /
+                                                              kTapsAtATime * kTapsAtATime);
+  params.requantize = MakeRequantizeParams(problem);
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, &params, &launch->shared_bytes));
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  const int64_t resident = gpu.sm_count * CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
+  launch->ctas = ShareItems(resident, &params);
+  launch->out_dtype = problem.y_dtype;
+  // Whole items on whole SMs.
+  const int64_t ctas_of_sm = (launch->ctas + gpu.sm_count - 1) / gpu.sm_count;
+  const auto items = static_cast<double>(params.items_of_cta + (params.longer_ctas > 0));
+  const double issue = static_cast<double>(ctas_of_sm) * items * (kThreads / 32) *
+                       Instructions(instance, params) * params.axis[0].taps /
+                       (4 * gpu.cycles_per_us() * kIssueShare);
+  const auto out_bytes =
+      static_cast<double>(ByteWidth(problem.y_dtype)) * (problem.epilogue.residual ? 2 : 1);
+  const double bytes = static_cast<double>(problem.x_elements()) +
+                       static_cast<double>(problem.y_elements()) * out_bytes;
+  plan->kernel = &kernel;
+  plan->slices = 1;
+  plan->microseconds =
+      gpu.launch_us + std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), issue);
+  plan->params = std::move(launch);
+  return {};
+}
+
+std::vector<KernelDesc> MakeKernels() {
+  std::vector<KernelDesc> kernels;
+#define JAXCONV_ROW(op, dtype, variant)                                                  \
+  kernels.push_back({JAXCONV_NAME(op, depthwise_int8, dtype, variant), "depthwise_int8", \
+                     JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
+#define KERNEL(ops, types, variant, header, form, args, ...)           \
+  {                                                                    \
+    static constexpr Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                 \
+  }
+#include "cuda/depthwise_int8/kernels.def"
+#undef KERNEL
+#undef JAXCONV_ROW
+  return kernels;
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = MakeKernels();
+  return kernels;
+}
+
+}  // namespace jaxconv::depthwise_int8
