@@ -466,6 +466,28 @@ INT8 = [
     ),
     problem("int8_3d_few", (4, 5, 6), 3, c=4, k=32, padding=1),
 ]
+# NHWC alone.
+INT8_DEPTHWISE = [
+    problem("int8_depthwise", (9, 19), 3, c=80, k=80, groups=80, padding=1),
+    problem("int8_depthwise_5x5", (8, 15), 5, n=1, c=48, k=48, groups=48, padding=2),
+    problem("int8_depthwise_strided", (11, 19), 3, c=144, k=144, groups=144, padding=1, stride=2),
+    problem(
+        "int8_depthwise_5x5_strided", (9, 12), 5, c=32, k=32, groups=32, padding=2, stride=(1, 2)
+    ),
+    problem(
+        "int8_depthwise_dilated",
+        (9, 16),
+        (4, 7),
+        c=32,
+        k=32,
+        groups=32,
+        padding=((4, 1), (0, 3)),
+        dilation=(2, 1),
+        stride=(1, 3),
+    ),
+    problem("int8_depthwise_1d", (37,), 4, c=16, k=16, groups=16, padding=((3, 0),)),
+    problem("int8_depthwise_3d", (3, 5, 9), (2, 3, 3), n=1, c=16, k=16, groups=16, padding=1),
+]
 INT8_BY_NAME = {p.name: p for p in INT8}
 
 PROBLEMS = [*BASIC, *EDGE, *BATCHED, *LAYERS]

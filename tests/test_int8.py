@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from int8_reference import OUT_DTYPES, fma, operands, requantized, sums, terms
 from numerics import assert_exact, into_poison
-from problems import INT8, INT8_BY_NAME, Problem, problem
+from problems import INT8, INT8_BY_NAME, INT8_DEPTHWISE, Problem, problem
 
 from jaxconv import int8
 
@@ -24,7 +24,7 @@ def names(problems):
 
 
 def layouts(p: Problem) -> tuple[str, ...]:
-    return LAYOUTS if p.rank == 2 else LAYOUTS[:1]
+    return LAYOUTS if p.rank == 2 and p.groups != p.c else LAYOUTS[:1]
 
 
 def window(p: Problem) -> dict:
@@ -124,6 +124,18 @@ def test_sums(platform, p, x_dtype):
     for layout in layouts(p):
         actual = convolve(p, layout, x, w, out_dtype=jnp.int32)
         assert_exact(actual, expected, f"{p.name} {x_dtype} {layout}")
+
+
+@pytest.mark.parametrize("p", INT8_DEPTHWISE, ids=names(INT8_DEPTHWISE))
+def test_depthwise(platform, p):
+    """Filters of one channel each; channels are padded to multiples of 32."""
+    x, w = operands(p, np.int8)
+    acc, given = sums(p, x, w), terms(p, np.int8)
+    assert_exact(convolve(p, "NHWC", x, w, out_dtype=jnp.int32), acc, p.name)
+    actual = convolve(p, "NHWC", x, w, activation="relu", **given)
+    assert_exact(actual, requantized(acc, np.dtype(np.int8), activation="relu", **given), p.name)
+    shifted = int8.conv(x, w, out_dtype=jnp.int32, zero_point=3, **window(p))
+    assert_exact(shifted, sums(p, x.astype(np.int32) - 3, w), f"{p.name} zero point")
 
 
 @pytest.mark.parametrize("out", OUT_DTYPES)

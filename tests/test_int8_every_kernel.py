@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from int8_reference import OUT_DTYPES, nchw32, nhwc, operands, requantized, rows, sums, terms
 from numerics import TOGETHER, into_poison, mismatch
-from problems import INT8, Problem, problem
+from problems import INT8, INT8_DEPTHWISE, Problem, problem
 
 from jaxconv._src import int8_primitive, native
 from jaxconv._src.int8_primitive import Int8Spec
@@ -50,7 +50,7 @@ def case(p: Problem, x_dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def layouts(p: Problem) -> tuple[str, ...]:
-    return ("nhwc", "nchw32") if p.rank == 2 else ("nhwc",)
+    return ("nhwc", "nchw32") if p.rank == 2 and p.groups != p.c else ("nhwc",)
 
 
 def spec_of(p: Problem, instance: str, layout: str, out: str, *, whole: bool, of_image: bool):
@@ -145,7 +145,7 @@ def device(platform: str):
 @pytest.mark.parametrize(("platform_name", "instance", "x_dtype"), instances())
 def test_exact_or_refused(platform_name, instance, x_dtype):
     failures, accepted = [], 0
-    for number, p in enumerate(INT8):
+    for number, p in enumerate([*INT8, *INT8_DEPTHWISE]):
         # All types of results and both kinds of scales, over the problems.
         outs = ["s32", "s8", list(OUT_DTYPES)[number % len(OUT_DTYPES)]]
         specs = [
@@ -169,6 +169,11 @@ def tile(instance: str) -> tuple[int, int]:
 
 def steady(instance: str) -> list[Problem]:
     """At least three tiles a CTA, with tails; two tiles along n, or one that holds the filter."""
+    if "_depthwise_int8_" in instance:
+        stride = 2 if instance.endswith("_stride2") else 1
+        make = functools.partial(problem, n=14, c=272, k=272, groups=272, stride=stride)
+        extents = 35 * stride, 75 * stride  # twelve tiles at least, five of channels
+        return [make("3x3", extents, 3, padding=1), make("5x4", extents, (5, 4), padding=2)]
     tile_m, tile_n = tile(instance)
     width, images = 61, 3
     height = -(-(3 * SMS + 10) // 2 * tile_m // (images * width))

@@ -133,7 +133,7 @@ def conv(
         conv=canonical_conv(
             **window,
             padding=pairs,
-            groups=filters.groups,
+            groups=filters.groups_stored,
             in_spatial=in_spatial,
             window=filters.window,
             algorithm=arguments.algorithms(algorithm)[0],
@@ -210,7 +210,7 @@ class _Images:
         if packed and few:
             self.data = lax.slice_in_dim(self.data, 0, FEW, axis=4)
         elif not packed:
-            stored = self.filters.channels_stored * self.filters.groups
+            stored = self.filters.channels_stored * self.filters.groups_stored
             self.data = int8_layout.pad_axis(self.data, len(spatial) + 1, stored)
             if blocked:
                 self.data = int8_layout.to_nchw32(self.data)

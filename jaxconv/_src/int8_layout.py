@@ -77,7 +77,7 @@ class PackedFilter:
         data: int8 (K', L). Row k holds the weights of output channel k in the order (R, S, C') or,
             in NCHW32, (C' / 32, R, S, 32), and zeros up to L, the next multiple of 32. C' and K'
             are ``channels`` and ``features`` rounded up to multiples of 32, C' to 4 where there
-            are at most 4; the weights beyond are zero.
+            are at most 4; the weights beyond are zero. Of a depthwise filter C' is 1.
         window: extents of the window, such as (R, S).
         channels: input channels of one group.
         features: all output channels.
@@ -94,10 +94,22 @@ class PackedFilter:
     layout: str
 
     @property
+    def depthwise(self) -> bool:
+        """Whether it has one filter for each channel; then C' is 1 and all channels are padded."""
+        return self.groups > 1 and self.channels == 1 and self.groups == self.features
+
+    @property
     def channels_stored(self) -> int:
         """C': input channels of one group, padding included."""
+        if self.depthwise:
+            return 1
         few = self.groups == 1 and self.channels <= FEW
         return FEW if few else padded_channels(self.channels)
+
+    @property
+    def groups_stored(self) -> int:
+        """Groups, of a depthwise filter padding included."""
+        return self.features_stored if self.depthwise else self.groups
 
     @property
     def features_stored(self) -> int:
@@ -265,7 +277,8 @@ def pack_filter(
     Args:
         w: int8 filters in the order ``filter_format``: (R, S, C / groups, K) for "HWIO". For NHWC
             layers with one or three spatial axes "WIO" and "DHWIO".
-        groups: groups of channels; C / groups and K / groups are then multiples of 32.
+        groups: groups of channels; C / groups and K / groups are then multiples of 32, or, of NHWC,
+            both 1.
         layout: of the activations, "NHWC" (of any number of spatial axes) or "NCHW32".
         filter_format: the letters I and O, and the spatial letters in the order D, H, W.
 
@@ -299,12 +312,13 @@ def pack_filter(
     k, *window, c = w.shape
     if groups < 1 or k % groups:
         raise ValueError(f"groups: {groups} does not divide the {k} output channels of w")
-    if groups > 1 and (c % BLOCK or (k // groups) % BLOCK):
+    made = PackedFilter(w, tuple(window), c, k, groups, layout)
+    whole = c % BLOCK == 0 and (k // groups) % BLOCK == 0
+    if groups > 1 and not whole and not (made.depthwise and layout == "NHWC"):
         raise ValueError(
             f"w: expected input and output channels of a group in multiples of {BLOCK}, got {c} "
-            f"and {k // groups}, groups is {groups}"
+            f"and {k // groups}, groups is {groups}; of layout 'NHWC' one of each is taken too"
         )
-    made = PackedFilter(w, tuple(window), c, k, groups, layout)
     w = pad_axis(pad_axis(w, len(window) + 1, made.channels_stored), 0, made.features_stored)
     return dataclasses.replace(made, data=pack_rows(w, layout.lower()))
 

@@ -153,9 +153,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> MakeKernels() {
   std::vector<KernelDesc> kernels;
-#define JAXCONV_ROW(op, dtype, variant)                                                  \
-  kernels.push_back({JAXCONV_NAME(op, depthwise_int8, dtype, variant), "depthwise_int8", \
-                     JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
+#define JAXCONV_ROW(op, dtype, variant)                                                       \
+  kernels.push_back({JAXCONV_NAME(op, depthwise_int8, dtype, variant), "depthwise_int8",      \
+                     JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance}); \
+  kernels.back().on_request = true;
 #define KERNEL(ops, types, variant, header, form, args, ...)           \
   {                                                                    \
     static constexpr Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
