@@ -94,6 +94,51 @@ def test_a_dilated_input(native_cpu, dtype):
         check_all(jax.jit(f)(values), p, values, dtype)
 
 
+def drawn(rng) -> Problem | None:
+    """A random problem, or None where a tensor would be empty."""
+    rank, groups = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 4]))
+
+    def each(low, high):
+        return tuple(map(int, rng.integers(low, high, rank)))
+
+    p = problem(
+        "random",
+        each(1, 14 if rank < 3 else 7),
+        each(1, 4),
+        n=int(rng.integers(1, 5)),
+        c=groups * int(rng.choice([1, 2, 3, 8, 16])),
+        k=groups * int(rng.choice([1, 2, 3, 4, 8, 33, 160])),
+        groups=groups,
+        stride=each(1, 3),
+        dilation=each(1, 3),
+        padding=tuple(zip(each(-1, 3), each(-1, 3), strict=True)),
+        lhs_dilation=each(1, 3) if rng.random() < 0.3 else (1,) * rank,
+    )
+    cropped = [e + lo + hi for e, (lo, hi) in zip(p.spatial, p.padding, strict=True)]
+    return p if min(*p.canonical_shape("y"), *cropped) > 0 else None
+
+
+def test_random_problems(native_cpu, seed):
+    """By a kernel with the epilogue, or apart: exact on integers."""
+    rng = np.random.default_rng(seed)
+    taken = 0
+    problems = [p for p in (drawn(rng) for _ in range(32)) if p is not None]
+    for i, p in enumerate(problems):
+        values = operands(p, DTYPES[str(rng.choice(list(DTYPES)))], seed=seed + i)
+        terms = map(bool, rng.integers(0, 2, 3))
+        form = Epilogue(*terms, "relu6", pre=bool(rng.integers(0, 2)))
+        f = functools.partial(all_results, p, epilogue=form)
+        taken += any(epilogue for _, epilogue in instances(f, values))
+        with jax.default_device(jax.devices("cpu")[0]):
+            y, *pre = jax.jit(f)(values)
+        t = before_activation(p, values, form.terms).astype(np.float32)
+        label = f"--seed {seed}, {i}: {p} {form} {y.dtype}"
+        assert_exact(y, np.clip(t, 0, 6).astype(y.dtype), label)
+        for result in pre:
+            assert_exact(result, t.astype(y.dtype), f"{label} pre")
+    assert taken > len(problems) / 4
+
+
 def test_every_fprop_kernel_of_the_cpu_is_tested(native_cpu):
     floats = [n for n in native_cpu.kernels() if re.fullmatch(r"fprop_\w+_(f32|f16|bf16)", n)]
     assert set(floats) == set(OF_KERNEL)
