@@ -116,7 +116,7 @@ __device__ __forceinline__ void ConsumeRows(const RowParams& params, uint32_t ri
                                             const Barriers<Tile>& barriers, float scale_x,
                                             float scale_w) {
   const ToFloat16<T> to_float16(scale_x);
-  const Unscale unscale(scale_x, scale_w);
+  const RowUnscale<T> unscale(scale_x, scale_w);
   RingPlace<Tile::kStages> stage;
   RingPlace<Tile::kFilterSlots> slot;
   PixelReader<Tile, kWarpgroup> pixels(ring);

@@ -50,13 +50,24 @@ struct RowTarget {
   }
 };
 
+// Divides by the operands' scales; float16 has none, nor has a filter prepared from it.
+template <typename T>
+struct RowUnscale : Unscale {
+  using Unscale::Unscale;
+};
+template <>
+struct RowUnscale<__half> {
+  __device__ __forceinline__ RowUnscale(float, float) {}
+  __device__ __forceinline__ float operator()(float result) const { return result; }
+};
+
 // Of eight of a thread's columns in one of its rows, all points -> m pixels of the output. A
 // warpgroup's own accumulators are sums.point[p][first + 4 j + e]; the other's lie in shared memory,
 // 16 bytes for every two j.
-template <typename Out, class Tile, int kWarpgroup>
+template <typename Out, typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowSums<Tile>& sums,
                                              int first, uint32_t others, const RowTarget& target,
-                                             int32_t channel, const Unscale& unscale) {
+                                             int32_t channel, const RowUnscale<T>& unscale) {
   constexpr int m = Tile::m, kOwn = Tile::kOwnPoints;
   constexpr int kStorePairs = 8 / sizeof(Out);  // of columns, in a store of 16 bytes
   Out* const out = static_cast<Out*>(params.out) + target.offset + channel;
@@ -109,7 +120,7 @@ __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowS
 template <typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreRowTile(const RowParams& params, const RowTilePlace& place,
                                              const RowSums<Tile>& sums, uint32_t staging,
-                                             const Unscale& unscale) {
+                                             const RowUnscale<T>& unscale) {
   constexpr uint32_t kHalf = Tile::kSlotBytes / 2;
   const int lane = Lane(), warp = threadIdx.x / 32 % 4;
   const uint32_t mine = staging + kWarpgroup * kHalf + (warp * 32 + lane) * 16;
@@ -136,11 +147,11 @@ __device__ __forceinline__ void StoreRowTile(const RowParams& params, const RowT
       if (column >= params.columns) target.pixels = 0;
       const int first = kept * 16 + half * 2;
       if (params.out_is_f32) {
-        StoreColumns<float, Tile, kWarpgroup>(params, sums, first, others + half * 4096, target,
-                                              channel, unscale);
+        StoreColumns<float, T, Tile, kWarpgroup>(params, sums, first, others + half * 4096, target,
+                                                 channel, unscale);
       } else {
-        StoreColumns<T, Tile, kWarpgroup>(params, sums, first, others + half * 4096, target,
-                                          channel, unscale);
+        StoreColumns<T, T, Tile, kWarpgroup>(params, sums, first, others + half * 4096, target,
+                                             channel, unscale);
       }
     }
   }
