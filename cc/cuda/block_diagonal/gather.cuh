@@ -14,12 +14,12 @@
 // filled.
 //
 // Tile: up to 16 kBlocksM positions a strip, of any rows x columns or of several whole maps, and 64
-// channels. Warp w has the block
-// of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A is ldmatrix of the box itself, whose
-// pixels are rows of 128 bytes (tile.cuh); B lies in shared memory as mma.sync takes it, 16 bytes a
-// lane. Its zeros are written once, the groups' elements when the channels change:
+// channels. Warp w has the block of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A is
+// ldmatrix of the box itself, whose pixels are rows of 128 bytes (tile.cuh); B lies in shared memory as
+// mma.sync takes it, 16 bytes a lane. Its zeros are written once, the groups' elements when the channels
+// change:
 //
-//     stage 0: box | stage 1: box | B [block][tap][fragment][lane] | positions
+//     stage 0: box | stage 1: box | B [block][tap][fragment][lane] | tables
 //
 // B's columns are permuted so that a lane ends with kBlock / 4 neighbouring channels of a pixel.
 // Of a tap and 16 positions x 16 channels: 4 wavefronts of ldmatrix, 2 products, and 4 / kBlocksM

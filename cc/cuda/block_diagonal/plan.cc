@@ -135,7 +135,7 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
   const double steps = static_cast<double>(instance.block) / 16;
-  return {fixed + taps * (3 + steps * columns / 2 + blocks * (1 + steps * (1 + columns))) +
+  return {fixed + taps * (3 + steps * columns / 2 + blocks * steps * (1 + columns)) +
               blocks * 2 * kStoreInstructions,
           blocks * taps * steps * columns};
 }

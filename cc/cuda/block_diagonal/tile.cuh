@@ -86,7 +86,7 @@ __device__ __forceinline__ bool InTile(uint32_t limits, uint32_t row_column) {
 
 // Begins to copy the box of a tile under a tap of the depth and, where a box has the pixels of one filter
 // row, of the rows; zeros where the gathered tensor has no element. HaloParams::vector holds. The common
-// FillBox spends twice the instructions on a chunk.
+// FillBox, which looks nothing up, spends 21 instructions on a chunk instead of 15.
 template <typename T>
 __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& tile,
                                         int32_t depth_tap, int32_t row_tap, uint32_t table,

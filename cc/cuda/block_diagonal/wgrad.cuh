@@ -8,7 +8,7 @@
 // Warp w has 16 channels c, the kBlock channels k of their block, and every second 16 positions of the
 // tile; the sums of kRows x kColumns taps stay in registers (3x3: 72, of kBlock 32 144):
 //
-//     stage 0: x box | dy tile | stage 1: x box | dy tile | a pixel of zeros | positions of x, of dy
+//     stage 0: x box | dy tile | stage 1: x box | dy tile | a pixel of zeros | tables
 //
 // Positions outside of the output have zeros of dy, and of x read that pixel, so that no Inf of x meets
 // a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock / 8
