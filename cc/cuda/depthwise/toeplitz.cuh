@@ -305,8 +305,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const uint32_t box = SharedAddress(dynamic), planes = box + params.stage_bytes;
   const Epilogue epilogue(params.epilogue);
-  // C = K is a multiple of 8; known, it saves the registers of other channels' steps.
-  if (params.reduce != 1 || params.vector == 0) __builtin_unreachable();
+  // C = K is a multiple of 8: what FillBox and Cursor have for others falls away.
+  HaloParams known = params;
+  known.vector = known.reduce = 1;
   const uint32_t zero = params.repeat.divisor - 1;
 
   int32_t held = -1;  // the first channel, counted over all filters, whose taps the band has
@@ -317,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   };
   auto fill = [&](const Cursor& cursor, int32_t row) {
     if (!cursor.Done()) {
-      FillBox<T, P>(params, TilePlace(params, cursor.item, Tag::kChannels), cursor.step, row,
+      FillBox<T, P>(known, TilePlace(known, cursor.item, Tag::kChannels), cursor.step, row,
                     rows_from(row), dynamic);
     }
     CopyAsyncCommit();
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   float sums[8][Tag::kProducts][4] = {};
   while (!at.Done()) {
     Cursor next = at;
-    next.Next(params, 1);
+    next.Next(known, 1);
     const TilePlace tile(params, at.item, Tag::kChannels);
     for (int32_t row = 0;; row += params.stage_rows) {
       CopyAsyncWait<0>();
