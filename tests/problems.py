@@ -374,6 +374,9 @@ WINOGRAD = [
     problem("winograd_groups", (8, 9), 3, c=72, k=120, groups=3, padding=2),
     problem("winograd_wide_groups", (7, 30), 3, c=128, k=128, groups=2, padding=((1, 1), (2, 0))),
     problem("winograd_cropped", (15, 14), 3, c=48, k=32, padding=((-2, 1), (0, -3))),
+    # Channels in multiples of 16: clusters pair blocks of tiles, and of columns.
+    problem("winograd_pairs_of_tiles", (35, 46), 3, c=144, k=16, padding=1),
+    problem("winograd_pairs_of_columns", (9, 13), 3, c=80, k=272, padding=1),
 ]
 
 # Both operands carry a batch axis: per-example filters, and what per-example gradients become.
