@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxconv._src.fuse_graph import Graph
+from jaxconv._src.fuse_graph import Graph, type_of
 
 # A name of the contract, or the name and a slope.
 Activation = str | tuple[str, float]
@@ -51,11 +51,13 @@ def find(graph: Graph, x: Var) -> tuple[Var, Activation] | None:
                 if len(eqn.outvars) != 1 or eqn.outvars[0] in reached:
                     continue
                 (out,) = eqn.outvars
-                if getattr(out.aval, "shape", None) != x.aval.shape:
+                if getattr(type_of(out), "shape", None) != type_of(x).shape:
                     continue
                 reached.add(out)
                 after.append(out)
-                if out.aval.dtype == x.aval.dtype and (activation := classify(graph, out, x)):
+                if type_of(out).dtype == type_of(x).dtype and (
+                    activation := classify(graph, out, x)
+                ):
                     found = out, activation
         frontier = after
     return found
@@ -140,7 +142,7 @@ def _near(number: float | None, expected: float, x: Any) -> bool:
     """Whether a number of the program is ``expected``, in the precision of ``x``."""
     if number is None:
         return False
-    return abs(number - expected) <= 2 * float(jnp.finfo(x.aval.dtype).eps) * abs(expected)
+    return abs(number - expected) <= 2 * float(jnp.finfo(type_of(x).dtype).eps) * abs(expected)
 
 
 def _factors(graph: Graph, atom: Any, x: Any) -> tuple[float, list[Any]]:
@@ -150,7 +152,9 @@ def _factors(graph: Graph, atom: Any, x: Any) -> tuple[float, list[Any]]:
         return number, []
     atom = graph.source(atom)
     eqn = None if _same(graph, atom, x) else graph.producer(atom)
-    name = eqn.primitive.name if eqn is not None else ""
+    if eqn is None:
+        return 1.0, [atom]
+    name = eqn.primitive.name
     if name == "mul":
         (a, left), (b, right) = (_factors(graph, operand, x) for operand in eqn.invars)
         return a * b, left + right
@@ -260,6 +264,8 @@ def _selected(graph: Graph, eqn: Any, x: Any) -> Activation | None:
 def _product(graph: Graph, atom: Any, x: Any) -> Activation | None:
     """silu, gelu, hard_swish and the sigmoid of exp."""
     eqn = graph.producer(atom)
+    if eqn is None:
+        return None
     if eqn.primitive.name == "div":
         dividend, divisor = eqn.invars
         z = _one_plus(graph, divisor, x)

@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn, Var
 from jaxconv._src import fuse_activations, fuse_convolution
 from jaxconv._src.fuse_activations import Activation
 from jaxconv._src.fuse_convolution import Convolution
-from jaxconv._src.fuse_graph import IDENTITIES, Graph, Vector, is_float, renumbered_axis
+from jaxconv._src.fuse_graph import IDENTITIES, Graph, Vector, is_float, renumbered_axis, type_of
 
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -154,7 +154,7 @@ def _elementwise(graph: Graph, value: Var) -> bool:
     eqns = (graph.eqns[i] for i in graph.uses(value))
     return any(
         eqn.primitive.name not in fuse_convolution.NAMES
-        and any(getattr(v.aval, "shape", None) == value.aval.shape for v in eqn.outvars)
+        and any(getattr(type_of(v), "shape", None) == type_of(value).shape for v in eqn.outvars)
         for eqn in eqns
     )
 
@@ -162,7 +162,7 @@ def _elementwise(graph: Graph, value: Var) -> bool:
 def _step(graph: Graph, chain: Chain, taken: Set[int]) -> Chain | str:
     """The chain with one operation more, or why there is none."""
     value = chain.out
-    if chain.activation is None and is_float(value.aval.dtype):
+    if chain.activation is None and is_float(type_of(value).dtype):
         found = fuse_activations.find(graph, value)
         if found is not None and graph.index(found[0]) not in taken:
             out, activation = found
@@ -204,7 +204,7 @@ def _identity(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain
 
 
 def _convert(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain | str:
-    before, after = chain.out.aval.dtype, eqn.outvars[0].aval.dtype
+    before, after = type_of(chain.out).dtype, type_of(eqn.outvars[0]).dtype
     if not is_float(after):
         return f"a conversion to {np.dtype(after).name} follows"
     widened = _WIDTH[np.dtype(after).name] > _WIDTH[np.dtype(before).name]
@@ -213,7 +213,7 @@ def _convert(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain 
 
 def _reshape(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain | str:
     (out,) = eqn.outvars
-    before, after = chain.out.aval.shape, out.aval.shape
+    before, after = type_of(chain.out).shape, type_of(out).shape
     axis = renumbered_axis(before, after, chain.axis)
     reordered = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
     if len(eqn.invars) > 1 or axis is None or reordered:
@@ -234,19 +234,19 @@ def _affine(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain |
     (out,) = eqn.outvars
     if chain.activation is not None:
         return f"{name} follows the activation"
-    if out.aval.shape != chain.out.aval.shape:
+    if type_of(out).shape != type_of(chain.out).shape:
         return f"{name} with an array of another shape follows"
     first = eqn.invars[0] is chain.out
     other = eqn.invars[1] if first else eqn.invars[0]
     after = dataclasses.replace(chain, out=out, last=max(chain.last, position), widened=False)
-    vector = graph.channel_vector(other, chain.out.aval.shape, chain.axis)
+    vector = graph.channel_vector(other, type_of(chain.out).shape, chain.axis)
     if vector is None:
         return _with_residual(after, name, other)
     if name == "div" and not first:
         return "a number divided by it follows"
     if chain.residual is not None and (name in ("mul", "div") or (name == "sub" and not first)):
         return "a scale follows the residual"
-    if chain.residual is not None and chain.out.aval.dtype == np.float32:
+    if chain.residual is not None and type_of(chain.out).dtype == np.float32:
         return "a bias follows the residual in float32, and another order would round differently"
     op = "rsub" if name == "sub" and not first else name
     return dataclasses.replace(after, terms=(*chain.terms, Term(op, vector)))
@@ -255,7 +255,7 @@ def _affine(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain |
 def _with_residual(after: Chain, name: str, other: Any) -> Chain | str:
     if name != "add":
         return f"{name} with an array that is no vector of channels follows"
-    if other.aval.shape != after.out.aval.shape:
+    if type_of(other).shape != type_of(after.out).shape:
         return "a sum with an array that is neither a vector of channels nor of its shape follows"
     if after.residual is not None:
         return "a second residual follows"
@@ -284,27 +284,27 @@ _RULES: dict[str, Callable[[Graph, Chain, JaxprEqn, int], Chain | str]] = {
 
 def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
     """The fusion of a chain, or why the chain must be shorter; "" where nothing is lost by it."""
-    operand, out = conv.x.aval.dtype, chain.out.aval.dtype
+    operand, out = type_of(conv.x).dtype, type_of(chain.out).dtype
     if chain.widened:
         return ""  # the conversion reads half as much as the call would write
     (whole,) = graph.eqns[conv.position].outvars
     if out not in (operand, np.float32):
         return f"a conversion to {np.dtype(out).name} follows"
-    if _WIDTH[np.dtype(out).name] > _WIDTH[np.dtype(whole.aval.dtype).name]:
+    if _WIDTH[np.dtype(out).name] > _WIDTH[np.dtype(type_of(whole).dtype).name]:
         # XLA computes it where it is used, and reads half as much.
         return f"it goes on in {np.dtype(out).name}"
     values = [whole, *(graph.eqns[i].outvars[0] for i in chain.taken)]
-    if chain.rounds_more and all(v.aval.dtype == np.float32 for v in values):
+    if chain.rounds_more and all(type_of(v).dtype == np.float32 for v in values):
         return "a division by a vector in float32 would be rounded once more"
     residual = chain.residual
-    if residual is not None and residual.aval.dtype != out:
+    if residual is not None and type_of(residual).dtype != out:
         converted = graph.producer(residual)
         if converted is None or converted.primitive.name != "convert_element_type":
             converted = None
         source = converted.invars[0] if converted is not None else residual
-        if source.aval.dtype != out or residual.aval.dtype != np.float32:
+        if type_of(source).dtype != out or type_of(residual).dtype != np.float32:
             return (
-                f"the residual is {np.dtype(residual.aval.dtype).name}, "
+                f"the residual is {np.dtype(type_of(residual).dtype).name}, "
                 f"the result {np.dtype(out).name}"
             )
         residual = source
@@ -312,13 +312,13 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
     keeps_pre = False
     if chain.pre is not None:
         pre = chain.pre
-        keeps_pre = pre.aval.dtype == out
+        keeps_pre = type_of(pre).dtype == out
         if keeps_pre:
             redirected = [i for i in graph.uses(pre) if _comparable(graph, i, chain)]
         elif _kept(graph, chain):
             return (
-                f"the activation's operand, {np.dtype(pre.aval.dtype).name}, has other uses and "
-                f"would be rounded to {np.dtype(out).name}"
+                f"the activation's operand, {np.dtype(type_of(pre).dtype).name}, has other uses "
+                f"and would be rounded to {np.dtype(out).name}"
             )
     return Fusion(conv, chain, residual, tuple(redirected), keeps_pre)
 

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxconv._src import canonical, compat, fused, lax_lowering, lowering, native
 from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fuse_graph import Graph, is_float
+from jaxconv._src.fuse_graph import Graph, is_float, type_of
 from jaxconv._src.spec import ConvSpec, Op
 
 # Primitives that convolve forward, or may.
@@ -36,12 +36,12 @@ def find(graph: Graph, position: int) -> Convolution | str:
     """A convolution that a call with an epilogue computes, or why there is none."""
     eqn = graph.eqns[position]
     x, w = eqn.invars
-    shapes = [a.aval.shape for a in (x, w, *eqn.outvars)]
+    shapes = [type_of(a).shape for a in (x, w, *eqn.outvars)]
     if not all(compat.is_constant_shape(s) for s in shapes):
         return "symbolic shape"
     if any(0 in s for s in shapes):
         return lowering.EMPTY
-    dtypes = [a.aval.dtype for a in (x, w, *eqn.outvars)]
+    dtypes = [type_of(a).dtype for a in (x, w, *eqn.outvars)]
     if not all(is_float(d) for d in dtypes) or dtypes[0] != dtypes[1]:
         return f"no fused kernel for {', '.join(np.dtype(d).name for d in dtypes)}"
     if eqn.primitive.name == "conv_general_dilated":
@@ -64,12 +64,11 @@ def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> Conv
         algorithm = lowering.algorithms_of_lax()
     convolution = lax_lowering.conv_parameters(*([algorithm] if algorithm else []), **eqn.params)
     made = graph.producer(eqn.invars[1])
-    backward = made is not None and made.primitive.name == "rev"
+    turned = made.params["dimensions"] if made and made.primitive.name == "rev" else ()
     form = canonical.forms(
         convolution,
         *shapes,
-        filter_reversed=backward
-        and sorted(made.params["dimensions"]) == sorted(convolution.rhs_spec[2:]),
+        filter_reversed=bool(turned) and sorted(turned) == sorted(convolution.rhs_spec[2:]),
     )[0]
     if form.op is not Op.FPROP or form.batch > 1 or form.pointwise:
         return f"it is computed as {form.op.value}, which has no epilogue"
@@ -92,7 +91,7 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
     Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
     XLA finishes. In 16 bits, writing and reading these costs more than the program's operations.
     """
-    operands = conv.x.aval, conv.w.aval
+    operands = type_of(conv.x), type_of(conv.w)
     if operands[0].dtype == np.float32:
         return ""
     sizes = conv.spec.sizes(Op.FPROP, *(aval.shape for aval in operands))

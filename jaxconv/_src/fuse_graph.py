@@ -24,6 +24,11 @@ def is_float(dtype: Any) -> bool:
     return np.dtype(dtype).name in ("float16", "bfloat16", "float32")
 
 
+def type_of(atom: Any) -> Any:
+    """An atom's type, with its shape and dtype (JAX annotates ``aval`` as a class without them)."""
+    return atom.aval
+
+
 class Graph:
     """Which equation makes each variable, and which use it.
 
@@ -91,9 +96,9 @@ class Graph:
             number = self.constant(eqn.invars[0])
             if number is None:
                 return None
-            if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+            if not jnp.issubdtype(type_of(eqn.outvars[0]).dtype, jnp.floating):
                 return None
-            return float(np.asarray(number).astype(eqn.outvars[0].aval.dtype))
+            return float(np.asarray(number).astype(type_of(eqn.outvars[0]).dtype))
         if np.size(value) != 1 or not jnp.issubdtype(jnp.result_type(value), jnp.number):
             return None
         if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
@@ -113,7 +118,7 @@ class Graph:
         """
         casts: list[np.dtype] = []
         while True:
-            aval = atom.aval
+            aval = type_of(atom)
             if aval.shape == () or math.prod(aval.shape) == 1:
                 return Vector(atom, tuple(reversed(casts)))
             if len(aval.shape) == len(shape):
@@ -129,7 +134,7 @@ class Graph:
             elif eqn.primitive.name == "broadcast_in_dim":
                 (atom, *dynamic) = eqn.invars
                 places = eqn.params["broadcast_dimensions"]
-                extended = [p for p, e in zip(places, atom.aval.shape, strict=True) if e > 1]
+                extended = [p for p, e in zip(places, type_of(atom).shape, strict=True) if e > 1]
                 if dynamic or extended not in ([], [axis]):
                     return None
                 return Vector(atom, tuple(reversed(casts)))

@@ -28,7 +28,7 @@ from jaxconv._src import (
     record,
 )
 from jaxconv._src.fuse_chain import Fusion
-from jaxconv._src.fuse_graph import Graph
+from jaxconv._src.fuse_graph import Graph, type_of
 
 _JITTED = ("jit", "pjit")
 
@@ -208,17 +208,17 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
     """
     conv, chain = call.fusion.conv, call.fusion.chain
     (whole,) = graph.eqns[conv.position].outvars
-    channels = whole.aval.shape[conv.channel_axis]
+    channels = type_of(whole).shape[conv.channel_axis]
     vectors = [t.vector.atom for t in chain.terms if t.vector is not None]
     residual = [] if call.fusion.residual is None else [call.fusion.residual]
     w = conv.w
     folded = None if extra is None else _folded_filter(graph, call.fusion, channels)
     if folded is not None and extra is not None:
-        w = compat.variable(conv.w.aval)
+        w = compat.variable(type_of(conv.w))
         extra[w] = folded
 
     scaled, shifted = chain.scales and folded is None, chain.shifts
-    out_dtype = chain.out.aval.dtype
+    out_dtype = type_of(chain.out).dtype
     name, slope = epilogue.parse_activation(chain.activation)
     form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, pre=call.pre is not None)
     if reason := fuse_convolution.slower(conv, form, out_dtype):
@@ -226,12 +226,12 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
 
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
         scale, bias = fuse_chain.affine(chain.terms, vectors, channels)
-        given = {"scale": scale, "bias": bias}
+        given: dict[str, Any] = {"scale": scale, "bias": bias}
         if residual:
-            given["residual"] = residual[0].reshape(whole.aval.shape)
+            given["residual"] = residual[0].reshape(type_of(whole).shape)
         terms = {term: given[term] for term in form.terms}
         results = fused.bind(x, w, terms, spec=conv.spec, epilogue=form, out_dtype=out_dtype)
-        return [r.reshape(v.aval.shape) for r, v in zip(results, call.outvars, strict=True)]
+        return [r.reshape(type_of(v).shape) for r, v in zip(results, call.outvars, strict=True)]
 
     try:
         eqns = _traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
@@ -262,10 +262,11 @@ def _traced(
         return function(*jax.tree.unflatten(tree, given))
 
     with compat.located_at(graph.eqns[position]):
-        closed = jax.make_jaxpr(of_atoms)(*(a.aval for a in atoms))
+        closed = jax.make_jaxpr(of_atoms)(*(type_of(a) for a in atoms))
     jaxpr = compat.open_jaxpr(closed)
     if jaxpr.constvars or any(
-        not compat.same_type(v.aval, o.aval) for v, o in zip(jaxpr.outvars, outvars, strict=True)
+        not compat.same_type(type_of(v), type_of(o))
+        for v, o in zip(jaxpr.outvars, outvars, strict=True)
     ):
         raise TypeError("the call's results have another type")
     names: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
@@ -302,7 +303,7 @@ def _inlined(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
                 continue
             outvars = eqn.outvars
             if callers:
-                outvars = [compat.variable(v.aval) for v in eqn.outvars]
+                outvars = [compat.variable(type_of(v)) for v in eqn.outvars]
                 names.update(zip(eqn.outvars, outvars, strict=True))
                 for caller in reversed(callers):
                     eqn = compat.within(caller, eqn)
@@ -350,7 +351,7 @@ def _with_calls(
         outvars = (chain.out, chain.pre) if fusion.keeps_pre and chain.pre else (chain.out,)
         calls[fusion.position] = _Call(fusion, outvars, notes[position])
         dropped |= {position, *chain.taken}
-        if chain.pre is not None and chain.pre.aval.shape == chain.out.aval.shape:
+        if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
             redirected |= {i: (chain.pre, chain.out) for i in fusion.redirected}
     items: list[JaxprEqn | _Call] = []
     for position, eqn in enumerate(graph.eqns):
@@ -384,7 +385,7 @@ def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | N
             vector = _evaluated(graph, term.vector.atom)
             if vector is None and term.op not in ("add", "sub", "rsub"):
                 return None
-            vectors.append(jnp.zeros(term.vector.atom.aval.shape) if vector is None else vector)
+            vectors.append(jnp.zeros(type_of(term.vector.atom).shape) if vector is None else vector)
         if w is None:
             return None
         scale, _ = fuse_chain.affine(terms, vectors, channels)
