@@ -128,9 +128,8 @@ def test_activations_are_accurate(platform, activation):
     magnitudes = np.concatenate([np.zeros(8), np.geomspace(1e-6, 10, 504)]).astype(np.float32)
     x = np.concatenate([magnitudes, -magnitudes]).reshape(8, 8, 16)
     w = np.eye(16, dtype=np.float32)[None, None]
-    y = np.asarray(
-        jax.jit(functools.partial(jaxconv.conv, activation=activation))(x[None], w)[0]
-    ).astype(np.float64)
+    call = functools.partial(jaxconv.conv, activation=activation, precision="highest")
+    y = np.asarray(jax.jit(call)(x[None], w)[0]).astype(np.float64)
     exact = defined(activation, x.astype(np.float64))
     allowed = 1e-6 * np.abs(exact)
     if platform == "cuda":  # exp magnifies the error of a large argument, whose result is small
@@ -209,8 +208,9 @@ def test_gradients_are_those_of_the_parts(platform, activation, dtype):
         y = f(**values).astype(np.float32)
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
 
-    got = jax.jit(jax.grad(functools.partial(loss, together)))(values)
-    wanted = jax.jit(jax.grad(functools.partial(loss, parts)))(values)
+    with jax.default_matmul_precision("highest"):  # a GPU's float32 would be TF32
+        got = jax.jit(jax.grad(functools.partial(loss, together)))(values)
+        wanted = jax.jit(jax.grad(functools.partial(loss, parts)))(values)
     tolerance = 1e-5 if dtype == "float32" else 3e-2
     for name, gradient in got.items():
         assert gradient.dtype == values[name].dtype

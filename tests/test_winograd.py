@@ -139,6 +139,9 @@ def check_exact(p, dtype, algorithm: str, layout: str = "last") -> None:
             # A few sums of its output transform need more than 24 bits. M is a multiple of 1/256
             # and A^T of 2: a mistake in any element of U, V or M is one of at least 1/64.
             assert np.abs(result - right).max() < 1 / 256, repro
+        elif algorithm == "winograd_f4x3" and jax.default_backend() == "gpu":
+            # XLA's sums on an H200 are off in the last bit of float32; a mistake is one of a unit.
+            assert np.abs(result - right).max() <= 1e-6 * np.abs(right).max(), repro
         else:
             assert_exact(result, right, repro)
 

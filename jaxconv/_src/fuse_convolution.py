@@ -89,7 +89,10 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
     """Why a call would be slower than the program, or "".
 
     Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
-    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations.
+    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations. A
+    kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
+    its result. That is half of what the epilogue adds to the prediction of XLA's own convolution,
+    where the pass reads float32 sums.
     """
     operands = type_of(conv.x), type_of(conv.w)
     if operands[0].dtype == np.float32:
@@ -104,6 +107,17 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
             platform, conv.spec, sizes, operands[0].dtype, form, np.dtype(out_dtype)
         )
         if chosen.instance is not None:
+            plain, _ = lowering.select(
+                platform, Op.FPROP, conv.spec, sizes, operands[0].dtype, np.dtype(out_dtype)
+            )
+            one_pass = (chosen.xla_microseconds - plain.xla_microseconds) / 2
+            apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
+            known = plain.microseconds > 0 and plain.xla_microseconds > 0
+            if known and apart < chosen.microseconds:
+                return (
+                    f"{chosen.instance} is predicted to take {chosen.microseconds:.1f} us, the "
+                    f"convolution and XLA's pass over its result {apart:.1f} us"
+                )
             return ""
         found += chosen.refusals
     return f"no kernel computes {' '.join(form.words)} here: {lowering.reasons(found)}"

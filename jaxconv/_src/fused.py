@@ -115,7 +115,7 @@ def bind(
     common = compat.wider_dtype(x.dtype, w.dtype)
     kernel_dtype = np.dtype(compat.wider_dtype(common, out_dtype))
     wide = accumulator_dtype(kernel_dtype)
-    lowering.check_algorithm(Op.FPROP, spec, x.shape, w.shape, common, wide)
+    _check_algorithm(spec, epilogue, x.shape, w.shape, common, kernel_dtype)
     dtypes = {"x": common, "w": common, "scale": wide, "bias": wide, "residual": kernel_dtype}
     operands = [
         a if a.dtype == dtypes[name] else lax.convert_element_type(a, dtypes[name])
@@ -124,6 +124,27 @@ def bind(
     operands = compat.match_varying(*operands)
     y, *rest = conv_fused_p.bind(*operands, spec=spec, epilogue=epilogue, out_dtype=kernel_dtype)
     return [y if kernel_dtype == out_dtype else lax.convert_element_type(y, out_dtype), *rest]
+
+
+def _check_algorithm(
+    spec: ConvSpec,
+    epilogue: Epilogue,
+    x_shape: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    operand_dtype: np.dtype,
+    out_dtype: np.dtype,
+) -> None:
+    """``lowering.check_algorithm`` of a call that computes the epilogue, or of the parts.
+
+    An instance with an epilogue takes no plain convolution, and the reverse.
+    """
+    if spec.algorithm_of(Op.FPROP) not in lowering.UNCONDITIONAL:
+        sizes = spec.sizes(Op.FPROP, x_shape, w_shape)
+        for platform in lowering.PLATFORMS:
+            if select(platform, spec, sizes, operand_dtype, epilogue, out_dtype)[0].instance:
+                return
+    wide = accumulator_dtype(out_dtype)
+    lowering.check_algorithm(Op.FPROP, spec, x_shape, w_shape, operand_dtype, wide)
 
 
 def apart(*operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype) -> list[jax.Array]:

@@ -27,6 +27,26 @@ Status UnknownAlgorithm(std::string_view algorithm) {
   return Status::InvalidArgument(message + "), got '" + std::string(algorithm) + "'");
 }
 
+// What an epilogue takes beside the plain kernel and the bytes of its operands. Nanoseconds of an SM for
+// an output, measured on an H200 (docs/notes/igemm_wgmma.md): applied to the fragments, staged through
+// shared memory, and staged by a pingpong kernel, whose other warpgroup hides little of it.
+double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu) {
+  const Epilogue& epilogue = problem.epilogue;
+  const std::string_view name = kernel.name, family = kernel.family;
+  auto has = [&](const char* part) { return name.find(part) != std::string_view::npos; };
+  const bool clamps = epilogue.activation == Activation::kNone ||
+                      epilogue.activation == Activation::kRelu ||
+                      epilogue.activation == Activation::kRelu6;
+  const bool fragments = family == "igemm_wgmma" && kernel.dtype != DType::kF32 && clamps &&
+                         !epilogue.residual && !epilogue.pre &&
+                         (has("_cooperative") || has("_swap_ab"));
+  const bool pingpong = has("_pingpong");
+  double nanoseconds = fragments ? 0.05 : pingpong ? 0.55 : family == "depthwise" ? 0.2 : 0.1;
+  if (epilogue.residual) nanoseconds += pingpong ? 0.7 : 0.03;
+  if (!clamps) nanoseconds += 0.25;
+  return static_cast<double>(problem.y_elements()) / gpu.sm_count * nanoseconds / 1000;
+}
+
 // Whether the kernel runs on the GPU and takes the problem.
 Status Try(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
   if (gpu.compute_capability() < kernel.min_cc || gpu.compute_capability() > kernel.max_cc) {
@@ -67,6 +87,7 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
       selection->refusals.push_back({kernel.name, status.message()});
       continue;
     }
+    if (fused) plan.microseconds += EpilogueMicroseconds(kernel, problem, gpu);
     // Strictly faster: of equals the earlier instance wins, whatever the platform's library.
     if (selection->instance.empty() || plan.microseconds < selection->microseconds) {
       selection->instance = kernel.name;
