@@ -181,7 +181,6 @@ def operand_cases() -> Iterator[Case]:
 
 # --- parameters of conv ---------------------------------------------------------------------------
 
-SAME_PAIRS = ((1, 1), (0, 1))
 PARAMETERS: dict[str, list[tuple[Any, Any]]] = {
     "stride": [
         (2, in_lax(stride=(2, 2))),

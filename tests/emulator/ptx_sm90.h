@@ -225,12 +225,6 @@ void ReadOperand(uint64_t descriptor, int rows, Value* values) {
   }
 }
 
-// What a warp issues: kRegisters accumulators a lane; A in shared memory or in four registers.
-template <size_t kRegisters>
-struct WgmmaOfLane {
-  const Registers<kRegisters>* d;
-  uint32_t a[4];
-};
 template <class TypeA, class TypeB, bool kFromRegisters, bool kMnMajorA, bool kMnMajorB,
           size_t kRegisters>
 void RunWgmma(const WarpgroupOperation& operation) {

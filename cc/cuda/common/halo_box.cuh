@@ -243,26 +243,6 @@ __device__ __forceinline__ void FillWalked(const HaloParams& params, const TileP
   }
 }
 
-// kCount neighbouring channels of an output, all inside and aligned for 16 bytes, or all of 8.
-template <typename Out, int kCount, class Epilogue>
-__device__ __forceinline__ void StoreChannels(const HaloParams& params, const Epilogue& epilogue,
-                                              int64_t row, int32_t channel,
-                                              const float (&sum)[kCount]) {
-  const int64_t at = row * params.channels + channel;
-  alignas(16) Out elements[kCount];
-#pragma unroll
-  for (int c = 0; c < kCount; ++c) {
-    const OutputPlace place{at + c, static_cast<int32_t>(row), channel + c, true};
-    elements[c] = FromFloat<Out>(epilogue.template operator()<Out>(sum[c], place));
-  }
-  using Piece = std::conditional_t<sizeof(elements) == 8, uint2, uint4>;
-  Piece pieces[sizeof(elements) / sizeof(Piece)];
-  memcpy(pieces, elements, sizeof(elements));
-  auto* out = reinterpret_cast<Piece*>(static_cast<Out*>(params.out) + at);
-#pragma unroll
-  for (int i = 0; i < int{sizeof(elements) / sizeof(Piece)}; ++i) out[i] = pieces[i];
-}
-
 // Enqueues the kernel of a plan; `params` is the plan's block with its pointers set.
 template <auto kKernel, class Params>
 Status LaunchHalo(const Plan& plan, const Params& params, void* stream) {

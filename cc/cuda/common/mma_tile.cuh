@@ -71,7 +71,6 @@ __device__ __forceinline__ void Unroll(Body&& body) {
 template <typename T, int kExtent, int kTileKBytes, bool kMnMajor_>
 struct OperandTile {
   static constexpr bool kMnMajor = kMnMajor_;
-  static constexpr int kChunkElements = 16 / sizeof(T);
   static constexpr int kTileK = kTileKBytes / sizeof(T);
   static constexpr int kRows = kMnMajor ? kTileK : kExtent;
   static constexpr int kRowBytes = kMnMajor ? kExtent * int{sizeof(T)} : kTileKBytes;

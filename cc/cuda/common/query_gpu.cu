@@ -43,11 +43,4 @@ Status QueryGpu(int ordinal, Gpu* gpu) {
   return {};
 }
 
-Status CurrentDevice(int* ordinal) {
-  if (cudaError_t error = cudaGetDevice(ordinal); error != cudaSuccess) {
-    return Failed("current CUDA device", error);
-  }
-  return {};
-}
-
 }  // namespace jaxconv

@@ -11,9 +11,6 @@ namespace jaxconv {
 // GPU: an error, nothing else.
 Status QueryGpu(int ordinal, Gpu* gpu);
 
-// The current device's ordinal.
-Status CurrentDevice(int* ordinal);
-
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_COMMON_QUERY_GPU_H_

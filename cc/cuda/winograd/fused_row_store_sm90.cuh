@@ -3,12 +3,12 @@
 #ifndef JAXCONV_CUDA_WINOGRAD_FUSED_ROW_STORE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FUSED_ROW_STORE_SM90_CUH_
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/common/element.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -17,23 +17,6 @@
 #include "cuda/winograd/transform.cuh"
 
 namespace jaxconv::winograd {
-
-template <typename Out>
-__device__ __forceinline__ uint32_t PackOutputs(float first, float second);
-template <>
-__device__ __forceinline__ uint32_t PackOutputs<__half>(float first, float second) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
-  return word;
-}
-template <>
-__device__ __forceinline__ uint32_t PackOutputs<__nv_bfloat16>(float first, float second) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  uint32_t word;
-  memcpy(&word, &pair, sizeof(word));
-  return word;
-}
 
 // Where a thread's row of the tile goes: the output offset of the first of m pixels, and how many
 // there are.
@@ -95,7 +78,7 @@ __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowS
       for (int i = 0; i < m; ++i) {
         const float even = unscale(y[0][i]), odd = unscale(y[1][i]);
         if constexpr (sizeof(Out) == 2) {
-          word[i][j + pair] = PackOutputs<Out>(even, odd);
+          word[i][j + pair] = PackPair<Out>(even, odd);
         } else {
           word[i][2 * pair] = __float_as_uint(even);
           word[i][2 * pair + 1] = __float_as_uint(odd);
