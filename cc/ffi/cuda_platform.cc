@@ -39,19 +39,29 @@ PlanCache& Plans() {
   return plans;
 }
 
-Status Run(Op op, void* stream, int device, const Call& call) {
+// Finds the plan of a call, lets `bind` check the call against the planned problem and set its
+// operands, and launches. The workspace is the same in every call.
+template <class AnyCall, class Bind>
+Status Run(void* stream, int device, const AnyCall& call, const Bind& bind) {
   std::shared_ptr<const PlannedCall> planned;
   JAXCONV_RETURN_IF_ERROR(
       Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
-  JAXCONV_RETURN_IF_ERROR(CheckCall(op, call, planned->problem));
   Operands operands;
-  operands.lhs = call.lhs.untyped_data();
-  operands.rhs = call.rhs.untyped_data();
-  operands.out = call.out.untyped_data();
   operands.workspace = call.workspace.untyped_data();
   operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
+  JAXCONV_RETURN_IF_ERROR(bind(planned->problem, &operands));
   JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
   return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, stream);
+}
+
+Status RunPlain(Op op, void* stream, int device, const Call& call) {
+  return Run(stream, device, call, [&](const ConvProblem& problem, Operands* operands) {
+    JAXCONV_RETURN_IF_ERROR(CheckCall(op, call, problem));
+    operands->lhs = call.lhs.untyped_data();
+    operands->rhs = call.rhs.untyped_data();
+    operands->out = call.out.untyped_data();
+    return Status();
+  });
 }
 
 template <Op kOp>
@@ -59,34 +69,36 @@ ffi::Error Execute(void* stream, int32_t device, ffi::AnyBuffer lhs, ffi::AnyBuf
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
                    std::string_view instance, std::string_view problem, int64_t slices,
                    Axes lhs_axes, Axes rhs_axes, Axes out_axes) {
-  return ToError(
-      Run(kOp, stream, device,
-          {lhs, rhs, *out, *workspace, instance, problem, slices, lhs_axes, rhs_axes, out_axes}));
+  return ToError(RunPlain(
+      kOp, stream, device,
+      {lhs, rhs, *out, *workspace, instance, problem, slices, lhs_axes, rhs_axes, out_axes}));
 }
 
 const void* PointerIf(bool present, const ffi::AnyBuffer& buffer) {
   return present ? buffer.untyped_data() : nullptr;
 }
+const float* FloatsIf(bool present, const ffi::AnyBuffer& buffer) {
+  return static_cast<const float*>(PointerIf(present, buffer));
+}
+
+// The operands and terms that FusedCall and Int8Call share.
+template <class CallWithEpilogue>
+void SetOperandsAndTerms(const CallWithEpilogue& call, const Epilogue& terms, Operands* operands) {
+  operands->lhs = call.x.untyped_data();
+  operands->rhs = call.w.untyped_data();
+  operands->scale = FloatsIf(terms.scale != ScaleKind::kNone, call.scale);
+  operands->bias = FloatsIf(terms.bias, call.bias);
+  operands->residual = PointerIf(terms.residual, call.residual);
+}
 
 Status RunFused(void* stream, int device, const FusedCall& call) {
-  std::shared_ptr<const PlannedCall> planned;
-  JAXCONV_RETURN_IF_ERROR(
-      Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
-  JAXCONV_RETURN_IF_ERROR(CheckFusedCall(call, planned->problem));
-  const Epilogue& terms = planned->problem.epilogue;
-  Operands operands;
-  operands.lhs = call.x.untyped_data();
-  operands.rhs = call.w.untyped_data();
-  operands.scale =
-      static_cast<const float*>(PointerIf(terms.scale != ScaleKind::kNone, call.scale));
-  operands.bias = static_cast<const float*>(PointerIf(terms.bias, call.bias));
-  operands.residual = PointerIf(terms.residual, call.residual);
-  operands.out = call.y.untyped_data();
-  operands.pre = terms.pre ? call.pre.untyped_data() : nullptr;
-  operands.workspace = call.workspace.untyped_data();
-  operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
-  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
-  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, stream);
+  return Run(stream, device, call, [&](const ConvProblem& problem, Operands* operands) {
+    JAXCONV_RETURN_IF_ERROR(CheckFusedCall(call, problem));
+    SetOperandsAndTerms(call, problem.epilogue, operands);
+    operands->out = call.y.untyped_data();
+    operands->pre = problem.epilogue.pre ? call.pre.untyped_data() : nullptr;
+    return Status();
+  });
 }
 
 ffi::Error ExecuteFused(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
@@ -102,26 +114,15 @@ ffi::Error ExecuteFused(void* stream, int32_t device, ffi::AnyBuffer x, ffi::Any
 }
 
 Status RunInt8(void* stream, int device, const Int8Call& call) {
-  std::shared_ptr<const PlannedCall> planned;
-  JAXCONV_RETURN_IF_ERROR(
-      Plans().Find({call.problem, call.instance, call.slices, device}, &planned));
-  JAXCONV_RETURN_IF_ERROR(CheckInt8Call(call, planned->problem));
-  const Epilogue& terms = planned->problem.epilogue;
-  Operands operands;
-  operands.lhs = call.x.untyped_data();
-  operands.rhs = call.w.untyped_data();
-  operands.scale =
-      static_cast<const float*>(PointerIf(terms.scale != ScaleKind::kNone, call.scale));
-  operands.offset = static_cast<const int32_t*>(PointerIf(terms.offset, call.offset));
-  operands.bias = static_cast<const float*>(PointerIf(terms.bias, call.bias));
-  operands.residual = PointerIf(terms.residual, call.residual);
-  operands.residual_scale =
-      static_cast<const float*>(PointerIf(terms.residual, call.residual_scale));
-  operands.out = call.out.untyped_data();
-  operands.workspace = call.workspace.untyped_data();
-  operands.workspace_bytes = static_cast<int64_t>(call.workspace.size_bytes());
-  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
-  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, stream);
+  return Run(stream, device, call, [&](const ConvProblem& problem, Operands* operands) {
+    JAXCONV_RETURN_IF_ERROR(CheckInt8Call(call, problem));
+    const Epilogue& terms = problem.epilogue;
+    SetOperandsAndTerms(call, terms, operands);
+    operands->offset = static_cast<const int32_t*>(PointerIf(terms.offset, call.offset));
+    operands->residual_scale = FloatsIf(terms.residual, call.residual_scale);
+    operands->out = call.out.untyped_data();
+    return Status();
+  });
 }
 
 ffi::Error ExecuteInt8(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer w,
