@@ -297,26 +297,17 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   return {};
 }
 
-std::vector<KernelDesc> MakeKernels() {
-  std::vector<KernelDesc> kernels;
-#define JAXCONV_ROW(op, dtype, variant)                                                  \
-  kernels.push_back({JAXCONV_NAME(op, block_diagonal, dtype, variant), "block_diagonal", \
-                     JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
-#define KERNEL(ops, types, variant, header, form, args, ...)           \
-  {                                                                    \
-    static constexpr Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                 \
-  }
-#include "cuda/block_diagonal/kernels.def"
-#undef KERNEL
-#undef JAXCONV_ROW
-  return kernels;
-}
-
 }  // namespace
 
 const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = MakeKernels();
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                             \
+  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, 80, 1000, MakePlan, Instance, \
+                      JAXCONV_UNPACK __VA_ARGS__)
+#include "cuda/block_diagonal/kernels.def"
+    return all;
+  }();
   return kernels;
 }
 

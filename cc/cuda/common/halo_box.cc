@@ -134,11 +134,6 @@ Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident
   return {};
 }
 
-Status RequireOneSlice(int64_t slices) {
-  if (slices == 0 || slices == 1) return {};
-  return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
-}
-
 int64_t CtasOfSm(int64_t most, int64_t shared_bytes, const Gpu& gpu) {
   return std::min(most, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
                             (shared_bytes + kReservedBytesOfCta));

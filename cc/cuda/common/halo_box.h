@@ -102,9 +102,6 @@ int64_t ShareItems(int64_t resident, HaloParams* params);
 Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
                      HaloParams* params, int64_t* ctas, Plan* plan);
 
-// Refuses a number of slices that is asked of a kernel without split-K.
-Status RequireOneSlice(int64_t slices);
-
 // CTAs that share an SM, at most `most`.
 int64_t CtasOfSm(int64_t most, int64_t shared_bytes, const Gpu& gpu);
 

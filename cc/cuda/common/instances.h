@@ -63,6 +63,20 @@
 
 #define JAXCONV_UNPACK(...) __VA_ARGS__
 
+// Appends the instances of a line to `kernels`, a std::vector<KernelDesc>. What follows Description
+// initialises the family's description of the line; the capabilities and `plan` may name it, as
+// `instance`.
+#define JAXCONV_ADD_KERNELS(kernels, ops, types, family, variant, min_cc, max_cc, plan,        \
+                            Description, ...)                                                  \
+  {                                                                                            \
+    static constexpr Description instance = {__VA_ARGS__};                                     \
+    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD_KERNEL, kernels, family, variant, min_cc, max_cc, \
+                     plan)                                                                     \
+  }
+#define JAXCONV_ADD_KERNEL(op, dtype, kernels, family, variant, min_cc, max_cc, plan)    \
+  kernels.push_back({JAXCONV_NAME(op, family, dtype, variant), #family, JAXCONV_OP_##op, \
+                     JAXCONV_DTYPE_##dtype, min_cc, max_cc, plan, &instance});
+
 // In a generated translation unit, inside namespace jaxconv: the tag type of an instance, whose
 // name a profiler shows, and its launch. family::form<op, dtype, args...> is a template of the
 // kernel's header with a static member function template Launch<Tag>(plan, operands, stream).

@@ -33,10 +33,7 @@ KernelDesc FusedKernel(const KernelDesc& kernel, const char* name) {
 }
 
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32) {
-  if (problem.op != kernel.op) {
-    return Status::Unimplemented(std::string("expected ") + Name(kernel.op) + ", got " +
-                                 Name(problem.op));
-  }
+  if (problem.op != kernel.op) return Refuse(Name(kernel.op), Name(problem.op));
   const char* dtype = Name(kernel.dtype);
   if (problem.lhs_dtype() != kernel.dtype || problem.rhs_dtype() != kernel.dtype) {
     return Status::Unimplemented(std::string("expected operands of type ") + dtype + ", got " +
@@ -54,6 +51,30 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf3
                                  Name(problem.precision) + " asks for more");
   }
   return {};
+}
+
+Status CheckInt8Types(const KernelDesc& kernel, const ConvProblem& problem) {
+  if (problem.op != kernel.op) return Refuse(Name(kernel.op), Name(problem.op));
+  if (problem.x_dtype != kernel.dtype || problem.w_dtype != DType::kS8) {
+    return Refuse(std::string("operands of type ") + Name(kernel.dtype) + " and s8",
+                  std::string(Name(problem.x_dtype)) + " and " + Name(problem.w_dtype));
+  }
+  if (problem.filter_layout != FilterLayout::kPacked) {
+    return Refuse("a packed filter", Name(problem.filter_layout));
+  }
+  return {};
+}
+
+Status RequireOneSlice(int64_t slices) {
+  if (slices == 0 || slices == 1) return {};
+  return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
+}
+
+Status Refuse(const std::string& expected, const std::string& got) {
+  return Status::Unimplemented("expected " + expected + ", got " + got);
+}
+Status Refuse(const std::string& expected, int64_t got) {
+  return Refuse(expected, std::to_string(got));
 }
 
 Status CheckOperands(const Plan& plan, const Operands& operands) {

@@ -94,6 +94,16 @@ KernelDesc FusedKernel(const KernelDesc& kernel, const char* name);
 // rsck; of any other no epilogue.
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
+// What every family of 8-bit operands asks: fprop, x of the instance's type, w of s8 in packed rows.
+Status CheckInt8Types(const KernelDesc& kernel, const ConvProblem& problem);
+
+// Refuses a number of slices that is asked of a kernel without split-K.
+Status RequireOneSlice(int64_t slices);
+
+// A refusal: "expected <expected>, got <got>".
+Status Refuse(const std::string& expected, const std::string& got);
+Status Refuse(const std::string& expected, int64_t got);
+
 // Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns
 // buffers to 64 bytes or more.
 Status CheckOperands(const Plan& plan, const Operands& operands);

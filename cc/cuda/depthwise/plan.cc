@@ -207,28 +207,18 @@ PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 using DirectInstance = Instance;
 using WgradInstance = Instance;
 
-std::vector<KernelDesc> MakeKernels() {
-  std::vector<KernelDesc> kernels;
-#define JAXCONV_ROW(op, dtype, variant)                                                         \
-  kernels.push_back({JAXCONV_NAME(op, depthwise, dtype, variant), "depthwise", JAXCONV_OP_##op, \
-                     JAXCONV_DTYPE_##dtype, 80, 1000, PlanOf(instance), &instance});
-#define KERNEL(ops, types, variant, header, form, args, ...)                 \
-  {                                                                          \
-    static constexpr form##Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                       \
-  }
-#define FUSED(...)
-#include "cuda/depthwise/kernels.def"
-#undef FUSED
-#undef KERNEL
-#undef JAXCONV_ROW
-  return kernels;
-}
-
 }  // namespace
 
 const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = MakeKernels();
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                      \
+  JAXCONV_ADD_KERNELS(all, ops, types, depthwise, variant, 80, 1000, PlanOf(instance), \
+                      form##Instance, JAXCONV_UNPACK __VA_ARGS__)
+#define FUSED(...)
+#include "cuda/depthwise/kernels.def"
+    return all;
+  }();
   return kernels;
 }
 

@@ -24,23 +24,8 @@ constexpr double kCopyInstructions = 22, kItemInstructions = 250, kRequantizeIns
 // A multiply-add of integers takes two issue slots' time.
 constexpr double kProductSlots = 2;
 
-Status Refuse(const std::string& expected, int64_t got) {
-  return Status::Unimplemented("expected " + expected + ", got " + std::to_string(got));
-}
-
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
-  if (problem.op != Op::kFprop) {
-    return Status::Unimplemented(std::string("expected fprop, got ") + Name(problem.op));
-  }
-  if (problem.x_dtype != kernel.dtype || problem.w_dtype != DType::kS8) {
-    return Status::Unimplemented(std::string("expected operands of type ") + Name(kernel.dtype) +
-                                 " and s8, got " + Name(problem.x_dtype) + " and " +
-                                 Name(problem.w_dtype));
-  }
-  if (problem.filter_layout != FilterLayout::kPacked) {
-    return Status::Unimplemented(std::string("reads packed filters, got ") +
-                                 Name(problem.filter_layout));
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckInt8Types(kernel, problem));
   JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
   JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   if (problem.batch != 1) return Refuse("one batch", problem.batch);
@@ -151,27 +136,18 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   return {};
 }
 
-std::vector<KernelDesc> MakeKernels() {
-  std::vector<KernelDesc> kernels;
-#define JAXCONV_ROW(op, dtype, variant)                                                       \
-  kernels.push_back({JAXCONV_NAME(op, depthwise_int8, dtype, variant), "depthwise_int8",      \
-                     JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance}); \
-  kernels.back().on_request = true;
-#define KERNEL(ops, types, variant, header, form, args, ...)           \
-  {                                                                    \
-    static constexpr Instance instance = {JAXCONV_UNPACK __VA_ARGS__}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                 \
-  }
-#include "cuda/depthwise_int8/kernels.def"
-#undef KERNEL
-#undef JAXCONV_ROW
-  return kernels;
-}
-
 }  // namespace
 
 const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = MakeKernels();
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                             \
+  JAXCONV_ADD_KERNELS(all, ops, types, depthwise_int8, variant, 80, 1000, MakePlan, Instance, \
+                      JAXCONV_UNPACK __VA_ARGS__)
+#include "cuda/depthwise_int8/kernels.def"
+    for (KernelDesc& kernel : all) kernel.on_request = true;
+    return all;
+  }();
   return kernels;
 }
 

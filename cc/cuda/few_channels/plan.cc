@@ -400,19 +400,11 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define JAXCONV_ADD(op, dtype, variant, instance)                                                 \
-  all.push_back({JAXCONV_NAME(op, few_channels, dtype, variant), "few_channels", JAXCONV_OP_##op, \
-                 JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
-#define KERNEL(ops, types, variant, header, form, arguments)         \
-  {                                                                  \
-    static constexpr Instance instance = {JAXCONV_UNPACK arguments}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)     \
-  }
+#define KERNEL(ops, types, variant, header, form, arguments)                                \
+  JAXCONV_ADD_KERNELS(all, ops, types, few_channels, variant, 80, 1000, MakePlan, Instance, \
+                      JAXCONV_UNPACK arguments)
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
-#undef FUSED
-#undef KERNEL
-#undef JAXCONV_ADD
     return all;
   }();
   return kernels;

@@ -180,19 +180,11 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define JAXCONV_ADD(op, dtype, variant, instance)                                             \
-  all.push_back({JAXCONV_NAME(op, igemm_simt, dtype, variant), "igemm_simt", JAXCONV_OP_##op, \
-                 JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
-#define KERNEL(ops, types, variant, header, form, arguments, shares)                        \
-  {                                                                                         \
-    static constexpr Instance instance = {JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)                            \
-  }
+#define KERNEL(ops, types, variant, header, form, arguments, shares)                      \
+  JAXCONV_ADD_KERNELS(all, ops, types, igemm_simt, variant, 80, 1000, MakePlan, Instance, \
+                      JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
 #define FUSED(...)
 #include "cuda/igemm_simt/kernels.def"
-#undef FUSED
-#undef KERNEL
-#undef JAXCONV_ADD
     return all;
   }();
   return kernels;

@@ -163,21 +163,12 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& problem, cons
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define JAXCONV_ROW(op, dtype, variant)                                                         \
-  all.push_back({JAXCONV_NAME(op, igemm_wgmma, dtype, variant), "igemm_wgmma", JAXCONV_OP_##op, \
-                 JAXCONV_DTYPE_##dtype, /*min_cc=*/90, /*max_cc=*/90, PlanIgemmWgmma, &instance});
-#define KERNEL(ops, types, variant, header, form, args, host)                 \
-  {                                                                           \
-    static constexpr Instance instance{kTraitsOf##form, JAXCONV_UNPACK host}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)                        \
-  }
+#define KERNEL(ops, types, variant, header, form, arguments, host)                             \
+  JAXCONV_ADD_KERNELS(all, ops, types, igemm_wgmma, variant, 90, 90, PlanIgemmWgmma, Instance, \
+                      kTraitsOf##form, JAXCONV_UNPACK host)
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"
-#undef KERNEL
-#undef PADDED
-#undef FUSED
-#undef JAXCONV_ROW
     return all;
   }();
   return kernels;

@@ -29,26 +29,6 @@ constexpr int64_t kReservedBytesOfCta = 1024;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Status Refuse(const std::string& expected, int64_t got) {
-  return Status::Unimplemented("expected " + expected + ", got " + std::to_string(got));
-}
-
-Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem) {
-  if (problem.op != Op::kFprop) {
-    return Status::Unimplemented(std::string("expected fprop, got ") + Name(problem.op));
-  }
-  if (problem.x_dtype != kernel.dtype || problem.w_dtype != DType::kS8) {
-    return Status::Unimplemented(std::string("expected operands of type ") + Name(kernel.dtype) +
-                                 " and s8, got " + Name(problem.x_dtype) + " and " +
-                                 Name(problem.w_dtype));
-  }
-  if (problem.filter_layout != FilterLayout::kPacked) {
-    return Status::Unimplemented(std::string("reads packed filters, got ") +
-                                 Name(problem.filter_layout));
-  }
-  return {};
-}
-
 Status CheckSizes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu) {
   if (problem.batch != 1) return Refuse("one batch", problem.batch);
   for (int64_t dilation : problem.lhs_dilation) {
@@ -213,11 +193,9 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
-  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem));
+  JAXCONV_RETURN_IF_ERROR(CheckInt8Types(kernel, problem));
   JAXCONV_RETURN_IF_ERROR(CheckSizes(instance, problem, gpu));
-  if (slices < 0 || slices > 1) {
-    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
-  }
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   JAXCONV_RETURN_IF_ERROR(DescribeInput(problem, instance.few(), &params));
@@ -246,17 +224,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define JAXCONV_ADD(op, dtype, variant, instance)                                               \
-  all.push_back({JAXCONV_NAME(op, imma_nchw32, dtype, variant), "imma_nchw32", JAXCONV_OP_##op, \
-                 JAXCONV_DTYPE_##dtype, 80, 1000, MakePlan, &instance});
 #define KERNEL(ops, types, variant, header, form, arguments, share)                        \
-  {                                                                                        \
-    static constexpr Instance instance = {JAXCONV_UNPACK arguments, JAXCONV_UNPACK share}; \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)                           \
-  }
+  JAXCONV_ADD_KERNELS(all, ops, types, imma_nchw32, variant, 80, 1000, MakePlan, Instance, \
+                      JAXCONV_UNPACK arguments, JAXCONV_UNPACK share)
 #include "cuda/imma_nchw32/kernels.def"
-#undef KERNEL
-#undef JAXCONV_ADD
     return all;
   }();
   return kernels;

@@ -22,15 +22,7 @@ struct Instance {
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Status CheckProblem(const KernelDesc& kernel, const ConvProblem& problem) {
-  if (problem.op != kernel.op || problem.x_dtype != kernel.dtype || problem.w_dtype != DType::kS8) {
-    return Status::Unimplemented(std::string("expected fprop of ") + Name(kernel.dtype) +
-                                 " and s8, got " + Name(problem.op) + " of " +
-                                 Name(problem.x_dtype) + " and " + Name(problem.w_dtype));
-  }
-  if (problem.filter_layout != FilterLayout::kPacked) {
-    return Status::Unimplemented(std::string("reads packed filters, got ") +
-                                 Name(problem.filter_layout));
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckInt8Types(kernel, problem));
   if (problem.batch > 1) return Status::Unimplemented("batched filters");
   if (problem.c_per_group() % 32 != 0 || problem.k_per_group() % 32 != 0) {
     return Status::Unimplemented("expected channels of a group in multiples of 32, got " +
@@ -205,9 +197,7 @@ Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const
                      int64_t slices, Plan* plan) {
   const Instance& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(CheckProblem(kernel, problem));
-  if (slices > 1) {
-    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
-  }
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   params.requantize = MakeRequantizeParams(problem);
@@ -248,19 +238,11 @@ Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define JAXCONV_ROW(op, dtype, variant)                                                       \
-  all.push_back({JAXCONV_NAME(op, imma_wgmma, dtype, variant), "imma_wgmma", JAXCONV_OP_##op, \
-                 JAXCONV_DTYPE_##dtype, /*min_cc=*/90, /*max_cc=*/90, PlanImmaWgmma, &instance});
-#define KERNEL(ops, types, variant, header, form, args, host) \
-  {                                                           \
-    static constexpr Instance instance{JAXCONV_UNPACK host};  \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ROW, variant)        \
-  }
-#define PADDED(ops, types, variant)
+#define KERNEL(ops, types, variant, header, form, arguments, host)                           \
+  JAXCONV_ADD_KERNELS(all, ops, types, imma_wgmma, variant, 90, 90, PlanImmaWgmma, Instance, \
+                      JAXCONV_UNPACK host)
+#define PADDED(...)
 #include "cuda/imma_wgmma/kernels.def"
-#undef KERNEL
-#undef PADDED
-#undef JAXCONV_ROW
     return all;
   }();
   return kernels;

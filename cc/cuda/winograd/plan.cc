@@ -20,13 +20,6 @@ namespace {
 // columns.
 constexpr int64_t kMaxChannels = int64_t{1} << 27;
 
-Status Refuse(const std::string& expected, const std::string& got) {
-  return Status::Unimplemented("expected " + expected + ", got " + got);
-}
-Status Refuse(const std::string& expected, int64_t got) {
-  return Refuse(expected, std::to_string(got));
-}
-
 // The layout of a filter that was prepared for the instance.
 FilterLayout PreparedLayout(const Instance& instance) {
   if (instance.axes == 1) return FilterLayout::kWinograd4x3;
@@ -124,9 +117,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(CheckFilter(kernel, instance, problem));
   JAXCONV_RETURN_IF_ERROR(CheckWindow(problem));
-  if (slices < 0 || slices > 1) {
-    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
-  }
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
   auto launch = std::make_shared<LaunchParams>();
   JAXCONV_RETURN_IF_ERROR(DescribeGeometry(problem, instance, &launch->geometry));
   launch->filter = DescribeFilter(problem);
@@ -145,6 +136,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   return {};
 }
 
+constexpr int MaxCapability(const Instance& instance) {
+  return instance.capability == 90 ? 90 : 1000;
+}
+
 const char* Alias(const Instance& instance) {
   if (instance.axes == 1) {
     return instance.m == 2 ? "winograd_f2x3" : instance.m == 4 ? "winograd_f4x3" : "winograd_f6x3";
@@ -157,21 +152,14 @@ const char* Alias(const Instance& instance) {
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-    auto add = [&](const char* name, Op op, DType dtype, const Instance& instance) {
-      const int max_cc = instance.capability == 90 ? 90 : 1000;
-      all.push_back({name, "winograd", op, dtype, instance.capability, max_cc, MakePlan, &instance,
-                     Alias(instance), /*on_request=*/true});
-    };
-#define JAXCONV_ADD(op, dtype, variant, instance) \
-  add(JAXCONV_NAME(op, winograd, dtype, variant), JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, instance);
-#define KERNEL(ops, types, variant, header, form, arguments, plan) \
-  {                                                                \
-    static constexpr Instance instance = {JAXCONV_UNPACK plan};    \
-    JAXCONV_FOR_EACH(ops, types, JAXCONV_ADD, variant, instance)   \
-  }
+#define KERNEL(ops, types, variant, header, form, arguments, plan)             \
+  JAXCONV_ADD_KERNELS(all, ops, types, winograd, variant, instance.capability, \
+                      MaxCapability(instance), MakePlan, Instance, JAXCONV_UNPACK plan)
 #include "cuda/winograd/kernels.def"
-#undef KERNEL
-#undef JAXCONV_ADD
+    for (KernelDesc& kernel : all) {
+      kernel.alias = Alias(*static_cast<const Instance*>(kernel.instance));
+      kernel.on_request = true;
+    }
     return all;
   }();
   return kernels;
