@@ -62,6 +62,15 @@ using PlanFunction = Status (*)(const KernelDesc& kernel, const ConvProblem& pro
 // The buffers were checked (CheckOperands).
 using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, void* stream);
 
+// What an epilogue adds to the time of a plain kernel and of the bytes of its operands: nanoseconds
+// of an SM for an output, measured on an H200 (docs/notes/igemm_wgmma.md).
+struct EpilogueCost {
+  double terms = 0.1;  // scale, bias and activation
+  // The same where nothing else is read or written and the activation clamps (none, relu, relu6).
+  double clamps = 0.1;
+  double residual = 0.03;  // beside the terms
+};
+
 struct KernelDesc {
   // <op>_<family>_<operand dtype>_<variant>: registry key, test id, HLO attribute and the name in a
   // profiler.
@@ -80,6 +89,7 @@ struct KernelDesc {
   // Algorithms "auto" and "native" do not choose it: its error is above the direct kernels', or no
   // measurement says that it is faster.
   bool on_request = false;
+  EpilogueCost epilogue_cost = {};
   // Compiled with FusedEpilogue: takes problems with an epilogue, and only those.
   bool fused = false;
 };

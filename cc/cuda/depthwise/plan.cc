@@ -217,6 +217,7 @@ const std::vector<KernelDesc>& Kernels() {
                       form##Instance, JAXCONV_UNPACK __VA_ARGS__)
 #define FUSED(...)
 #include "cuda/depthwise/kernels.def"
+    for (KernelDesc& kernel : all) kernel.epilogue_cost.terms = kernel.epilogue_cost.clamps = 0.2;
     return all;
   }();
   return kernels;

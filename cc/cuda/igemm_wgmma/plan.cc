@@ -158,6 +158,20 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& problem, cons
   return {};
 }
 
+// Pingpong kernels stage outputs through shared memory, and the other warpgroup hides little of it.
+// Cooperative and swap-AB kernels of 16-bit operands clamp the accumulator fragments.
+EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  EpilogueCost cost;
+  if (instance.Is(kPingpong) && !instance.Is(kSwapAb) && !instance.Is(kPointwise)) {
+    cost.terms = cost.clamps = 0.55;
+    cost.residual = 0.7;
+  } else if (kernel.dtype != DType::kF32 && (instance.Is(kSwapAb) || instance.traits == 0)) {
+    cost.clamps = 0.05;
+  }
+  return cost;
+}
+
 }  // namespace
 
 const std::vector<KernelDesc>& Kernels() {
@@ -169,6 +183,7 @@ const std::vector<KernelDesc>& Kernels() {
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"
+    for (KernelDesc& kernel : all) kernel.epilogue_cost = EpilogueCostOf(kernel);
     return all;
   }();
   return kernels;
