@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 
 import gpu_fuzz
+import gpu_fuzz_problems
 import pytest
 from int8_reference import OUT_DTYPES
 
 from jaxconv._src.spec import Op
 
-CASES = [gpu_fuzz.draw(0, index, "cpu") for index in range(400)]
+CASES = [gpu_fuzz_problems.draw(0, index, "cpu") for index in range(400)]
 
 
 FLOAT = [case for case in CASES if not case.int8]
@@ -19,10 +20,12 @@ INT8 = [case for case in CASES if case.int8]
 
 
 def test_problems_are_reproducible_and_varied():
-    assert [str(case) for case in CASES] == [str(gpu_fuzz.draw(0, i, "cpu")) for i in range(400)]
+    assert [str(case) for case in CASES] == [
+        str(gpu_fuzz_problems.draw(0, i, "cpu")) for i in range(400)
+    ]
     assert {case.op for case in FLOAT} == {None, *Op}
-    assert {(case.dtype, case.precision) for case in FLOAT} == set(gpu_fuzz.DTYPE_CHOICES)
-    assert {case.layout for case in FLOAT} == set(gpu_fuzz.LAYOUT_CHOICES)
+    assert {(case.dtype, case.precision) for case in FLOAT} == set(gpu_fuzz_problems.DTYPE_CHOICES)
+    assert {case.layout for case in FLOAT} == set(gpu_fuzz_problems.LAYOUT_CHOICES)
     problems = [case.problem for case in FLOAT]
     assert {p.rank for p in problems} == {1, 2, 3}
     assert any(p.batch for p in problems) and any(p.groups > 1 for p in problems)
@@ -30,7 +33,7 @@ def test_problems_are_reproducible_and_varied():
     assert any(min(lo for lo, _ in p.padding) < 0 for p in problems)
     wider = [lo > (p.window[0] - 1) * p.dilation[0] for p in problems for lo, _ in p.padding[:1]]
     assert any(wider)
-    large = [gpu_fuzz.draw(0, i, "cuda").problem.name == "large" for i in range(400)]
+    large = [gpu_fuzz_problems.draw(0, i, "cuda").problem.name == "large" for i in range(400)]
     assert 20 < sum(large) < 120
 
 
