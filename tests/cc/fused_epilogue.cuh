@@ -19,6 +19,7 @@
 #include "cuda/common/gpu.h"
 #include "cuda/common/instances.h"
 #include "cuda/common/kernel.h"
+#include "cuda/common/query_gpu.h"
 
 // The tag of every line of a family's kernels.def, with the fused epilogue. Device code is compiled
 // for those that JAXCONV_CHECK names.
@@ -183,6 +184,21 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
       }
     }
   }
+}
+
+// The main function of a test: 77, which skips it, where the GPU is not the one that it needs.
+inline int RunTest(const char* name, void (*test)(const Gpu&), bool needs_hopper) {
+  Gpu gpu;
+  if (Status status = QueryGpu(0, &gpu); !status.ok()) {
+    Fail(status.message());
+  } else if (needs_hopper && gpu.compute_capability() != 90) {
+    std::printf("needs compute capability 90, the GPU has %d\n", gpu.compute_capability());
+    return 77;
+  } else {
+    test(gpu);
+  }
+  std::printf("%s: %d failures\n", name, failures);
+  return failures != 0;
 }
 
 }  // namespace jaxconv
