@@ -116,6 +116,8 @@ WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)
 DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
 STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
 POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
+# Several tiles a CTA: a consumer tells the other that they have ended.
+POINTWISE_TILES = problem("1x1_tiles", (15, 15), 1, n=2, c=64, k=264)
 ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
@@ -162,6 +164,7 @@ OTHERS = {
     "fprop_igemm_wgmma_bf16_256x64x64_swap_ab": [WIDE],
     "dgrad_igemm_wgmma_f16_256x64x64_swap_ab_filter_row": [DENSE],
     "fprop_igemm_wgmma_f16_128x128x64_pointwise": [POINTWISE],
+    "fprop_igemm_wgmma_bf16_64x256x64_pointwise_c128": [POINTWISE_TILES],
     "fprop_igemm_wgmma_bf16_64x64x64_cluster": [DENSE],
     "wgrad_igemm_wgmma_f16_128x64x64_pingpong": [STRIDED],
     "wgrad_igemm_wgmma_bf16_192x64x128_filter_row": [DENSE],

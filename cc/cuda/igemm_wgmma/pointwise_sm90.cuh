@@ -34,7 +34,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Behind the barriers: for each stage the tile that begins there, and whether all tiles have ended.
+// Behind the barriers: for each stage the tile that begins there, and for each consumer whether the
+// other one has met the end of the tiles.
 //
 // The order of the accesses to a stage's word: the producer writes it after its wait for Empty(s)
 // and before its arrival at Full(s); consumers read it after their wait for Full(s) and before
@@ -45,11 +46,16 @@ namespace jaxconv::igemm_wgmma {
 template <class Tile>
 struct PointwiseBarriers : Barriers<Tile> {
   using Barriers<Tile>::kCount;
-  static constexpr int kWords = kCount + Tile::kStages / 2 + 1;
+  static constexpr int kWords = kCount + (Tile::kStages + 1) / 2 + 1;
   __device__ __forceinline__ uint32_t TileAt(uint32_t stage) const {
     return this->first + kCount * 8 + stage * 4;
   }
-  __device__ __forceinline__ uint32_t Ended() const { return TileAt(Tile::kStages); }
+  // Read by the consumer's threads after its named barrier, written by the other consumer before it
+  // arrives there: were it one word for both, a consumer's first warp could write it before the
+  // last has read it, which would then leave without its arrival.
+  __device__ __forceinline__ uint32_t Ended(int consumer) const {
+    return TileAt(Tile::kStages + consumer);
+  }
 };
 
 // The producer's next tile: round-robin, or the next of the CTA's range that no CTA has taken. A
@@ -131,11 +137,11 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
   }
   for (bool first = true;; first = false) {
     NamedBarrierSync(1 + kWarpgroup, 256);
-    if (LoadWord(barriers.Ended()) != 0) break;
+    if (LoadWord(barriers.Ended(kWarpgroup)) != 0) break;
     BarrierWait(barriers.Full(stage.slot), stage.parity);
     const int32_t index = __shfl_sync(0xffffffff, LoadWord(barriers.TileAt(stage.slot)), 0);
     if (index >= params.tiles) {
-      if (threadIdx.x % 128 == 0) StoreWord(barriers.Ended(), 1);
+      if (threadIdx.x % 128 == 0) StoreWord(barriers.Ended(1 - kWarpgroup), 1);
       NamedBarrierArrive(2 - kWarpgroup, 256);
       break;
     }
@@ -202,7 +208,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   const PointwiseBarriers<Tile> barriers{SharedAddress(barrier_words)};
   if (threadIdx.x == 0) {
     barriers.Init(1);
-    StoreWord(barriers.Ended(), 0);
+    StoreWord(barriers.Ended(0), 0);
+    StoreWord(barriers.Ended(1), 0);
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
   }
