@@ -319,7 +319,7 @@ __global__ void Compare(Definition d, Operands args, const int32_t* sums, Mismat
 constexpr int kPoison = 0xa5;
 constexpr int64_t kGuardBytes = 4096;
 
-// Bytes that are no longer the poison.
+// Bytes that differ from the poison.
 __global__ void CountTouched(const uint8_t* guard, int64_t bytes, Mismatch* found) {
   for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) {
     if (guard[i] != kPoison) atomicAdd(&found->count, 1ull);

@@ -102,7 +102,7 @@ struct Fiber {
   int thread = 0;
   uint3 index{};
   bool done = false;
-  const uint64_t* counter = nullptr;  // waits until it is no longer `seen`
+  const uint64_t* counter = nullptr;  // waits until it differs from `seen`
   uint64_t seen = 0;
   const char* what = "";
   int64_t detail = 0, more = 0;

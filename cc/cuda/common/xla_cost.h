@@ -7,9 +7,10 @@
 
 namespace jaxconv {
 
-// Microseconds of lax's convolution inside a program, the copies and layout changes around it
-// included, and the pass over its result that an epilogue is there. 0 where XLA is no candidate: where no such problem was measured, or where the measured
-// error is above what the problem's precision asks for.
+// Microseconds of lax's convolution inside a program, with the copies and layout changes around it,
+// and the pass over its result where the problem has an epilogue. 0 where XLA is no candidate: where
+// no such problem was measured, or where the measured error is above what the problem's precision
+// asks for.
 double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu);
 
 }  // namespace jaxconv

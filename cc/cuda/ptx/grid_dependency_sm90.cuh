@@ -12,7 +12,7 @@ namespace jaxconv {
 __device__ __forceinline__ void WaitForPrecedingGrids() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
-// This CTA no longer minds if the next kernel starts: it does when all have said so or ended.
+// Lets the next kernel start once every CTA has called this or ended.
 __device__ __forceinline__ void LetNextGridStart() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
