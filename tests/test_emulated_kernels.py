@@ -193,7 +193,10 @@ EPILOGUES = {
         (WIDE, "scale residual silu pre", ""),
     ],
     "fprop_igemm_wgmma_f16_224x64x64_swap_ab_filter_row": [(DENSE, "bias residual relu", "")],
-    "fprop_igemm_wgmma_f16_64x256x64_pointwise_c128": [(POINTWISE, "scale residual relu", "")],
+    "fprop_igemm_wgmma_f16_64x256x64_pointwise_c128": [
+        (POINTWISE, "scale residual relu", ""),
+        (POINTWISE_TILES, "scale bias residual relu6", ""),
+    ],
     "fprop_igemm_wgmma_f16_256x64x64_pointwise_swap_ab": [
         (POINTWISE, "scale bias", ""),
         (POINTWISE, "residual gelu", ""),

@@ -7,9 +7,16 @@
 #ifndef JAXCONV_CUDA_COMMON_ACTIVATION_CUH_
 #define JAXCONV_CUDA_COMMON_ACTIVATION_CUH_
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
 #include "core/epilogue.h"
+#include "cuda/common/element.cuh"
 #include "cuda/ptx/min_max.cuh"
 
 namespace jaxconv {
@@ -23,6 +30,30 @@ __device__ __forceinline__ float Sigmoid(float v) {
   const float e = expf(-fabsf(v));
   return __fdividef(v < 0 ? e : 1, 1 + e);
 }
+
+// The bounds of an activation that clamps (none, relu, relu6), for two 16-bit elements in a word.
+// NaN stays. Rounding keeps the order, and the bounds are numbers of the type: to round and then
+// clamp gives what to clamp and then round gives.
+template <typename T>
+struct PairBounds {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  Pair lower, upper;
+
+  __device__ __forceinline__ explicit PairBounds(Activation activation) {
+    const float low = activation == Activation::kNone ? -INFINITY : 0.0f;
+    const float high = activation == Activation::kRelu6 ? 6.0f : INFINITY;
+    const uint32_t words[2] = {PackPair<T>(low, low), PackPair<T>(high, high)};
+    memcpy(&lower, &words[0], sizeof(lower));
+    memcpy(&upper, &words[1], sizeof(upper));
+  }
+  __device__ __forceinline__ uint32_t Clamp(uint32_t word) const {
+    Pair pair;
+    memcpy(&pair, &word, sizeof(pair));
+    pair = __hmin2_nan(__hmax2_nan(pair, lower), upper);
+    memcpy(&word, &pair, sizeof(word));
+    return word;
+  }
+};
 
 // A quick activation of kCount values: one uniform branch for all of them.
 template <int kCount>

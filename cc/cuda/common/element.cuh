@@ -138,6 +138,12 @@ struct Neighbours {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) values[i] = ToFloat(elements[i]);
   }
+  __device__ __forceinline__ void AddTo(float (&values)[kWidth]) const {
+    float added[kWidth];
+    Unpack(added);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] += added[i];
+  }
   __device__ __forceinline__ void Store(T* to) const { *reinterpret_cast<Raw*>(to) = raw; }
 };
 

@@ -69,16 +69,10 @@ struct FusedEpilogue {
   }
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
 
-  // Whether only the sums' channels decide, and in so few instructions that they may stand beside
-  // every sum: no residual, no second result, and the activation is to clamp.
+  // Whether it takes so few instructions that they may stand beside every sum: no second result,
+  // and the activation is to clamp.
   __device__ __forceinline__ bool Clamps() const {
-    return params.residual == nullptr && params.pre == nullptr &&
-           params.activation <= Activation::kRelu6;
-  }
-  __device__ __forceinline__ float Clamp(float value, float scale, float bias) const {
-    value =
-        MaxNan(fmaf(value, scale, bias), params.activation == Activation::kNone ? -INFINITY : 0.0f);
-    return MinNan(value, params.activation == Activation::kRelu6 ? 6.0f : INFINITY);
+    return params.pre == nullptr && params.activation <= Activation::kRelu6;
   }
 
   // Of channels [channel, channel + kWidth); where kWidth is a multiple of 2 or 4, so is `channel`.
@@ -110,12 +104,7 @@ struct FusedEpilogue {
   __device__ __forceinline__ void Add(float (&values)[kWidth],
                                       const Neighbours<Out, kWidth>& residual,
                                       int64_t offset) const {
-    if (params.residual != nullptr) {
-      float added[kWidth];
-      residual.Unpack(added);
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) values[e] += added[e];
-    }
+    if (params.residual != nullptr) residual.AddTo(values);
     if (params.pre != nullptr) {
       Neighbours<Out, kWidth>::Rounded(values).Store(static_cast<Out*>(params.pre) + offset);
     }

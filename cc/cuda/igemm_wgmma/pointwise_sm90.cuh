@@ -168,21 +168,21 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
     const Epilogue epilogue(params.epilogue);
     if constexpr (Tile::kSwapAb) {
       const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
-      auto store_boxes = [&](const auto& results) {
-        StoreSwapAbBoxes<3 + kWarpgroup, T>(results, staging, &maps.out, place.n_tile * 64,
-                                            place.m_tile * Tile::kTileM);
+      auto store_boxes = [&](const auto& round) {
+        StoreSwapAbBoxes<3 + kWarpgroup, Tile::kTileM>(round, staging, &maps.out, place.n_tile * 64,
+                                                       place.m_tile * Tile::kTileM);
         FinishTile<Tile>(params, place, of, epilogue);
       };
       if constexpr (!Epilogue::kPlain) {
-        if (epilogue.Clamps()) {
-          ClampSwapAb(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64, acc.of);
-          store_boxes(acc.of);
+        if (epilogue.Clamps() && params.epilogue.residual == nullptr) {
+          const ClampSums<T> clamp(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64);
+          store_boxes([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
         } else {
-          StoreFusedSwapAb<kOp, T, Tile, 3 + kWarpgroup>(params, place, of, acc, staging, epilogue);
-          FinishTile<Tile>(params, place, of, epilogue);
+          StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging,
+                                                    MakeEpilogue<Epilogue>(params.epilogue, false));
         }
       } else if (!params.out_is_f32) {
-        store_boxes(acc.of);
+        store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
       } else {
         StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue);
       }

@@ -10,7 +10,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/common/finish_staged.cuh"
+#include "cuda/igemm_wgmma/store_fused_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -173,101 +173,6 @@ __device__ __forceinline__ void StoreFragments(const float* acc, float* out,
   }
 }
 
-// A warpgroup's part of a finished tile -> the fused epilogue -> the output, through as much staging
-// as there is, 16 rows by 64 or 32 columns at a time. `m_first`: the warp's first row. The loop over them is not unrolled, so that there is one copy of the epilogue;
-// a uniform branch picks the accumulators.
-template <Op kOp, typename T, class Tile>
-__device__ __forceinline__ void StoreFusedTile(const Params& params, const TilePlace& place,
-                                               const ResidueClass& of,
-                                               const typename Tile::Accumulators& acc,
-                                               int32_t m_first, uint32_t staging,
-                                               const FusedEpilogue& epilogue) {
-  constexpr int kColumns = Tile::kStagingBytes < 4096 ? 32 : 64;
-  static_assert(Tile::kStagingBytes >= 16 * kColumns * 4);
-  // 192 accumulators leave 48 registers for everything else.
-  constexpr bool kAhead = Tile::kAccumulators < 160;
-  constexpr int kBytes = Tile::kAccumulators > 160 ? 8 : 16;
-  using Rows = StagedRows<T, kColumns, kBytes>;
-  const Rows rows{staging};
-  const int lane = Lane();
-  const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int64_t base = place.OutputOffset(params, n_first);
-#pragma unroll 1
-  for (int block = 0; block < Tile::kBlocks; ++block) {
-    const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
-#pragma unroll 1
-    for (int c = 0; c < Tile::kTileN && n_first + c < params.gemm_n; c += kColumns) {
-      const int column = c + Rows::Column(lane);
-      const bool inside = n_first + column < params.gemm_n;
-      auto offset_of = [&](int i) -> int64_t {
-        const int32_t m = __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i));
-        return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
-      };
-      const StagedVectors<T, Rows::kVectors, kAhead, kAhead ? Rows::kVectors : 1, kBytes> vectors(
-          epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < Tile::kBlocks; ++i) {
-#pragma unroll
-        for (int k = 0; k < Tile::kTileN; k += kColumns) {
-          if (i == block && k == c) rows.Store(lane, acc.Columns(i, k));
-        }
-      }
-      __syncwarp();
-      vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
-        return rows.Quad(Rows::Row(lane, i), Rows::Column(lane) / 4 + q);
-      });
-    }
-  }
-}
-
-// The same where the channels alone decide (FusedEpilogue::Clamps): on the fragments, which are then
-// stored as a plain tile's. No other warpgroup multiplies while a cooperative tile is stored; half
-// the bytes through shared memory take less time than the terms' loads from L1.
-template <Op kOp, typename T, class Tile>
-__device__ __forceinline__ void StoreClampedTile(const Params& params, const TilePlace& place,
-                                                 const ResidueClass& of,
-                                                 const typename Tile::Accumulators& acc,
-                                                 int32_t m_first, uint32_t staging,
-                                                 const FusedEpilogue& epilogue) {
-  static_assert(sizeof(T) == 2 && Tile::kStagingBytes >= 4096);
-  const int lane = Lane();
-  const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int32_t channel0 = place.group * params.gemm_n + n_first;
-  T* const out = static_cast<T*>(params.out);
-  const int64_t base = place.OutputOffset(params, n_first) + lane % 8 * 8;
-#pragma unroll
-  for (int i = 0; i < Tile::kBlocks; ++i) {
-    const int32_t decoded = OutputRow<kOp>(params, of, m_first + i * 64 + lane % 16);
-    int64_t dst[4];
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const int32_t m = __shfl_sync(0xffffffff, decoded, 4 * p + lane / 8);
-      dst[p] = m < 0 ? -1 : base + int64_t{m} * params.out_channels;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int c = 0; c < Tile::kTileN; c += 64) {
-      if (n_first + c >= params.gemm_n) break;
-      const float* chunk = acc.Columns(i, c);
-      float clamped[32];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int column = c + j * 8 + lane % 4 * 2;
-        const ChannelTerms<2> terms =
-            epilogue.Terms<2>(n_first + column < params.gemm_n ? channel0 + column : 0);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          clamped[j * 4 + e] =
-              epilogue.Clamp(chunk[j * 4 + e], terms.scale[e % 2], terms.bias[e % 2]);
-        }
-      }
-      StoreRounded(clamped, staging + c / 64 % 2 * 2048, out + c, dst,
-                   n_first + c + lane % 8 * 8 < params.gemm_n);
-    }
-  }
-}
-
 // A warpgroup's part of a finished tile -> the output. kWholeRows: 16-bit rows of 256 columns are
 // stored as such.
 template <Op kOp, typename T, class Tile, bool kWholeRows = false, class Epilogue>
@@ -277,15 +182,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
                                           uint32_t staging, const Epilogue& epilogue) {
   if constexpr (!Epilogue::kPlain) {
     if (!epilogue.partial) {
-      constexpr bool kClamps = !Tile::kPingpong && sizeof(T) == 2 && Tile::kAccumulators < 160;
-      if (kClamps && epilogue.Whole().Clamps()) {
-        if constexpr (kClamps) {
-          StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging,
-                                         epilogue.Whole());
-        }
-      } else {
-        StoreFusedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue.Whole());
-      }
+      StoreFusedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue.Whole());
       FinishTile<Tile>(params, place, of, epilogue);
       return;
     }

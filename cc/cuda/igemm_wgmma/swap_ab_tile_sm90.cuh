@@ -13,7 +13,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/common/finish_staged.cuh"
+#include "cuda/igemm_wgmma/store_fused_swap_ab_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -54,16 +54,27 @@ struct SwapAbTile : TileLayout<2, true, kTileM_, 64, kStages_, kFilterRow_, kFil
   }
 };
 
+// Pixels 16 i.. of accumulators -> words of two elements.
+template <typename T, int kCount>
+struct RoundSums {
+  const float (&acc)[kCount];
+  __device__ __forceinline__ void operator()(int i, uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      words[q] = PackPair<T>(acc[i * 8 + q * 2], acc[i * 8 + q * 2 + 1]);
+    }
+  }
+};
+
 // A warpgroup's accumulators -> 16-bit output: rounded at once, staged by stmatrix as 32 pixels of
 // 128 bytes (chunk c of pixel p at c ^ p % 8, so that neither access conflicts), stored as 16 bytes
 // a lane, eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is
-// enough. `row(i, p)`: output row of pixel p of this warp's four among pixels 16 i.., or negative;
-// `out`: of row 0, this tile's first channel; `pitch`: bytes of a row.
-template <int kBarrier, typename T, int kCount, typename PixelRow>
-__device__ __forceinline__ void StoreRoundedSwapAb(const float (&acc)[kCount], uint32_t staging,
-                                                   T* out, uint32_t pitch, PixelRow row,
-                                                   int channels) {
-  constexpr int kPixels = kCount * 2;
+// enough. `round(i, words)`: the fragments of pixels 16 i.., two elements a word; `row(i, p)`:
+// output row of pixel p of this warp's four among them, or negative; `out`: of row 0, this tile's
+// first channel; `pitch`: bytes of a row.
+template <int kBarrier, int kPixels, typename T, typename Round, typename PixelRow>
+__device__ __forceinline__ void StoreRoundedSwapAb(const Round& round, uint32_t staging, T* out,
+                                                   uint32_t pitch, PixelRow row, int channels) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t store =
       staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
@@ -78,10 +89,9 @@ __device__ __forceinline__ void StoreRoundedSwapAb(const float (&acc)[kCount], u
     int32_t to[kHalves];
 #pragma unroll
     for (int h = 0; h < kHalves && p + h * 16 < kPixels; ++h) {
-      const float* d = acc + (p + h * 16) / 2;
-      StoreMatricesTransposed(store + buffer + h * 2048, PackPair<T>(d[0], d[1]),
-                              PackPair<T>(d[2], d[3]), PackPair<T>(d[4], d[5]),
-                              PackPair<T>(d[6], d[7]));
+      uint32_t words[4];
+      round(p / 16 + h, words);
+      StoreMatricesTransposed(store + buffer + h * 2048, words[0], words[1], words[2], words[3]);
       to[h] = row(p / 16 + h, lane / 8);
     }
     NamedBarrierSync(kBarrier, 128);
@@ -104,11 +114,10 @@ __device__ __forceinline__ void StoreRoundedSwapAb(const float (&acc)[kCount], u
 // as the map has it, and stored as boxes of kStoredPixels. `map`: (channels, rows).
 inline constexpr int kStoredPixels = 64;
 
-template <int kBarrier, typename T, int kCount>
-__device__ __forceinline__ void StoreSwapAbBoxes(const float (&acc)[kCount], uint32_t staging,
+template <int kBarrier, int kPixels, typename Round>
+__device__ __forceinline__ void StoreSwapAbBoxes(const Round& round, uint32_t staging,
                                                  const CUtensorMap* map, int32_t channel,
                                                  int32_t row) {
-  constexpr int kPixels = kCount * 2;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
   if (warp == 0 && ElectOne()) WaitForStoresToRead();
   NamedBarrierSync(kBarrier, 128);
@@ -116,9 +125,9 @@ __device__ __forceinline__ void StoreSwapAbBoxes(const float (&acc)[kCount], uin
       staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
 #pragma unroll
   for (int p = 0; p < kPixels; p += 16) {
-    const float* d = acc + p / 2;
-    StoreMatricesTransposed(store + p * 128, PackPair<T>(d[0], d[1]), PackPair<T>(d[2], d[3]),
-                            PackPair<T>(d[4], d[5]), PackPair<T>(d[6], d[7]));
+    uint32_t words[4];
+    round(p / 16, words);
+    StoreMatricesTransposed(store + p * 128, words[0], words[1], words[2], words[3]);
   }
   FenceForCopies();
   NamedBarrierSync(kBarrier, 128);
@@ -182,77 +191,6 @@ __device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], 
   }
 }
 
-// The fused epilogue where the channels alone decide (FusedEpilogue::Clamps): a thread has two of
-// them, channel g of each half of its warp's sixteen, and nothing but two factors and two summands
-// to load.
-template <int kCount>
-__device__ __forceinline__ void ClampSwapAb(const FusedEpilogue& epilogue, int32_t channel0,
-                                            int channels, float (&acc)[kCount]) {
-  const int channel = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const bool inside = channel + half * 8 < channels;
-    const ChannelTerms<1> terms = epilogue.Terms<1>(inside ? channel0 + channel + half * 8 : 0);
-#pragma unroll
-    for (int i = half * 2; i < kCount; i += 4) {
-#pragma unroll
-      for (int e = i; e < i + 2; ++e) {
-        acc[e] = epilogue.Clamp(acc[e], terms.scale[0], terms.bias[0]);
-      }
-    }
-  }
-}
-
-// The fused epilogue in general, through one buffer of 32 pixels in float32: one copy of it for all
-// pixels, a uniform branch picks the accumulators. Chunk c of pixel p as above, and c >= 8 with its
-// lowest bit flipped: no bank conflicts in the loads.
-template <Op kOp, typename T, class Tile, int kBarrier>
-__device__ __forceinline__ void StoreFusedSwapAb(const Params& params, const TilePlace& place,
-                                                 const ResidueClass& of,
-                                                 const typename Tile::Accumulators& acc,
-                                                 uint32_t staging, const FusedEpilogue& epilogue) {
-  constexpr int kPixels = 32, kWidth = 16 / sizeof(T), kLanesOfPixel = 64 / kWidth;
-  constexpr int kVectors = kPixels / 4 * kLanesOfPixel / 32;
-  static_assert(Tile::kTileM % kPixels == 0 && 4 * Tile::kStagingBytes >= kPixels * 256);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int g = lane / 4, t = lane % 4;
-  const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int64_t base = place.OutputOffset(params, n_first);
-  const int column = lane % kLanesOfPixel * kWidth;
-  const bool inside = n_first + column < params.gemm_n;
-  auto chunk_address = [&](int pixel, int chunk) {
-    return staging + pixel * 256 + (chunk ^ chunk / 8 ^ pixel / 2 % 4 * 2) * 16;
-  };
-  // A warp finishes eight of the pixels, decoded once, a pixel a lane.
-  auto pixel_of = [&](int i) { return i * (32 / kLanesOfPixel) + lane / kLanesOfPixel; };
-#pragma unroll 1
-  for (int p = 0; p < Tile::kTileM; p += kPixels) {
-    const int32_t decoded = OutputRow<kOp>(
-        params, of, place.m_tile * Tile::kTileM + p + warp * (kPixels / 4) + lane % (kPixels / 4));
-    auto offset_of = [&](int i) -> int64_t {
-      const int32_t m = __shfl_sync(0xffffffff, decoded, pixel_of(i));
-      return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
-    };
-    const StagedVectors<T, kVectors> vectors(
-        epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
-    if (p > 0) NamedBarrierSync(kBarrier, 128);  // the buffer has been read
-#pragma unroll
-    for (int k = 0; k < Tile::kTileM; k += kPixels) {
-      if (k != p) continue;
-#pragma unroll
-      for (int e = 0; e < kPixels / 2; ++e) {
-        const int channel = warp * 16 + e / 2 % 2 * 8 + g, pixel = e / 4 * 8 + t * 2 + e % 2;
-        const float value[1] = {acc.of[k / 2 + e]};
-        StoreShared(chunk_address(pixel, channel / 4) + channel % 4 * 4, value);
-      }
-    }
-    NamedBarrierSync(kBarrier, 128);
-    vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
-      return chunk_address(warp * (kPixels / 4) + pixel_of(i), column / 4 + q);
-    });
-  }
-}
-
 // A warpgroup's finished tile -> the output. `staging`: of the warpgroup.
 template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue>
 __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const TilePlace& place,
@@ -279,24 +217,29 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
   // turn came.
   constexpr int kBarrier = 3 + kWarpgroup;
   const int channel0 = place.group * params.gemm_n + n_first;
-  auto store_rounded = [&](const auto& results) {
-    StoreRoundedSwapAb<kBarrier>(results, staging, static_cast<T*>(params.out) + base,
-                                 params.out_channels * sizeof(T), row, channels);
+  auto store_rounded = [&](const auto& round) {
+    StoreRoundedSwapAb<kBarrier, Tile::kTileM>(round, staging, static_cast<T*>(params.out) + base,
+                                               params.out_channels * sizeof(T), row, channels);
   };
   if constexpr (!Epilogue::kPlain) {
     if (!epilogue.partial) {
-      if (epilogue.Whole().Clamps()) {
-        typename Tile::Accumulators finished = acc;
-        ClampSwapAb(epilogue.Whole(), channel0, channels, finished.of);
-        store_rounded(finished.of);
+      const FusedEpilogue& whole = epilogue.Whole();
+      if (!whole.Clamps()) {
+        StoreStagedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, whole);
+      } else if (whole.params.residual == nullptr) {
+        const ClampSums<T> clamp(whole, channel0, channels);
+        store_rounded([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
       } else {
-        StoreFusedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, epilogue.Whole());
+        StoreWithResidualSwapAb<kBarrier, T, Tile>(
+            ClampSums<T>(whole, channel0, channels), acc, staging,
+            static_cast<T*>(params.out) + base, static_cast<const T*>(whole.params.residual) + base,
+            params.out_channels, row, channels);
       }
       FinishTile<Tile>(params, place, of, epilogue);
       return;
     }
   } else if (!params.out_is_f32) {
-    store_rounded(acc.of);
+    store_rounded(RoundSums<T, Tile::kTileM / 2>{acc.of});
     return;
   }
   auto pixel_offset = [&](int sixteen, int pixel) -> RowPlace {
