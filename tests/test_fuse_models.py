@@ -50,7 +50,7 @@ def filled(tree):
     return jax.tree.unflatten(structure, values)
 
 
-def linen_block(dtype, *, train=False, activation=jax.nn.relu, bias=False):
+def linen_block(dtype, *, activation=jax.nn.relu, bias=False):
     """(function of (variables, x), variables) of Conv, BatchNorm, a residual and an activation."""
     linen = library("flax.linen")
 
@@ -58,13 +58,11 @@ def linen_block(dtype, *, train=False, activation=jax.nn.relu, bias=False):
         @linen.compact
         def __call__(self, x):
             y = linen.Conv(4, (3, 3), dtype=dtype, use_bias=bias)(x)
-            y = linen.BatchNorm(use_running_average=not train, dtype=dtype)(y)
+            y = linen.BatchNorm(use_running_average=True, dtype=dtype)(y)
             return activation(y + x)
 
     module = Block()
     variables = filled(module.init(jax.random.key(0), X))
-    if train:
-        return lambda v, x: module.apply(v, x, mutable=["batch_stats"])[0], variables
     return module.apply, variables
 
 
@@ -209,13 +207,125 @@ def fused_words(function, *args) -> list[str]:
     ]
 
 
-def test_training_fuses_the_bias_and_leaves_the_statistics(native_cpu):
-    apply, variables = linen_block(jnp.bfloat16, train=True, bias=True)
-    x = X.astype(jnp.bfloat16)
-    assert epilogues(apply, variables, x) == ["bias"]
-    text = str(jaxconv.explain(jaxconv.fuse(apply), variables, x))
-    assert "fused, but for what follows:" in text and "its result has" in text
-    assert "Block/Conv_0" in text, "the module's path"
+def linen_training(dtype, of_squares=True):
+    """(function of (variables, x) -> (y, new statistics), variables)."""
+    linen = library("flax.linen")
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            y = linen.Conv(4, (3, 3), dtype=dtype)(x)
+            norm = linen.BatchNorm(
+                use_running_average=False, dtype=dtype, use_fast_variance=of_squares
+            )
+            return jax.nn.relu(norm(y) + x)
+
+    module = Block()
+    variables = filled(module.init(jax.random.key(0), X))
+    return lambda v, x: module.apply(v, x, mutable=["batch_stats"]), variables
+
+
+def nnx_training(dtype):
+    nnx = library("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs, dtype=dtype)
+            self.norm = nnx.BatchNorm(4, rngs=rngs, dtype=dtype)
+
+        def __call__(self, x):
+            return nnx.silu(self.norm(self.conv(x)) + x)
+
+    graph, state = nnx.split(Block())
+
+    def apply(state, x):
+        module = nnx.merge(graph, state, copy=True)
+        return module(x), nnx.state(module)
+
+    return apply, filled(state)
+
+
+def equinox_training(dtype, mode="ema"):
+    eqx = library("equinox")
+    conv = eqx.nn.Conv2d(4, 4, 3, padding=1, key=jax.random.key(0), dtype=dtype)
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
+        4, axis_name="batch", mode=mode, dtype=dtype
+    )
+    arrays, static = eqx.partition((conv, norm), eqx.is_array)
+
+    def apply(arrays, x):
+        conv, norm = eqx.combine(arrays, static)
+
+        def one(x, state):
+            y, state = norm(conv(x), state)
+            return jax.nn.relu(y + x), state
+
+        return jax.vmap(one, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+
+    return apply, filled(arrays)
+
+
+def haiku_training(dtype):
+    haiku = library("haiku")
+
+    def forward(x):
+        y = haiku.Conv2D(4, 3, with_bias=False)(x)
+        return jax.nn.gelu(haiku.BatchNorm(True, True, 0.9)(y, is_training=True) + x)
+
+    module = haiku.transform_with_state(forward)
+    variables = filled(module.init(jax.random.key(0), X))
+    variables = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 4 else a, variables)
+    return lambda v, x: module.apply(*v, None, x), variables
+
+
+TRAINING = {
+    "linen": (linen_training, "bias statistics"),
+    "linen two passes": (functools.partial(linen_training, of_squares=False), "bias statistics"),
+    "nnx": (nnx_training, "bias statistics"),
+    "equinox": (equinox_training, "bias statistics"),
+    "equinox batch": (functools.partial(equinox_training, mode="batch"), "bias statistics"),
+    "haiku": (haiku_training, "statistics"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_takes_the_statistics_from_the_call(name, dtype, native_cpu):
+    """Of the result and of the new running statistics; no sum over activations is left."""
+    make, words = TRAINING[name]
+    apply, variables = make(dtype)
+    x = image(name.split()[0], dtype)
+    assert epilogues(apply, variables, x) == [words]
+    fused = jaxconv.fuse(apply)
+    assert_close(jax.jit(fused)(variables, x), jax.jit(apply)(variables, x))
+    program = jax.make_jaxpr(fused)(variables, x)
+    assert [e for e in equations(program) if e.primitive.name in ("reduce_sum", "psum")] == []
+    text = str(jaxconv.explain(fused, variables, x))
+    assert "what follows takes the statistics of the whole result" in text
+
+
+@pytest.mark.parametrize("name", ["linen", "equinox"])
+def test_a_gradient_through_batch_norm(name, native_cpu):
+    """``grad(fuse(f))`` and ``fuse(grad(f))`` make the same calls."""
+    apply, variables = TRAINING[name][0](jnp.float32)
+    x = image(name, jnp.float32)
+
+    def loss(variables, x):
+        y = apply(variables, x)[0]
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).mean()
+
+    outside = jax.grad(jaxconv.fuse(loss), argnums=(0, 1), allow_int=True)
+    inside = jaxconv.fuse(jax.grad(loss, argnums=(0, 1), allow_int=True))
+    assert fused_words(outside, variables, x) == fused_words(inside, variables, x)
+    assert fused_words(inside, variables, x) == ["bias statistics"]
+    assert calls(outside, variables, x) == calls(inside, variables, x)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(variables, x)
+    largest = max(np.abs(e).max() for e in jax.tree.leaves(expected))
+    for f in (outside, inside):
+        actual = jax.tree.leaves(jax.jit(f)(variables, x))
+        for a, e in zip(actual, jax.tree.leaves(expected), strict=True):
+            assert np.abs(a - e).max() <= 1e-5 * largest
 
 
 def test_a_training_step(native_cpu):

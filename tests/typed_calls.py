@@ -24,6 +24,7 @@ def convolutions(x: jax.Array, w: np.ndarray, sharding: NamedSharding) -> None:
     jaxconv.conv(x, w, preferred_element_type="float32")
     jaxconv.conv(x, w, scale=x, bias=w, residual=x, activation="gelu_tanh")
     jaxconv.conv(x, w, activation=("leaky_relu", 0.1))
+    assert_type(jaxconv.conv(x, w, bias=w, statistics=True), tuple[jax.Array, jax.Array, jax.Array])
     general = jaxconv.conv_general_dilated
     numbers = lax.conv_dimension_numbers((1, 2, 3, 4), (1, 2, 3, 4), None)
     assert_type(general(x, w, (1, 1), "SAME", None, None, numbers), jax.Array)
@@ -35,11 +36,11 @@ def convolutions(x: jax.Array, w: np.ndarray, sharding: NamedSharding) -> None:
     general(x, w, (1, 1), "SAME", dimension_numbers="NHWC")  # type: ignore[arg-type]
     general(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO"))  # type: ignore[arg-type]
     general(x, w, (1, 1), "SAME", out_sharding="x")  # type: ignore[arg-type]
-    jaxconv.conv(x, w, precision=3)  # type: ignore[arg-type]
+    jaxconv.conv(x, w, precision=3)  # type: ignore[call-overload]
     jaxconv.conv(x, w, algorithm={"forward": "native"})  # type: ignore[dict-item]
-    jaxconv.conv(x, w, strides=2)  # type: ignore[call-arg]
-    jaxconv.conv(x, w, activation=0.1)  # type: ignore[arg-type]
-    jaxconv.conv(x, w, 2)  # type: ignore[call-arg]
+    jaxconv.conv(x, w, strides=2)  # type: ignore[call-overload]
+    jaxconv.conv(x, w, activation=0.1)  # type: ignore[call-overload]
+    jaxconv.conv(x, w, 2)  # type: ignore[call-overload]
 
 
 def tables(x: jax.Array, w: jax.Array) -> None:

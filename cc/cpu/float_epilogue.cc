@@ -4,7 +4,6 @@
 #include "cpu/float_epilogue.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "cpu/activations.h"
 #include "cpu/block_loops.h"
@@ -95,6 +94,56 @@ JAXCONV_LOOP ComputeBlock(const Block& block) {
 
 JAXCONV_FOR_PROCESSORS(Compute, ComputeBlock, const Block&)
 
+// Of so many pixels at a time, in the first-level cache, the moments are formed in float32.
+constexpr int64_t kPixels = 16;
+
+// Up to kBlock channels of a run of pixels, and where their moments are added up.
+struct PixelRun {
+  DType dtype = DType::kF32;
+  const char* out = nullptr;  // the first pixel's
+  int64_t stride = 0;         // between pixels, in elements
+  int64_t channels = 0, pixels = 0;
+  double *mean = nullptr, *squares = nullptr;
+};
+
+// The deviations from the mean as rounded add up to what corrects it and the squares, so that
+// float32 costs no accuracy where the mean is large.
+JAXCONV_LOOP AddPixels(const PixelRun& run) {
+  const int64_t channels = run.channels, width = ByteWidth(run.dtype);
+  float values[kPixels * kBlock], mean[kBlock], off[kBlock], squares[kBlock];
+  for (int64_t first = 0; first < run.pixels; first += kPixels) {
+    const int64_t pixels = std::min(kPixels, run.pixels - first);
+    std::fill_n(mean, channels, 0.0f);
+    std::fill_n(off, channels, 0.0f);
+    std::fill_n(squares, channels, 0.0f);
+    for (int64_t i = 0; i < pixels; ++i) {
+      float* value = values + i * channels;
+      ToFloat(run.dtype, run.out + (first + i) * run.stride * width, value, 0, channels);
+      for (int64_t c = 0; c < channels; ++c) mean[c] += value[c];
+    }
+    const float share = 1.0f / static_cast<float>(pixels);
+    for (int64_t c = 0; c < channels; ++c) mean[c] *= share;
+    for (int64_t i = 0; i < pixels; ++i) {
+      const float* value = values + i * channels;
+      for (int64_t c = 0; c < channels; ++c) {
+        const float deviation = value[c] - mean[c];
+        off[c] += deviation;
+        squares[c] += deviation * deviation;
+      }
+    }
+    const double n = static_cast<double>(pixels), before = static_cast<double>(first);
+    const double one = 1 / n, part = n / (before + n);
+    for (int64_t c = 0; c < channels; ++c) {
+      const double correction = off[c] * one;
+      const double apart = mean[c] + correction - run.mean[c];
+      run.mean[c] += apart * part;
+      run.squares[c] += squares[c] - off[c] * correction + apart * apart * part * before;
+    }
+  }
+}
+
+JAXCONV_FOR_PROCESSORS(Add, AddPixels, const PixelRun&)
+
 }  // namespace
 
 void FinishSums(const ConvProblem& p, const EpilogueTerms& terms, const float* sums, int64_t begin,
@@ -131,23 +180,20 @@ void FinishSums(const ConvProblem& p, const EpilogueTerms& terms, const float* s
 }
 
 void Moments(const ConvProblem& p, const void* out, int64_t begin, int64_t count, double* moments) {
-  const int64_t channels = p.k, width = ByteWidth(p.y_dtype), pixels = count / channels;
-  double *mean = moments, *squares = moments + channels;
-  std::fill_n(moments, 2 * channels, 0.0);
-  std::vector<float> pixel(channels);
-  auto each_pixel = [&](const auto& body) {
-    const char* from = static_cast<const char*>(out) + begin * width;
-    for (int64_t i = 0; i < pixels; ++i, from += channels * width) {
-      ToFloat(p.y_dtype, from, pixel.data(), 0, channels);
-      for (int64_t c = 0; c < channels; ++c) body(c, pixel[c]);
-    }
-  };
-  each_pixel([&](int64_t c, double value) { mean[c] += value; });
-  for (int64_t c = 0; c < channels; ++c) mean[c] /= static_cast<double>(pixels);
-  each_pixel([&](int64_t c, double value) {
-    const double deviation = value - mean[c];
-    squares[c] += deviation * deviation;
-  });
+  static const auto add = AddForThisProcessor();
+  const int64_t width = ByteWidth(p.y_dtype);
+  std::fill_n(moments, 2 * p.k, 0.0);
+  for (int64_t channel = 0; channel < p.k; channel += kBlock) {
+    PixelRun run;
+    run.dtype = p.y_dtype;
+    run.out = static_cast<const char*>(out) + (begin + channel) * width;
+    run.stride = p.k;
+    run.channels = std::min(kBlock, p.k - channel);
+    run.pixels = count / p.k;
+    run.mean = moments + channel;
+    run.squares = moments + p.k + channel;
+    add(run);
+  }
 }
 
 void MergeMoments(int64_t channels, int64_t total, const double* more, int64_t count,

@@ -16,7 +16,8 @@ void FinishSums(const ConvProblem& problem, const EpilogueTerms& terms, const fl
                 int64_t begin, int64_t count, void* out);
 
 // The statistics of elements [begin, begin + count), whole pixels: every channel's mean and sum of
-// squared deviations from it, (2, K). They are added up in double, in the order of the pixels.
+// squared deviations from it, (2, K). They are added up in double, in the order of the pixels, from
+// those of a few pixels.
 void Moments(const ConvProblem& problem, const void* out, int64_t begin, int64_t count,
              double* moments);
 

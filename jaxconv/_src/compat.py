@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import checkify as _checkify
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -238,6 +239,20 @@ def located_at(eqn):
     source = eqn.source_info
     stack.enter_context(_source_info.user_context(source.traceback, name_stack=source.name_stack))
     stack.enter_context(eqn.ctx.manager)
+    return stack
+
+
+def varying(*avals):
+    """A context in which arrays of these types keep the mesh axes they vary over (shard_map)."""
+    stack = contextlib.ExitStack()
+    for aval in avals:
+        kind = getattr(aval, "mat", aval)
+        if getattr(kind, "varying", None) or getattr(kind, "vma", None):
+            mesh = aval.sharding.mesh
+            axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+            stack.enter_context(_core.extend_axis_env_nd(axes))
+            stack.enter_context(_config._check_vma(True))
+            break
     return stack
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ from jaxconv._src.spec import ConvSpec, Op
 from jaxconv._src.winograd_filter import PreparedFilter
 
 
+@overload
 def conv(
     x: ArrayLike,
     w: ArrayLike | PreparedFilter,
@@ -48,7 +50,49 @@ def conv(
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
     activation: Activation = None,
-) -> jax.Array:
+    statistics: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def conv(
+    x: ArrayLike,
+    w: ArrayLike | PreparedFilter,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    data_format: str | None = None,
+    precision: PrecisionLike = None,
+    algorithm: Algorithm = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: Activation = None,
+    statistics: Literal[True],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+
+
+def conv(
+    x: ArrayLike,
+    w: ArrayLike | PreparedFilter,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    data_format: str | None = None,
+    precision: PrecisionLike = None,
+    algorithm: Algorithm = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: Activation = None,
+    statistics: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     """Convolves 1-D, 2-D or 3-D signals, a batch of them or one, with a bank of filters.
 
     With i = p * stride + r * dilation - pad_lo on every spatial axis,
@@ -103,14 +147,22 @@ def conv(
             "hard_swish". For its derivative the backward pass keeps the result alone or, of gelu,
             gelu_tanh, silu, hard_swish and leaky_relu without a positive slope, also the
             activation's argument, which the same call stores in the result's dtype.
+        statistics: also return mean and variance of every output channel, what batch normalisation
+            takes of a batch: of the result as rounded, over examples and positions. A kernel that
+            computes them does so while it stores the result, in an order that is the same in every
+            run; elsewhere XLA reads the result again (``explain`` says so). Split arrays give the
+            statistics of the whole; inside ``shard_map``, of each device's part.
 
     Returns:
         (N, *out_spatial, K), or (N, K, *out_spatial) in channel-first formats; without N for one
-        example.
+        example. With ``statistics`` a triple of it, the mean and the variance, float32 (K,)
+        (float64 of float64 operands); the variance is the mean of the squared deviations from the
+        mean.
 
     Raises:
         TypeError: an operand is no array of numbers, the operands' dtype cannot give
-            ``preferred_element_type``, or an epilogue is asked of integers or complex numbers.
+            ``preferred_element_type``, or an epilogue is asked of integers or complex numbers;
+            ``statistics`` is no bool.
         ValueError: two dtypes do not promote (JAX's ``TypePromotionError``); ranks, channels,
             groups, window parameters, format or a term of the epilogue do not fit; or the demanded
             algorithm cannot serve the problem (the message says why, and which can).
@@ -173,19 +225,24 @@ def conv(
         channels=sizes.k,
         out_shape=spec.shape("y", sizes)[one_example:],
         out_dtype=out_dtype,
+        statistics=statistics,
     )
     if one_example and form.residual:
         terms["residual"] = lax.expand_dims(terms["residual"], (0,))
     if prepared is None:
-        y, *_ = fused.bind(
+        results = fused.bind(
             x, cast(jax.Array, w), terms, spec=spec, epilogue=form, out_dtype=out_dtype
         )
     elif form.plain:
-        y = winograd_prepared.bind(x, prepared, spec, out_dtype)
+        results = [winograd_prepared.bind(x, prepared, spec, out_dtype)]
     else:
         acc = winograd_prepared.bind(x, prepared, spec, epilogue.accumulator_dtype(out_dtype))
-        y, *_ = epilogue.finish(acc, terms, spec.axis("y", "k"), form, out_dtype)
-    return lax.squeeze(y, (0,)) if one_example else y
+        results = epilogue.finish(acc, terms, spec.axis("y", "k"), form, out_dtype)
+    y = lax.squeeze(results[0], (0,)) if one_example else results[0]
+    if not form.statistics:
+        return y
+    count = math.prod(spec.shape("y", sizes)[a] for a in spec.y_axes[:-1])
+    return y, results[-1][0], results[-1][1] / count
 
 
 def conv_general_dilated(

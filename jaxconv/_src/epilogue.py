@@ -89,6 +89,9 @@ class Epilogue:
             return self.slope > 0
         return self.activation is None or self.activation in _KNOWN_FROM_Y
 
+    def without_statistics(self) -> Epilogue:
+        return dataclasses.replace(self, statistics=False)
+
     def with_derivative(self) -> Epilogue:
         """The same with what its derivative needs among the results."""
         return self if self.differentiates_from_y else dataclasses.replace(self, pre=True)
@@ -144,11 +147,12 @@ def checked(
     channels: int,
     out_shape: tuple[int, ...],
     out_dtype: np.dtype,
+    statistics: bool = False,
 ) -> tuple[Epilogue, dict[str, jax.Array]]:
     """The static half of an epilogue, and its operands by name, scale and bias as accumulators.
 
     Args:
-        scale, bias, residual, activation: as in ``jaxconv.conv``.
+        scale, bias, residual, activation, statistics: as in ``jaxconv.conv``.
         operand_dtype: of x and w.
         channels: K.
         out_shape, out_dtype: of the result.
@@ -156,13 +160,17 @@ def checked(
     Raises:
         TypeError, ValueError: one of them does not fit.
     """
+    if not isinstance(statistics, bool | np.bool_):
+        raise TypeError(f"statistics: expected True or False, got {statistics!r}")
     name, slope = parse_activation(activation)
-    form = Epilogue(scale is not None, bias is not None, residual is not None, name, slope)
+    given = scale is not None, bias is not None, residual is not None
+    form = Epilogue(*given, name, slope, statistics=bool(statistics))
     if form.plain:
         return form, {}
     if not jnp.issubdtype(operand_dtype, jnp.floating):
+        asked = [*form.terms, *["activation"] * (name is not None), "statistics"]
         raise TypeError(
-            f"{[*form.terms, 'activation'][0]}: expected floating-point x and w beside it, got "
+            f"{asked[0]}: expected floating-point x and w beside it, got "
             f"{np.dtype(operand_dtype)}; of 8-bit operands, jaxconv.int8.conv has an epilogue"
         )
     terms: dict[str, jax.Array] = {}

@@ -24,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import fuse_activations, fuse_convolution
+from jaxconv._src import fuse_activations, fuse_convolution, fuse_statistics
 from jaxconv._src.fuse_activations import Activation
 from jaxconv._src.fuse_convolution import Convolution
 from jaxconv._src.fuse_graph import IDENTITIES, Graph, Vector, is_float, renumbered_axis, type_of
+from jaxconv._src.fuse_statistics import Moment
 
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -106,13 +107,15 @@ class Fusion:
         redirected: positions of comparisons of the activation's operand that compare its result
             instead.
         keeps_pre: whether the activation's operand may be a second result.
+        moments: sums over the result that its statistics answer; they are a result then.
     """
 
     conv: Convolution
     chain: Chain
     residual: Any
-    redirected: tuple[int, ...]
-    keeps_pre: bool
+    redirected: tuple[int, ...] = ()
+    keeps_pre: bool = False
+    moments: tuple[Moment, ...] = ()
 
     @property
     def position(self) -> int:
@@ -147,6 +150,23 @@ def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | N
             return fusion, reason
         reason = fusion or reason
     return None, reason
+
+
+def with_statistics(graph: Graph, conv: Convolution, fusion: Fusion | None) -> Fusion | None:
+    """The same with what statistics of its result answer, or None where nothing is.
+
+    Args:
+        graph: the program.
+        conv: the convolution.
+        fusion: the chain behind it, or None for the convolution alone.
+    """
+    if fusion is None:
+        (out,) = graph.eqns[conv.position].outvars
+        if type_of(out).dtype not in (type_of(conv.x).dtype, np.float32):
+            return None
+        fusion = Fusion(conv, Chain(out, conv.channel_axis, last=conv.position), None)
+    moments = fuse_statistics.find(graph, fusion.chain.out, fusion.chain.axis)
+    return dataclasses.replace(fusion, moments=tuple(moments)) if moments else None
 
 
 def _elementwise(graph: Graph, value: Var) -> bool:

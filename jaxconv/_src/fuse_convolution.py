@@ -89,13 +89,14 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
     """Why a call would be slower than the program, or "".
 
     Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
-    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations. A
+    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
+    statistics that no kernel computes are better left to the program in any case. A
     kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
     its result. That is half of what the epilogue adds to the prediction of XLA's own convolution,
     where the pass reads float32 sums.
     """
     operands = type_of(conv.x), type_of(conv.w)
-    if operands[0].dtype == np.float32:
+    if operands[0].dtype == np.float32 and not form.statistics:
         return ""
     sizes = conv.spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
     found: list[native.Refusal] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -23,18 +24,24 @@ from jaxconv._src import (
     fuse_chain,
     fuse_convolution,
     fused,
+    fused_partition,
     lowering,
     native,
     record,
 )
 from jaxconv._src.fuse_chain import Fusion
+from jaxconv._src.fuse_convolution import Convolution
 from jaxconv._src.fuse_graph import Graph, type_of
+from jaxconv._src.fuse_statistics import Moment
 
 _JITTED = ("jit", "pjit")
 
 # A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
 # many equations.
 _INLINED = 64
+
+# Why a chain ends before a batch norm in training.
+_WHOLE_RESULT = "what follows takes the statistics of the whole result"
 
 # Operations whose jaxprs are not programs of XLA's.
 _OPAQUE = ("pallas_call", "core_map", "run_state")
@@ -61,10 +68,11 @@ def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
 class _RefusedError(Exception):
     """A chain that does not become a call after all."""
 
-    def __init__(self, position: int, reason: str):
+    def __init__(self, position: int, reason: str, statistics: bool):
         super().__init__(reason)
         self.position = position
         self.reason = reason
+        self.statistics = statistics  # without them there may be one
 
 
 def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = None) -> Any:
@@ -79,48 +87,66 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
         return jaxpr
     eqns, outvars = _inlined(jaxpr)
     graph = Graph(_live(eqns, outvars), outvars, known)
-    refused: dict[int, str] = {}
+    refused = _Refused()
     while True:
-        before = len(refused)
+        before = refused.count
         if extra is not None:
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra)
-        if len(refused) == before:
+        if refused.count == before:
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Refused:
+    """Why convolutions, by position, get no call, or none with statistics."""
+
+    calls: dict[int, str] = dataclasses.field(default_factory=dict)
+    statistics: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.calls) + len(self.statistics)
+
+
 def _with_calls_traced(
-    graph: Graph, outvars: list[Any], refused: dict[int, str], extra: dict[Var, Any] | None
+    graph: Graph, outvars: list[Any], refused: _Refused, extra: dict[Var, Any] | None
 ) -> list[JaxprEqn]:
     """The equations of a program with its chains as calls, but for those that are refused.
 
     They are complete where ``refused`` has grown by none.
     """
     fusions: dict[int, Fusion] = {}
-    notes = dict(refused)
+    notes = dict(refused.calls)
     taken: set[int] = set()
     # From the end: of two convolutions that are added, the later one's residual is the other.
     for position in reversed(range(len(graph.eqns))):
         name = graph.eqns[position].primitive.name
-        if name not in fuse_convolution.NAMES or position in refused:
+        if name not in fuse_convolution.NAMES or position in refused.calls:
             continue
         conv = fuse_convolution.find(graph, position)
         if isinstance(conv, str):
             notes[position] = conv
             continue
         fusion, notes[position] = fuse_chain.follow(graph, conv, taken)
+        if (counted := fuse_chain.with_statistics(graph, conv, fusion)) is not None:
+            notes[position] = refused.statistics.get(position, _WHOLE_RESULT)
+            fusion = fusion if position in refused.statistics else counted
         if fusion is not None:
             fusions[position] = fusion
             taken |= fusion.chain.taken
     rewritten: list[JaxprEqn] = []
     for item in _live(_with_calls(graph, fusions, notes), outvars):
-        if not isinstance(item, _Call):
-            rewritten.append(_descended(item))
-            continue
         try:
-            rewritten += _traced_call(graph, item, extra)
+            if isinstance(item, _Call):
+                rewritten += _traced_call(graph, item, extra)
+            elif isinstance(item, _Answer):
+                rewritten += _traced_answer(graph, item)
+            else:
+                rewritten.append(_descended(item))
         except _RefusedError as refusal:
-            refused[refusal.position] = refusal.reason
+            kind = refused.statistics if refusal.statistics else refused.calls
+            kind[refusal.position] = refusal.reason
     return rewritten
 
 
@@ -184,12 +210,14 @@ class _Call:
     """A call in the place of a chain; what ``_live`` looks at is named as in an equation."""
 
     fusion: Fusion
-    outvars: tuple[Var, ...]
+    pre: Var | None
+    statistics: Var | None
     note: str
 
     @property
-    def pre(self) -> Var | None:
-        return self.outvars[1] if len(self.outvars) > 1 else None
+    def outvars(self) -> tuple[Var, ...]:
+        results = (self.fusion.chain.out, self.pre, self.statistics)
+        return tuple(v for v in results if v is not None)
 
     @property
     def invars(self) -> list[Any]:
@@ -198,6 +226,48 @@ class _Call:
         return atoms if self.fusion.residual is None else [*atoms, self.fusion.residual]
 
     effects = frozenset[Any]()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """A sum over a call's result, from its statistics; what ``_live`` looks at as in ``_Call``."""
+
+    fusion: Fusion
+    moment: Moment
+    statistics: Var
+
+    @property
+    def outvars(self) -> tuple[Var, ...]:
+        return (self.moment.out,)
+
+    @property
+    def invars(self) -> list[Any]:
+        return [self.statistics, *self.moment.atoms]
+
+    effects = frozenset[Any]()
+
+
+def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
+    """The equations of a sum.
+
+    Raises:
+        _RefusedError: its type is another.
+    """
+    whole = type_of(graph.eqns[answer.fusion.conv.position].outvars[0])
+    count = whole.size // type_of(answer.statistics).shape[1]
+
+    def compute(statistics: Any, vectors: list[Any]) -> Any:
+        return [answer.moment.value(statistics, vectors, count)]
+
+    position = graph.index(answer.moment.out)
+    assert position is not None
+    operands = answer.statistics, answer.moment.atoms
+    try:
+        eqns = _traced(compute, operands, answer.outvars, graph, position)
+    except (TypeError, ValueError, compat.ShardingTypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise _RefusedError(answer.fusion.conv.position, reason, True) from error
+    return [compat.within(graph.eqns[position], e) for e in eqns]
 
 
 def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> list[JaxprEqn]:
@@ -220,9 +290,10 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
     scaled, shifted = chain.scales and folded is None, chain.shifts
     out_dtype = type_of(chain.out).dtype
     name, slope = epilogue.parse_activation(chain.activation)
-    form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, pre=call.pre is not None)
+    results = call.pre is not None, call.statistics is not None
+    form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results)
     if reason := fuse_convolution.slower(conv, form, out_dtype):
-        raise _RefusedError(conv.position, reason)
+        raise _RefusedError(conv.position, reason, form.statistics)
 
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
         scale, bias = fuse_chain.affine(chain.terms, vectors, channels)
@@ -236,7 +307,8 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
     try:
         eqns = _traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
-        raise _RefusedError(conv.position, str(error).splitlines()[0]) from error
+        reason = str(error).splitlines()[0]
+        raise _RefusedError(conv.position, reason, form.statistics) from error
     caller = graph.eqns[conv.position]
     return [
         compat.within(caller, _noted(e, call.note) if e.primitive is fused.conv_fused_p else e)
@@ -261,8 +333,9 @@ def _traced(
         given = [values[a] if isinstance(a, Var) else a.val for a in leaves]
         return function(*jax.tree.unflatten(tree, given))
 
-    with compat.located_at(graph.eqns[position]):
-        closed = jax.make_jaxpr(of_atoms)(*(type_of(a) for a in atoms))
+    types = [type_of(a) for a in atoms]
+    with compat.located_at(graph.eqns[position]), compat.varying(*types):
+        closed = jax.make_jaxpr(of_atoms)(*types)
     jaxpr = compat.open_jaxpr(closed)
     if jaxpr.constvars or any(
         not compat.same_type(type_of(v), type_of(o))
@@ -334,7 +407,7 @@ def _live(items: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
         if not item.effects and not any(v in needed for v in item.outvars):
             continue
         if isinstance(item, _Call) and item.pre is not None and item.pre not in needed:
-            item = dataclasses.replace(item, outvars=item.outvars[:1])
+            item = dataclasses.replace(item, pre=None)
         needed |= {a for a in item.invars if isinstance(a, Var)}
         kept.append(item)
     return kept[::-1]
@@ -342,21 +415,28 @@ def _live(items: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
-) -> list[JaxprEqn | _Call]:
+) -> list[JaxprEqn | _Call | _Answer]:
     """The program with calls in the place of the chains, and notes at other convolutions."""
-    calls, dropped = {}, set()
+    placed: dict[int, _Call | _Answer] = {}
+    dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
     for position, fusion in fusions.items():
         chain = fusion.chain
-        outvars = (chain.out, chain.pre) if fusion.keeps_pre and chain.pre else (chain.out,)
-        calls[fusion.position] = _Call(fusion, outvars, notes[position])
+        pre = chain.pre if fusion.keeps_pre else None
+        statistics = _statistics(graph, fusion.conv) if fusion.moments else None
+        placed[fusion.position] = _Call(fusion, pre, statistics, notes[position])
+        for moment in fusion.moments:
+            made = graph.index(moment.out)
+            assert made is not None and statistics is not None
+            placed[made] = _Answer(fusion, moment, statistics)
+            dropped.add(made)
         dropped |= {position, *chain.taken}
         if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
             redirected |= {i: (chain.pre, chain.out) for i in fusion.redirected}
-    items: list[JaxprEqn | _Call] = []
+    items: list[JaxprEqn | _Call | _Answer] = []
     for position, eqn in enumerate(graph.eqns):
-        if position in calls:
-            items.append(calls[position])
+        if position in placed:
+            items.append(placed[position])
         if position in dropped:
             continue
         if position in redirected:
@@ -366,6 +446,18 @@ def _with_calls(
             eqn = _noted(eqn, note)
         items.append(eqn)
     return items
+
+
+def _statistics(graph: Graph, conv: Convolution) -> Var:
+    """A variable for the statistics of a convolution's call."""
+    whole = type_of(graph.eqns[conv.position].outvars[0])
+    kind = whole.update(
+        shape=(2, whole.shape[conv.channel_axis]),
+        dtype=np.dtype(np.float32),
+        weak_type=False,
+        sharding=fused_partition.moments_sharding(conv.spec, whole.sharding),
+    )
+    return compat.variable(kind)
 
 
 # --- constants ---

@@ -5,7 +5,8 @@ results are y and, where asked for, pre and the statistics (``epilogue`` has the
 have the axis order of a ``ConvSpec``, as the three bilinear primitives take them.
 
 Where no kernel computes both, the plain convolution gives its sums in the accumulator's dtype, and
-XLA computes the epilogue from them: ``apart``.
+XLA computes the epilogue from them: ``apart``. Of statistics that no kernel computes, XLA reads y
+again, which a call with the rest of the epilogue gives.
 
 Derivatives are written in the three bilinear primitives and XLA's elementwise operations. With
 d = activation'(t), which y alone tells of relu, relu6, leaky_relu with a positive slope, sigmoid
@@ -42,6 +43,7 @@ from jaxconv._src.epilogue import (
     checked,
     differential,
     finish,
+    moments,
     moments_tangent,
 )
 from jaxconv._src.spec import ConvSpec, Op, check_size, flops
@@ -143,13 +145,27 @@ def _check_algorithm(
         for platform in lowering.PLATFORMS:
             if select(platform, spec, sizes, operand_dtype, epilogue, out_dtype)[0].instance:
                 return
-    wide = accumulator_dtype(out_dtype)
+    if epilogue.statistics:  # apart, behind a call with the rest
+        rest = epilogue.without_statistics()
+        return _check_algorithm(spec, rest, x_shape, w_shape, operand_dtype, out_dtype)
+    wide = out_dtype if epilogue.plain else accumulator_dtype(out_dtype)
     lowering.check_algorithm(Op.FPROP, spec, x_shape, w_shape, operand_dtype, wide)
 
 
 def apart(*operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype) -> list[jax.Array]:
-    """All results by the plain convolution and XLA's elementwise operations."""
+    """All results by the plain convolution and XLA's elementwise operations.
+
+    Of an epilogue with statistics, by a call without them and XLA's sums of y.
+    """
     x, w, *rest = operands
+    if epilogue.statistics:
+        form = epilogue.without_statistics()
+        if form.plain:
+            results = [primitives.bind(Op.FPROP, x, w, spec, out_dtype)]
+        else:
+            results = conv_fused_p.bind(*operands, spec=spec, epilogue=form, out_dtype=out_dtype)
+        y = results[0]
+        return [*results, moments(y, spec.axis("y", "k"), accumulator_dtype(out_dtype))]
     acc = primitives.bind(Op.FPROP, x, w, spec, accumulator_dtype(out_dtype))
     terms = dict(zip(epilogue.terms, rest, strict=True))
     return finish(acc, terms, spec.axis("y", "k"), epilogue, out_dtype)
