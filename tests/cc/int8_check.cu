@@ -33,6 +33,7 @@
 #include "cuda/common/launch_table.h"
 #include "cuda/common/query_gpu.h"
 #include "cuda/common/registry.h"
+#include "device_program.cuh"
 
 namespace jaxconv {
 
@@ -44,19 +45,6 @@ std::vector<KernelDesc> Int8Kernels() {
     if (ByteWidth(kernel.dtype) == 1) all.push_back(kernel);
   }
   return all;
-}
-
-void Require(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-__device__ uint32_t Random(uint64_t index, uint32_t seed) {
-  uint64_t z = index + seed * 0x9E3779B97F4A7C15ull;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return static_cast<uint32_t>((z ^ (z >> 31)) >> 16);
 }
 
 // In -1 to 1.
@@ -326,20 +314,6 @@ __global__ void CountTouched(const uint8_t* guard, int64_t bytes, Mismatch* foun
   }
 }
 
-class Buffer {
- public:
-  explicit Buffer(int64_t bytes) {
-    Require(cudaMalloc(&data_, std::max<int64_t>(bytes, 16)), "memory");
-  }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  char* data() const { return static_cast<char*>(data_); }
-
- private:
-  void* data_ = nullptr;
-};
-
 // Where the operands of a problem lie in one allocation.
 struct Tensors {
   int64_t x, w, y, residual, scale, channels, bytes;
@@ -518,8 +492,7 @@ int Check(const std::string& name, const ConvProblem& problem,
 int Time(const std::string& name, const ConvProblem& problem,
          const std::vector<Candidate>& candidates, cudaStream_t stream) {
   const Tensors tensors(problem);
-  const int sets = static_cast<int>(
-      std::clamp<int64_t>((300'000'000 + tensors.bytes - 1) / tensors.bytes, 2, 16));
+  const int sets = SetsToTime(tensors.bytes);
   const Buffer pool(sets * tensors.bytes);
   for (int i = 0; i < sets; ++i) tensors.Fill(pool.data() + i * tensors.bytes, i, false, stream);
   Require(cudaStreamSynchronize(stream), "operands");
@@ -537,42 +510,18 @@ int Time(const std::string& name, const ConvProblem& problem,
       }
       return {};
     };
-    Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-    const Status status = launch_all();
-    cudaGraph_t graph = nullptr;
-    Require(cudaStreamEndCapture(stream, &graph), "capture");
-    if (!status.ok()) {
+    double us = 0;
+    if (const Status status = TimeReplays(stream, kernel, launch_all, &us); !status.ok()) {
       ++failures;
       std::printf("FAILED %s %s: %s\n", kernel, name.c_str(), status.message().c_str());
-      cudaGraphDestroy(graph);
       continue;
     }
-    cudaGraphExec_t replay;
-    cudaEvent_t start, stop;
-    Require(cudaGraphInstantiate(&replay, graph, 0), "graph");
-    Require(cudaEventCreate(&start), "event");
-    Require(cudaEventCreate(&stop), "event");
-    std::vector<float> times;
-    for (int run = 0; run < 12; ++run) {
-      float milliseconds = 0;
-      Require(cudaEventRecord(start, stream), "event");
-      Require(cudaGraphLaunch(replay, stream), "graph");
-      Require(cudaEventRecord(stop, stream), "event");
-      Require(cudaEventSynchronize(stop), kernel);
-      Require(cudaEventElapsedTime(&milliseconds, start, stop), "event");
-      if (run >= 3) times.push_back(milliseconds);  // three to warm up
-    }
-    std::sort(times.begin(), times.end());
-    const double us = times[times.size() / 2] * 1e3 / sets;
+    us /= sets;
     const int64_t bytes = tensors.x + tensors.w + tensors.y + tensors.residual;
     std::printf("%-18s %9.1f us %7.1f TOP/s %6.2f TB/s  predicted %7.1f  slices %-2lld %s%s\n",
                 name.c_str(), us, static_cast<double>(problem.flops()) / us * 1e-6,
                 static_cast<double>(bytes) / us * 1e-6, plan.microseconds,
                 static_cast<long long>(plan.slices), kernel, candidate.native ? " *" : "");
-    cudaEventDestroy(start);
-    cudaEventDestroy(stop);
-    cudaGraphExecDestroy(replay);
-    cudaGraphDestroy(graph);
   }
   return failures;
 }

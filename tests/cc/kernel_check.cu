@@ -41,23 +41,11 @@
 #include "cuda/common/query_gpu.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
+#include "device_program.cuh"
 #include "epilogue_reference.h"
 
 namespace jaxconv {
 namespace {
-
-void Require(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-__device__ uint32_t Random(uint64_t index, uint32_t seed) {
-  uint64_t z = index + seed * 0x9E3779B97F4A7C15ull;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return static_cast<uint32_t>((z ^ (z >> 31)) >> 16);
-}
 
 __device__ void Put(void* tensor, int64_t at, DType dtype, float value) {
   switch (dtype) {
@@ -257,20 +245,6 @@ __global__ void Hash(const unsigned short* out, int64_t halves, unsigned long lo
 }
 
 // Device memory that lives as long as the program's loop over problems needs it.
-class Buffer {
- public:
-  explicit Buffer(int64_t bytes) {
-    Require(cudaMalloc(&data_, std::max<int64_t>(bytes, 16)), "memory");
-  }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  char* data() const { return static_cast<char*>(data_); }
-
- private:
-  void* data_ = nullptr;
-};
-
 struct Tensors {
   int64_t lhs, rhs, out;  // elements
   int64_t lhs_bytes, rhs_bytes, out_bytes;
@@ -445,8 +419,7 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
 int Time(const std::string& name, const ConvProblem& problem,
          const std::vector<Candidate>& candidates, bool hash, cudaStream_t stream) {
   const Tensors tensors(problem);
-  const int64_t wanted = (300'000'000 + tensors.SetBytes() - 1) / tensors.SetBytes();
-  const int sets = hash ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 2, 16));
+  const int sets = hash ? 1 : SetsToTime(tensors.SetBytes());
   const Buffer pool(sets * tensors.SetBytes()), sum(8);
   int failures = 0;
   for (const Candidate& candidate : candidates) {
@@ -463,10 +436,8 @@ int Time(const std::string& name, const ConvProblem& problem,
       for (int i = 0; i < sets; ++i) JAXCONV_RETURN_IF_ERROR(Run(plan, operands_of(i), stream));
       return {};
     };
-    if (!hash) Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-    const Status status = launch_all();
-    cudaGraph_t graph = nullptr;
-    if (!hash) Require(cudaStreamEndCapture(stream, &graph), "capture");
+    double us = 0;
+    const Status status = hash ? launch_all() : TimeReplays(stream, kernel, launch_all, &us);
     if (!status.ok()) {
       ++failures;
       std::printf("FAILED %s: %s: %s\n", kernel, name.c_str(), status.message().c_str());
@@ -480,34 +451,14 @@ int Time(const std::string& name, const ConvProblem& problem,
       Require(cudaStreamSynchronize(stream), kernel);
       std::printf("%s %s %016llx\n", name.c_str(), kernel, bits);
     } else {
-      cudaGraphExec_t replay;
-      cudaEvent_t start, stop;
-      Require(cudaGraphInstantiate(&replay, graph, 0), "graph");
-      Require(cudaEventCreate(&start), "event");
-      Require(cudaEventCreate(&stop), "event");
-      std::vector<float> times;
-      for (int run = 0; run < 12; ++run) {
-        float milliseconds = 0;
-        Require(cudaEventRecord(start, stream), "event");
-        Require(cudaGraphLaunch(replay, stream), "graph");
-        Require(cudaEventRecord(stop, stream), "event");
-        Require(cudaEventSynchronize(stop), kernel);
-        Require(cudaEventElapsedTime(&milliseconds, start, stop), "event");
-        if (run >= 3) times.push_back(milliseconds);  // three to warm up
-      }
-      std::sort(times.begin(), times.end());
-      const double us = times[times.size() / 2] * 1e3 / sets;
+      us /= sets;
       const int64_t bytes = tensors.MovedBytes();
       std::printf("%-16s %-5s %9.1f us %7.1f TF/s %6.2f TB/s  slices %-3lld predicted %7.1f  %s\n",
                   name.c_str(), Name(problem.op), us,
                   static_cast<double>(problem.flops()) / us * 1e-6,
                   static_cast<double>(bytes) / us * 1e-6, static_cast<long long>(plan.slices),
                   plan.microseconds, kernel);
-      cudaEventDestroy(start);
-      cudaEventDestroy(stop);
-      cudaGraphExecDestroy(replay);
     }
-    if (graph != nullptr) cudaGraphDestroy(graph);
   }
   return failures;
 }
