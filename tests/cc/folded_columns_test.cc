@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <string>
 
+#include "cc/expect.h"
 #include "core/conv_problem.h"
 #include "cuda/common/gpu.h"
 #include "cuda/common/registry.h"
@@ -11,14 +12,8 @@
 namespace {
 
 using jaxconv::ConvProblem;
-
-int failures = 0;
-
-void Expect(bool condition, const std::string& what) {
-  if (condition) return;
-  std::printf("FAIL %s\n", what.c_str());
-  ++failures;
-}
+using jaxconv::Expect;
+using jaxconv::failures;
 
 ConvProblem Parse(const std::string& key) {
   ConvProblem problem;

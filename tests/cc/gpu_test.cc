@@ -4,16 +4,10 @@
 #include <cstdio>
 #include <string>
 
+#include "cc/expect.h"
+
 namespace jaxconv {
 namespace {
-
-int failures = 0;
-
-void Expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 Gpu Model(const std::string& target) {
   Gpu gpu;

@@ -3,18 +3,11 @@
 #include <cstdio>
 #include <string>
 
+#include "cc/expect.h"
 #include "cuda/igemm_wmma/cost.h"
 
 namespace jaxconv::igemm_wmma {
 namespace {
-
-int failures = 0;
-
-void Expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 Gpu Model(const char* target) {
   Gpu gpu;
@@ -82,6 +75,6 @@ void TestOrder() {
 int main() {
   jaxconv::igemm_wmma::TestResidence();
   jaxconv::igemm_wmma::TestOrder();
-  std::printf("igemm_wmma_cost_test: %d failures\n", jaxconv::igemm_wmma::failures);
-  return jaxconv::igemm_wmma::failures != 0;
+  std::printf("igemm_wmma_cost_test: %d failures\n", jaxconv::failures);
+  return jaxconv::failures != 0;
 }

@@ -6,18 +6,11 @@
 #include <thread>
 #include <vector>
 
+#include "cc/expect.h"
 #include "cuda/common/registry.h"
 
 namespace jaxconv {
 namespace {
-
-int failures = 0;
-
-void Expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 constexpr const char* kInstance = "fprop_igemm_simt_f32_64x64x8_vec";
 

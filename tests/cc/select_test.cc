@@ -4,18 +4,11 @@
 #include <cstdio>
 #include <string>
 
+#include "cc/expect.h"
 #include "cuda/common/registry.h"
 
 namespace jaxconv {
 namespace {
-
-int failures = 0;
-
-void Expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 ConvProblem Parse(const std::string& line) {
   ConvProblem problem;

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string>
 
+#include "cc/expect.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
 #include "cuda/winograd/form_plan.h"
@@ -21,14 +22,6 @@ namespace jaxconv {
 namespace {
 
 using winograd::LaunchParams;
-
-int failures = 0;
-
-void Expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 Gpu Model(const char* target) {
   Gpu gpu;

@@ -1,0 +1,20 @@
+// Checks of a test that go on after a failure.
+#ifndef JAXCONV_TESTS_CC_EXPECT_H_
+#define JAXCONV_TESTS_CC_EXPECT_H_
+
+#include <cstdio>
+#include <string>
+
+namespace jaxconv {
+
+inline int failures = 0;
+
+inline void Expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::printf("FAIL %s\n", what.c_str());
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_TESTS_CC_EXPECT_H_
