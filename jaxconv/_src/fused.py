@@ -140,14 +140,16 @@ def _check_algorithm(
 
     An instance with an epilogue takes no plain convolution, and the reverse.
     """
-    if spec.algorithm_of(Op.FPROP) not in lowering.UNCONDITIONAL:
-        sizes = spec.sizes(Op.FPROP, x_shape, w_shape)
-        for platform in lowering.PLATFORMS:
-            if select(platform, spec, sizes, operand_dtype, epilogue, out_dtype)[0].instance:
-                return
+    if spec.algorithm_of(Op.FPROP) in lowering.UNCONDITIONAL:
+        return
+    sizes = spec.sizes(Op.FPROP, x_shape, w_shape)
+    problem = (spec, sizes, operand_dtype, epilogue, out_dtype)
+    if any(select(platform, *problem)[0].instance for platform in lowering.PLATFORMS):
+        return
     if epilogue.statistics:  # apart, behind a call with the rest
         rest = epilogue.without_statistics()
-        return _check_algorithm(spec, rest, x_shape, w_shape, operand_dtype, out_dtype)
+        _check_algorithm(spec, rest, x_shape, w_shape, operand_dtype, out_dtype)
+        return
     wide = out_dtype if epilogue.plain else accumulator_dtype(out_dtype)
     lowering.check_algorithm(Op.FPROP, spec, x_shape, w_shape, operand_dtype, wide)
 
