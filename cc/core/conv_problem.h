@@ -168,6 +168,9 @@ struct ConvProblem {
   static Status Parse(std::string_view key, ConvProblem* problem);
 };
 
+// a / b rounded up, for a >= 0 and b > 0.
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where the span is
 // negative. Terms beyond 2^60 overflow.
 int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dilation,

@@ -42,8 +42,6 @@ constexpr double kItemCycles = 800, kAlone = 1.3;
 // As CutIntoSlices has it.
 constexpr int64_t kMinItemsOfSlice = 4;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
   if (problem.op == Op::kWgrad && problem.filter_layout != FilterLayout::kRsck) {

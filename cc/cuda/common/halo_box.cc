@@ -14,8 +14,6 @@ constexpr int64_t kMaxSlices = 1024;
 // A slice shorter than this spends more time on filling its stages than on its sums.
 constexpr int64_t kMinItemsOfSlice = 4;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The slices whose waves of CTAs take the least time together; more slices than another number only
 // where they are 5 % faster, since their sums are added as well.
 int64_t ChooseSlices(int64_t parts, int64_t resident, int64_t most) {

@@ -94,8 +94,6 @@ constexpr int64_t kFftSmallTile = 16, kFftTile = 32;
 constexpr double kFftFixedUs = 12;  // seven or eight kernels
 constexpr double kFftFlopShare = 0.66;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 bool AllOnes(const Spatial& value) { return value == Spatial{1, 1, 1}; }
 
 Class ClassOf(const ConvProblem& problem) {

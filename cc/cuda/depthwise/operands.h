@@ -14,8 +14,6 @@ namespace jaxconv::depthwise {
 // The share of the DRAM's rate that predictions count with, fitted on an H200.
 inline constexpr double kDramShare = 0.89;
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Refuses what no kernel of the family takes.
 Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
 

@@ -38,7 +38,6 @@ constexpr double kDramShare = 0.716528;
 // Per clock and SM: wgrad's partial results mostly stay in L2 between the two kernels.
 constexpr double kPartialBytesPerCycle = 20;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 

@@ -37,8 +37,6 @@ constexpr double kDramShare = 0.963111;
 // at 12 bytes a cycle (measured on CTAs of 8 k-blocks).
 constexpr double kEdgeBytesPerCycle = 12;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return slices > 1 ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
 }

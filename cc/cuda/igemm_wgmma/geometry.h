@@ -36,8 +36,6 @@ inline int64_t KBlockElements(DType dtype) { return 128 / ByteWidth(dtype); }
 
 inline constexpr int64_t kMaxSlices = 512;  // of split-K
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // wgmma takes TF32 K-major only: fprop reads the filter transposed.
 bool TransposesFilter(const ConvProblem& problem);
 

@@ -46,8 +46,6 @@ constexpr int64_t kMaxChannels = int64_t{1} << 28;
 // Bit 31 of a GatherPixel says that a tap does not exist.
 constexpr int64_t kMaxTapBits = 31;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t OutputElements(const ConvProblem& problem) {
   return problem.op == Op::kFprop   ? problem.y_elements()
          : problem.op == Op::kDgrad ? problem.x_elements()

@@ -27,8 +27,6 @@ constexpr int64_t kMaxUnits = (int64_t{1} << 31) - 1;
 // Shared memory that the runtime keeps for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 Status CheckSizes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu) {
   if (problem.batch != 1) return Refuse("one batch", problem.batch);
   for (int64_t dilation : problem.lhs_dilation) {

@@ -19,8 +19,6 @@ struct Instance {
   int64_t stationary_k_blocks = 0;  // of the filter in shared memory, loaded once a CTA
 };
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 Status CheckProblem(const KernelDesc& kernel, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckInt8Types(kernel, problem));
   if (problem.batch > 1) return Status::Unimplemented("batched filters");

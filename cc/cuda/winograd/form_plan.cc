@@ -28,8 +28,6 @@ int64_t Chunks(const LaunchParams& launch) {
 
 }  // namespace
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t InputBytes(const LaunchParams& launch) {
   return int64_t{2} * launch.points() * launch.geometry.in_channels();
 }

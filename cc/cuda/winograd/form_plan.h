@@ -36,8 +36,6 @@ struct Instance {
 // cache of 50 MB (H100, H200) beside U.
 inline constexpr int64_t kChunkBytes = int64_t{32} << 20;
 
-int64_t CeilDiv(int64_t a, int64_t b);
-
 // Bytes of V and of M for one tile.
 int64_t InputBytes(const LaunchParams& launch);
 int64_t ProductBytes(const LaunchParams& launch);
