@@ -19,6 +19,8 @@ from numerics import assert_exact
 from test_fuse import NHWC, assert_close, check, draw, epilogues, reasons
 
 import jaxconv
+from jaxconv.bench import networks
+from jaxconv.bench.networks import programs
 
 X, W = draw(4, 6, 5, 4), draw(3, 3, 4, 8, seed=1)
 BIAS = draw(8, seed=2)
@@ -53,18 +55,17 @@ counted = functools.partial(jaxconv.conv, statistics=True)
 # --- conv(statistics=True) ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {},
-        dict(bias=BIAS + 1000, activation="silu"),
-        dict(groups=2, stride=2, data_format="NCHW"),
-        dict(algorithm="xla", bias=BIAS),
-        dict(algorithm="im2col"),
-        dict(algorithm="winograd_f2x2"),
+        pytest.param({}, "float32", id="alone"),
+        pytest.param({}, "bfloat16", id="alone in bfloat16"),
+        pytest.param(dict(bias=BIAS + 1000, activation="silu"), "float32", id="large mean"),
+        pytest.param(dict(bias=BIAS + 1000, activation="silu"), "float16", id="in float16"),
+        pytest.param(dict(groups=2, stride=2, data_format="NCHW"), "bfloat16", id="format"),
+        pytest.param(dict(algorithm="xla", bias=BIAS), "float32", id="xla"),
+        pytest.param(dict(algorithm="winograd_f2x2"), "bfloat16", id="winograd"),
     ],
-    ids=["alone", "epilogue", "format", "xla", "im2col", "winograd"],
 )
 def test_mean_and_variance(native_cpu, options, dtype):
     """Of the result as rounded; a large mean costs the variance no accuracy."""
@@ -126,6 +127,23 @@ def test_vmap_symbolic_shapes_and_one_example(native_cpu):
     assert y.shape == (6, 5, 8)
     assert_statistics((y, mean, variance))
     assert np.isnan(f(X[:0], W)[2]).all(), "of nothing"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_vmap_over_filters_is_one_call(native_cpu, groups):
+    w = jnp.stack([W, 3 * W, -W], 1)[:, :, :, : 4 // groups]
+    biases = draw(3, 8, seed=5)
+
+    def f(w, bias):
+        return counted(X, w, groups=groups, bias=bias, activation="relu")
+
+    together = jax.vmap(f, (1, 0))
+    program = str(jax.make_jaxpr(together)(w, biases))
+    assert program.count("jaxconv_fused[") == 1 and "statistics=True" in program
+    results = jax.jit(together)(w, biases)
+    for i in range(3):
+        assert_statistics([r[i] for r in results])
+        assert_exact(results[0][i], np.asarray(f(w[:, i], biases[i])[0]), str(i))
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(None, None, None, "b")])
@@ -263,6 +281,17 @@ def test_no_formula_cancels(native_cpu, formula):
     """With a mean of 3000 deviations, float32 has no digit of E[y y] - E[y] E[y] left."""
     y, mean, variance = jax.jit(jaxconv.fuse(lambda x: ((y := conv(x) + 3e4), *formula(y))))(X)
     assert_statistics((y, mean, variance))
+
+
+def test_a_network(native_cpu):
+    """Every batch norm of a training step, its gradient inside."""
+    network = networks.NETWORKS["mobilenet_v2"]
+    x = jax.ShapeDtypeStruct(programs.input_shape(network, batch=2, size=64), jnp.bfloat16)
+    state = jax.eval_shape(lambda: programs.initial_state(network, x))
+    examples = jax.eval_shape(lambda: programs.random_examples(network, x.shape, x.dtype))
+    with jaxconv.override(algorithm="native"):
+        given = epilogues(programs.training_step(network), state, examples)
+    assert given == ["statistics"] * 52
 
 
 LEFT = {

@@ -268,15 +268,17 @@ def _tangents_of_t(value, tangent, spec: ConvSpec, out_dtype: np.dtype) -> list[
 def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
     """Folds the mapped axis into N or K; everything else is vmap of ``apart``.
 
-    Apart are two mapped operands of the convolution, which make it a batched one, and an epilogue
-    that is mapped where its convolution is not, or along another axis.
+    Apart are two mapped operands of the convolution, which make it a batched one, an epilogue that
+    is mapped where its convolution is not, or along another axis, and statistics of images of which
+    each has its own.
     """
     names = ("x", "w", *epilogue.terms)
     axes = {n: a for n, a in zip(names, mapped_axes, strict=True) if a is not None}
     by_channel = axes.keys() & {"w", "scale", "bias"}
     static: dict[str, Any] = dict(spec=spec, epilogue=epilogue, out_dtype=out_dtype)
     in_k = "w" in axes and "x" not in axes
-    if epilogue.statistics or not (in_k or ("x" in axes and not by_channel)):
+    in_n = "x" in axes and not by_channel and not epilogue.statistics
+    if not (in_k or in_n):
         results = jax.vmap(functools.partial(apart, **static), in_axes=mapped_axes)(*operands)
         return results, [0] * len(results)
     values = dict(zip(names, operands, strict=True))
@@ -301,9 +303,12 @@ def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dty
     folded = {n: primitives.fold(*given[n], at, groups, inside) for n, at in places.items()}
     operands = compat.match_varying(*({**values, **folded}[n] for n in names))
     results = conv_fused_p.bind(*operands, **static)
-    at = spec.axis("y", name)
-    extent = results[0].shape[at] // count
-    unfolded = [primitives.unfold(r, count, at, extent, groups, inside) for r in results]
+    at = [spec.axis("y", name)] * (1 + epilogue.pre) + [1] * epilogue.statistics
+    extent = results[0].shape[at[0]] // count
+    unfolded = [
+        primitives.unfold(r, count, axis, extent, groups, inside)
+        for r, axis in zip(results, at, strict=True)
+    ]
     return [r for r, _ in unfolded], [axis for _, axis in unfolded]
 
 
