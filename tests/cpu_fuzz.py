@@ -33,8 +33,9 @@ def work(seed: int, begin: int, end: int) -> None:
     """Judges one segment and prints what it found as JSON, in the last line."""
     import conftest  # noqa: F401 (the tests' settings of JAX)
     import jax
+    from fuzz_calls import draw_call
     from jax import lax
-    from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, draw_call, judge_all, judge_primitive
+    from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitive
 
     import jaxconv
     from jaxconv._src import native
