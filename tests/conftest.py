@@ -10,9 +10,11 @@ import sys
 
 # Read when the first backend starts: eight CPU devices for the sharding tests, and no preallocation
 # on a GPU, which tests share with processes that they start.
+VIRTUAL_DEVICES = 8
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}={VIRTUAL_DEVICES}"
+    os.environ["XLA_FLAGS"] = flags.strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # "auto" leaves nothing to XLA that a kernel accepts: the tests are of the kernels, on shapes that
@@ -142,6 +144,17 @@ def platform(request):
     kind = {"cpu": "cpu", "cuda": "gpu"}[request.param]
     with jax.default_device(jax.devices(kind)[0]):
         yield request.param
+
+
+@pytest.fixture
+def mesh():
+    """Eight virtual CPU devices on one axis, "data"."""
+    devices = jax.devices("cpu")
+    assert len(devices) == VIRTUAL_DEVICES, "XLA_FLAGS ask for eight virtual CPU devices"
+    with jax.default_device(devices[0]):
+        yield jax.make_mesh(
+            (VIRTUAL_DEVICES,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices
+        )
 
 
 class GpuRecord:

@@ -26,8 +26,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as Spec
 from problems import problem
+from sharding_tools import collectives
 from test_halo import CASES, conv, gradients, lax_conv, placed, tensors
-from test_sharding import collectives
 
 TIMED = problem("3x3", (512, 512), 3, n=2, c=128, k=128, padding=1)
 

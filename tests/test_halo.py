@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from numerics import assert_exact, reference
 from problems import Problem, problem
-from test_sharding import collectives, grid
+from sharding_tools import collectives, grid
 
 import jaxconv
 from jaxconv._src import compat, halo

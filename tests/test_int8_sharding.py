@@ -10,7 +10,7 @@ from int8_reference import operands, requantized, sums, terms
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from problems import problem
-from test_sharding import AXES, DEVICES, collectives, grid
+from sharding_tools import AXES, DEVICES, collectives, grid
 
 from jaxconv import int8
 from jaxconv._src import compat

@@ -6,7 +6,6 @@ What a program costs is read off its compiled text, as the number of each collec
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -17,31 +16,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from numerics import assert_exact, on_cpu, reference
 from problems import problem
+from sharding_tools import (
+    AXES,
+    DEVICES,
+    GRID,
+    PROBLEMS,
+    assert_gradients_with_one_sum,
+    collectives,
+    conv,
+    gradients,
+    grid,
+    placed,
+    specs,
+    tensors,
+)
 
 import jaxconv
-from jaxconv._src import compat, partition
 from jaxconv._src.spec import Op
-
-DEVICES = 8
-
-
-@pytest.fixture
-def mesh():
-    devices = jax.devices("cpu")
-    assert len(devices) == DEVICES, "conftest.py asks for eight virtual CPU devices"
-    with jax.default_device(devices[0]):
-        yield jax.make_mesh((DEVICES,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
-
-
-def collectives(compiled) -> dict[str, int]:
-    """How often each collective occurs in the compiled program."""
-    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    text = compiled.as_text()
-    # An instruction reads "%name = type kind(operands)"; asynchronous ones have -start and -done.
-    return {
-        kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))
-    }
-
 
 CASES = [
     problem("dense", 6, 3, n=16, c=4, k=6, padding=1),
@@ -49,29 +40,6 @@ CASES = [
     problem("strided", (7, 6), 3, n=8, c=3, k=4, stride=2, padding=1),
 ]
 NAMES = [p.name for p in CASES]
-
-
-def conv(p, x, w, **options):
-    return jaxconv.conv(x, w, stride=p.stride, padding=p.padding, groups=p.groups, **options)
-
-
-def tensors(p):
-    rng = np.random.default_rng(0)
-    x, w, t = (rng.integers(-3, 4, p.canonical_shape(r)).astype(np.float32) for r in "xwy")
-    expected = {
-        "y": reference(Op.FPROP, p, x, w),
-        "dx": reference(Op.DGRAD, p, t, w),
-        "dw": reference(Op.WGRAD, p, x, t),
-    }
-    return x, w, t, {name: a.astype(np.float32) for name, a in expected.items()}
-
-
-def assert_gradients_with_one_sum(step, p, operands, expected):
-    """The step's (dx, dw) are exact, and cost one all-reduce and nothing else."""
-    dx, dw = step(*operands)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
-    assert collectives(step.lower(*operands).compile()) == {"all-reduce": 1}
 
 
 @pytest.mark.parametrize("p", CASES, ids=NAMES)
@@ -194,20 +162,6 @@ def test_vmap_with_a_mapped_mesh_axis(mesh):
 
 # --- every split, under every way of sharding ---
 
-GRID = (4, 2)
-AXES = ("data", "model")
-
-PROBLEMS = {
-    p.name: p
-    for p in (
-        problem("dense", 5, 3, n=8, c=4, k=8, padding=1),
-        problem("strided", (7, 6), 3, n=8, c=4, k=8, stride=2, padding=1),
-        problem("one_dimensional", 9, 3, n=8, c=4, k=8, padding=1),
-        problem("grouped", 5, 3, n=8, c=8, k=16, padding=1, groups=4),
-        problem("depthwise", 5, 3, n=8, c=8, k=8, padding=1, groups=8),
-        problem("of_groups", 5, 3, n=8, c=8, k=16, padding=1, groups=8),
-    )
-}
 # Name -> mesh axes of each factor.
 SPLITS = {
     "batch": {"n": "data"},
@@ -227,22 +181,6 @@ SPLIT_PROBLEMS = [
 ]
 
 
-def grid(kind=jax.sharding.AxisType.Auto, shape=GRID, axes=AXES):
-    count = np.prod(shape)
-    return jax.make_mesh(shape, axes, (kind,) * len(shape), devices=jax.devices("cpu")[:count])
-
-
-def specs(p, split) -> dict[str, Spec]:
-    """How x, w and y are split, channels last."""
-    inner = (None,) * len(p.spatial)
-    n, c, k, g = (split.get(name) for name in "nckg")
-    return {
-        "x": Spec(n, *inner, c or g),
-        "w": Spec(*inner, c, k or g),
-        "y": Spec(n, *inner, k or g),
-    }
-
-
 def sums(split) -> dict[str, dict[str, int]]:
     """The collectives that the split costs: a sum where the factor is contracted."""
     forward = "c" in split
@@ -251,20 +189,6 @@ def sums(split) -> dict[str, dict[str, int]]:
         "forward": {"all-reduce": 1} if forward else {},
         "backward": {"all-reduce": backward} if backward else {},
     }
-
-
-def gradients(p, **options):
-    def of(x, w, t):
-        return jax.vjp(lambda x, w: conv(p, x, w, **options), x, w)[1](t)
-
-    return of
-
-
-def placed(mesh, p, split, arrays):
-    return [
-        jax.device_put(a, NamedSharding(mesh, specs(p, split)[role]))
-        for a, role in zip(arrays, "xwy", strict=True)
-    ]
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -505,265 +429,3 @@ def test_extents_that_do_not_divide_stay_whole():
         dx, dw = jax.jit(gradients(p), out_shardings=whole)(x, arrays[1], t)
         assert_exact(dx, expected["dx"], p.name)
         assert_exact(dw, expected["dw"], p.name)
-
-
-# --- meshes that a lowering learns of in other ways, or not at all ---
-
-
-def test_a_constraint_is_the_only_thing_that_shards(mesh):
-    p = PROBLEMS["dense"]
-    x, w, _, expected = tensors(p)
-
-    @jax.jit
-    def constrained(x, w):
-        return conv(p, jax.lax.with_sharding_constraint(x, Spec("data")), w)
-
-    with jax.set_mesh(mesh):
-        compiled = constrained.lower(x, w).compile()
-    assert_exact(compiled(x, w), expected["y"], p.name)
-    assert collectives(compiled) == {}
-
-
-@pytest.mark.parametrize("axis", ["data", "model"])
-def test_six_devices(axis):
-    """The mesh is rebuilt from prime factors, in the order that the shardings need."""
-    for shape in ((2, 3), (3, 2)):
-        mesh = grid(shape=shape)
-        p, split = problem("six", 5, 3, n=6, c=4, k=6, padding=1), {"n": axis}
-        *arrays, expected = tensors(p)
-        operands = placed(mesh, p, split, arrays)
-        assert_gradients_with_one_sum(jax.jit(gradients(p)), p, operands, expected)
-
-
-def test_two_meshes_in_one_program():
-    p = PROBLEMS["dense"]
-    x, w, _, expected = tensors(p)
-    other = grid(shape=(DEVICES,), axes=("all",))
-    x, w, _ = placed(grid(), p, {"n": AXES}, (x, w, expected["y"]))
-    out = NamedSharding(other, Spec("all"))
-    compiled = (
-        jax.jit(lambda x, w: jax.lax.with_sharding_constraint(conv(p, x, w), out))
-        .lower(x, w)
-        .compile()
-    )
-    assert_exact(compiled(x, w), expected["y"], p.name)
-    assert collectives(compiled) == {}
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("manual", AXES)
-def test_shard_map_over_one_axis_and_jit_over_the_other(manual, kind):
-    """Two sums of the weight gradient: one that the types ask for, one that the split costs."""
-    p = PROBLEMS["dense"]
-    *arrays, expected = tensors(p)
-    mesh = grid(getattr(jax.sharding.AxisType, kind))
-    (rest,) = set(AXES) - {manual}
-    step = jax.jit(
-        jax.shard_map(
-            gradients(p),
-            mesh=mesh,
-            in_specs=(Spec(manual), Spec(), Spec(manual)),
-            out_specs=(Spec(manual), Spec()),
-            axis_names={manual},
-        )
-    )
-    with jax.set_mesh(mesh):
-        operands = placed(mesh, p, {"n": (manual, rest)}, arrays)
-        compiled = step.lower(*operands).compile()
-        dx, dw = compiled(*operands)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
-    found = collectives(compiled)
-    assert found["all-reduce"] == 2
-    if kind == "Auto":  # JAX itself gathers at the border of a partly manual, explicit region
-        assert set(found) == {"all-reduce"}
-
-
-def test_explicit_and_automatic_axes_side_by_side():
-    p, split = PROBLEMS["dense"], {"n": "data", "k": "model"}
-    *arrays, expected = tensors(p)
-    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
-    mesh = jax.make_mesh(GRID, AXES, kinds, devices=jax.devices("cpu"))
-    with jax.set_mesh(mesh):
-        operands = placed(mesh, p, split, arrays)
-        compiled = jax.jit(gradients(p)).lower(*operands).compile()
-        dx, dw = compiled(*operands)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
-    assert collectives(compiled) == {"all-reduce": 2}
-
-
-PARTITIONER_CALL = "CustomSPMDPartitioning"
-
-
-def test_one_device_is_lowered_as_it_stands():
-    x, w, _, _ = tensors(PROBLEMS["dense"])
-    text = (
-        jax.jit(gradients(PROBLEMS["dense"])).lower(x, w, conv(PROBLEMS["dense"], x, w)).as_text()
-    )
-    assert PARTITIONER_CALL not in text
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_lowered_for_devices_that_are_not_here(platform):
-    mesh = jax.sharding.AbstractMesh((64,), ("data",), (jax.sharding.AxisType.Auto,))
-    x, w = (
-        jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((64, 5, 5, 4), Spec("data")), ((3, 3, 4, 8), Spec()))
-    )
-    lowered = jax.jit(jaxconv.conv).trace(x, w).lower(lowering_platforms=(platform,))
-    assert PARTITIONER_CALL in lowered.as_text()
-
-
-def test_an_exported_program_holds_no_call_into_this_process(mesh):
-    p = PROBLEMS["dense"]
-    x, w, t, expected = tensors(p)
-    x, w, _ = placed(mesh, p, {"n": "data"}, (x, w, t))
-    checks = [jax.export.DisabledSafetyCheck.custom_call("jaxconv_fprop")]
-    exported = jax.export.export(
-        jax.jit(functools.partial(conv, p)), platforms=["cpu"], disabled_checks=checks
-    )(x, w)
-    assert PARTITIONER_CALL not in exported.mlir_module()
-    assert_exact(jax.jit(exported.call)(x, w), expected["y"], p.name)
-
-
-def test_the_partitioner_before_shardy(mesh):
-    if not hasattr(jax.config, "jax_use_shardy_partitioner"):
-        pytest.skip("this JAX has Shardy only")
-    p = PROBLEMS["dense"]
-    *arrays, expected = tensors(p)
-    operands = placed(mesh, p, {"n": "data"}, arrays)
-    before = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", False)
-    try:
-        assert_gradients_with_one_sum(jax.jit(gradients(p)), p, operands, expected)
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
-
-
-# --- explicit meshes ---
-
-
-@pytest.mark.parametrize(
-    ("groups", "x_spec", "w_spec", "message"),
-    [
-        (1, Spec("data"), Spec(None, None, None, "data"), "conflicts with another axis"),
-        (1, Spec(), Spec("model"), "axis 0 of w cannot be split"),
-        (2, Spec(None, None, None, "data"), Spec(), "whole groups only, of 2"),
-    ],
-)
-def test_explicit_shardings_that_are_refused(groups, x_spec, w_spec, message):
-    """JAX's rule for explicit meshes: nothing is moved without being asked for."""
-    mesh = grid(jax.sharding.AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(np.ones((8, 6, 6, 8), np.float32), NamedSharding(mesh, x_spec))
-        w = np.ones((4, 3, 8 // groups, 8), np.float32)
-        w = jax.device_put(w, NamedSharding(mesh, w_spec))
-        with pytest.raises(compat.ShardingTypeError, match=message) as raised:
-            jax.eval_shape(functools.partial(jaxconv.conv, groups=groups), x, w)
-    assert "jax.sharding.reshard" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("groups", "x_spec", "w_spec", "message"),
-    [
-        (1, Spec("data", "model"), None, "split over \\('data',\\) .* split over \\('model',\\)"),
-        (4, None, Spec("data"), "an axis of 4 groups"),
-    ],
-)
-def test_explicit_shardings_that_vmap_refuses(groups, x_spec, w_spec, message):
-    mesh = grid(jax.sharding.AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x = np.ones((4, 8, 6, 6, 8) if x_spec else (8, 6, 6, 8), np.float32)
-        w = np.ones(((4,) if w_spec else ()) + (3, 3, 8 // groups, 8), np.float32)
-        x, w = (
-            jax.device_put(a, NamedSharding(mesh, s or Spec()))
-            for a, s in ((x, x_spec), (w, w_spec))
-        )
-        axes = (0 if x_spec else None, 0 if w_spec else None)
-        with pytest.raises(compat.ShardingTypeError, match=message):
-            jax.vmap(functools.partial(jaxconv.conv, groups=groups), axes)(x, w)
-
-
-def test_a_filter_split_like_the_batch_is_gathered_and_its_gradient_split():
-    """Fully sharded data parallel: the filter travels, the activations stay."""
-    p = PROBLEMS["dense"]
-    *arrays, expected = tensors(p)
-    mesh = grid(jax.sharding.AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x, _, t = placed(mesh, p, {"n": "data"}, arrays)
-        w = jax.device_put(arrays[1], NamedSharding(mesh, Spec(None, None, "data")))
-        compiled = jax.jit(gradients(p)).lower(x, w, t).compile()
-        dx, dw = compiled(x, w, t)
-    assert_exact(dx, expected["dx"], p.name)
-    assert_exact(dw, expected["dw"], p.name)
-    assert jax.typeof(dw).sharding.spec == Spec(None, None, "data", None)
-    gathered = re.findall(r"f32\[([\d,]+)\]\S* all-gather", compiled.as_text())
-    assert gathered == ["3,3,4,8"]
-
-
-def test_out_sharding_reshards_on_an_explicit_mesh():
-    p = PROBLEMS["dense"]
-    *arrays, expected = tensors(p)
-    mesh = grid(jax.sharding.AxisType.Explicit)
-    demanded = Spec("data", None, None, "model")
-    with jax.set_mesh(mesh):
-        x, w, _ = placed(mesh, p, {"n": "data"}, arrays)
-        for sharding in (demanded, NamedSharding(mesh, demanded)):
-            y = partition.with_out_sharding(conv(p, x, w), sharding)
-            assert jax.typeof(y).sharding.spec == demanded
-            assert_exact(y, expected["y"], p.name)
-        assert partition.with_out_sharding(y, None) is y
-
-
-def test_out_sharding_elsewhere_does_what_lax_does(mesh):
-    y = jnp.zeros((8, 5, 5, 8))
-    with pytest.raises(ValueError, match="not under a mesh context"):
-        partition.with_out_sharding(y, Spec("data"))
-    with pytest.raises(TypeError, match="out_sharding"):
-        partition.with_out_sharding(y, "data")
-    with jax.set_mesh(mesh):
-        assert partition.with_out_sharding(y, Spec()) is y
-        with pytest.raises(ValueError, match="Auto"):
-            partition.with_out_sharding(y, Spec("data"))
-
-
-# --- the algebra ---
-
-
-def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
-    dense, grouped = PROBLEMS["dense"].spec(), PROBLEMS["grouped"].spec()
-    assert [partition.contracted(op, dense) for op in Op] == [("c",), ("k",), ("n", "s0", "s1")]
-    assert [partition.contracted(op, grouped) for op in Op] == [(), (), ("n", "s0", "s1")]
-    assert partition.factors(grouped, "w") == {"g": 3}
-    for op in Op:
-        held = [set(partition.factors(dense, role)) for role in op.roles]
-        assert held[0] ^ held[1] == held[2]
-
-
-@pytest.mark.parametrize(
-    ("op", "lhs", "rhs", "out", "expected"),
-    [
-        # A mesh axis serves one factor: batch before the filter's channels, which are gathered.
-        (Op.FPROP, {"n": "a"}, {"c": "a"}, None, {"n": ("a",)}),
-        (Op.FPROP, {"n": "a"}, {"k": "a"}, None, {"n": ("a",)}),
-        # Input channels that x holds before output channels: no activation is gathered.
-        (Op.FPROP, {"c": "a"}, {"k": "a"}, {"k": "a"}, {"c": ("a",)}),
-        (Op.FPROP, {}, {"c": "a"}, {"k": "a"}, {"k": ("a",)}),
-        # The finer split; what does not divide is left out.
-        (Op.FPROP, {"n": "a"}, {}, {"n": "ab"}, {"n": ("a", "b")}),
-        (Op.FPROP, {"n": "ab", "c": "d"}, {}, None, {"n": ("a", "b")}),
-        (Op.WGRAD, {"n": "a"}, {"n": "b"}, {"k": "b"}, {"n": ("a",), "k": ("b",)}),
-        (Op.DGRAD, {"k": "b"}, {"k": "b", "c": "a"}, None, {"k": ("b",), "c": ("a",)}),
-    ],
-)
-def test_the_choice_between_splits(op, lhs, rhs, out, expected):
-    spec = PROBLEMS["dense"].spec()
-    given = [
-        None if split is None else partition.partitions(spec, role, dict(split))
-        for role, split in zip(op.roles, (lhs, rhs, out), strict=True)
-    ]
-    given = [None if g is None else tuple(tuple(axes) for axes in g) for g in given]
-    mesh = {"a": 4, "b": 2, "d": 3}
-    extents = {"batch": 1, "n": 8, "g": 1, "c": 4, "k": 8}
-    assert partition.choose(op, spec, extents, mesh, given) == expected
