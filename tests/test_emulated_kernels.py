@@ -121,8 +121,9 @@ POINTWISE_TILES = problem("1x1_tiles", (15, 15), 1, n=2, c=64, k=264)
 ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
-# Folded columns: pixels of 24 channels.
+# Folded columns: pixels of 24 channels; folded rows.
 PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
+PATCHES_MANY = problem("patches", (32, 24), (16, 8), n=40, c=3, k=136, stride=(16, 8))
 IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
 IMAGE_ODD = problem("stem_odd", (20, 24), 7, n=1, c=3, k=37, stride=2, padding=3)
 EIGHT_BIT = [
@@ -159,6 +160,10 @@ OTHERS = {
     "wgrad_few_channels_f16_32x64": [IMAGE],
     "fprop_igemm_wgmma_f16_128x128x64_cooperative": [STRIDED],
     "dgrad_igemm_wgmma_bf16_128x64x64_pingpong": [STRIDED],
+    "dgrad_igemm_wgmma_bf16_192x128x64_pingpong_patches": [PATCHES, PATCHES_MANY],
+    "fprop_igemm_wgmma_bf16_128x128x64_pingpong": [PATCHES_MANY],
+    "fprop_igemm_wgmma_f16_192x128x64_pingpong_c48": [PATCHES_MANY],
+    "wgrad_igemm_wgmma_bf16_128x128x64_cooperative": [PATCHES_MANY],
     "fprop_igemm_wgmma_f32_128x64x32_pingpong": [DENSE],
     "fprop_igemm_wgmma_f16_128x128x64_pingpong_filter_row": [DENSE],
     "fprop_igemm_wgmma_bf16_256x64x64_swap_ab": [WIDE],

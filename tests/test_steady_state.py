@@ -24,7 +24,7 @@ from jaxconv._src.spec import Op
 
 SMS = 132  # of an H100 or H200
 TILES = 3 * SMS + 10
-FEW_CTAS = 5  # of few_channels on an SM, at most; with 48 columns of dgrad's z, 2
+FEW_CTAS = 5  # of few_channels on an SM, at most; with 40 or 48 columns of dgrad's z, 2
 
 INSTANCES = kernel_tables.instances()
 HALO_BOX = ("depthwise", "block_diagonal")  # families of common/halo_box.cuh
@@ -93,6 +93,16 @@ def _gather(
     )
 
 
+def _patches(each: Instance, outer: int, tiles_m: int) -> Problem:
+    """dgrad of 3x2 windows that do not overlap: patches of ``outer`` elements, fprop alike."""
+    width = 61
+    height = -(-tiles_m * tile(each)[0] // (3 * width))
+    c = 8 * -(-outer // 48)
+    return problem(
+        "patches", (3 * height, 2 * width), (3, 2), n=3, c=c, k=k_block(each) + 8, stride=(3, 2)
+    )
+
+
 def gather_problems(each: Instance) -> list[Problem]:
     """For fprop and dgrad of igemm_wgmma."""
     tile_n = tile(each)[1]
@@ -107,10 +117,13 @@ def gather_problems(each: Instance) -> list[Problem]:
         make("strided", (3, 3), inner(1), wide, TILES // 2, stride=2),
         make("groups", (1, 3), k_block(each), wide, TILES // 4, groups=2),
         make("batched", (1, 3), inner(1), wide, TILES // 4, batch=2),
+        _patches(each, wide, TILES // 2),
         # Whole 128-byte lines, with which the filter is read as krsc too.
         make("lines", (1, 3), 2 * k_block(each), tile_n + 64, TILES // 2),
         make("pointwise_lines", (1, 1), 2 * k_block(each), tile_n + 64, TILES // 2),
     ]
+    if "c48" in each.variant:
+        problems.append(make("few_channels", (2, 3), 40, wide, TILES // 2))
     if keeps_the_filter(each):
         problems += [
             make("one_tile_wide", (3, 3), inner(1), narrow, TILES),
@@ -167,15 +180,15 @@ def few_channels_problems(each: Instance) -> list[Problem]:
     """Images of few channels; a CTA has one part of 64 output channels (wgrad: and some rows)."""
     if each.op == "fprop":
         k, tiles = 5 * 64 + 8, TILES * FEW_CTAS // 6
-        extents = (-(-tiles * 128 // (2 * 150)), 150)
+        extents = (-(-tiles * 128 // (2 * 152)), 152)
         return [
             problem("3x3", extents, 3, c=4, k=k, padding=1),
             problem("7x7_strided", tuple(2 * e for e in extents), 7, c=3, k=k, stride=2, padding=3),
         ]
     if each.op == "dgrad":
-        window = (3, {16: 5, 24: 7, 48: 11}[tile(each)[1]])
+        window = (3, {16: 5, 24: 7, 40: 13, 48: 15}[tile(each)[1]])
         pads = tuple((r // 2, r // 2) for r in window)
-        ctas = 2 if tile(each)[1] == 48 else FEW_CTAS
+        ctas = 2 if tile(each)[1] >= 40 else FEW_CTAS
         extents = (-(-TILES * ctas * 256 // (5 * 321)), 321)
         return [
             problem("dense", extents, window, n=5, c=3, k=24, padding=pads),
@@ -184,6 +197,15 @@ def few_channels_problems(each: Instance) -> list[Problem]:
     return [
         problem(
             "3x3", (-(-TILES * FEW_CTAS * 128 // (15 * 131)), 131), 3, n=5, c=3, k=136, padding=1
+        ),
+        problem(
+            "3x3_words",
+            (-(-TILES * FEW_CTAS * 128 // (15 * 132)), 132),
+            3,
+            n=5,
+            c=2,
+            k=136,
+            padding=1,
         ),
         problem("5x5_strided", (330, 260), 5, n=5, c=4, k=72, stride=2, padding=2),
     ]
@@ -260,7 +282,8 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     The workspace limits how many there may be.
     """
     if each.family == "few_channels":
-        return problem("split", (90, 61), 3, c=3, k=72, padding=1), range(9, 6, -1)
+        # Words and rows of whole chunks.
+        return problem("split", (90, 60), 3, c=2, k=72, padding=1), range(9, 6, -1)
     if each.family in HALO_BOX:
         # Of at least 6 tiles of each of 28 images: more than 5 a slice, and not all alike.
         return steady_problems(each)[0], (31, 30, 29)
@@ -358,7 +381,7 @@ def unsplittable(each: Instance) -> bool:
         return each.op != "wgrad"
     if each.family in (*kernel_tables.INT8_FAMILIES, "winograd"):
         return True
-    return "weight_stationary" in each.variant or "pointwise" in each.variant
+    return any(form in each.variant for form in ("weight_stationary", "pointwise", "patches"))
 
 
 SPLIT = [each for each in INSTANCES if not unsplittable(each)]

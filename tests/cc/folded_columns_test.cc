@@ -52,6 +52,44 @@ void ExpectWhatIsFolded() {
   }
 }
 
+std::string FoldedRows(const std::string& key) {
+  ConvProblem folded;
+  return jaxconv::FoldRows(Parse(key), &folded) ? folded.ToString() : "";
+}
+
+void ExpectWhichRowsAreFolded() {
+  const std::string types = "bf16:bf16:bf16 default b1 ";
+  for (const std::string op : {"fprop ", "dgrad ", "wgrad "}) {
+    Expect(FoldedRows(op + types + "n2 g1 c12 k16 i32x12 f4x1 o8x12 s4x1 l1x1 d1x1 p0_0x0_0") ==
+               op + types + "n16 g1 c12 k16 i4x12 f4x1 o1x12 s1x1 l1x1 d1x1 p0_0x0_0",
+           op + "of patches");
+  }
+  Expect(
+      FoldedRows("fprop " + types +
+                 "n2 g1 c8 k16 i3x8x9 f1x2x3 o3x4x7 s1x2x1 l1x1x1 d1x1x1 p0_0x0_0x0_0") ==
+          "fprop " + types + "n24 g1 c8 k16 i1x2x9 f1x2x3 o1x1x7 s1x1x1 l1x1x1 d1x1x1 p0_0x0_0x0_0",
+      "behind a depth without windows");
+  Expect(
+      FoldedRows("fprop " + types +
+                 "n2 g1 c8 k16 i4x8x9 f2x2x3 o2x4x7 s2x2x1 l1x1x1 d1x1x1 p0_0x0_0x0_0") ==
+          "fprop " + types + "n4 g1 c8 k16 i2x8x9 f2x2x3 o1x4x7 s1x2x1 l1x1x1 d1x1x1 p0_0x0_0x0_0",
+      "the depth alone");
+  for (const std::string rest : {
+           "n2 g1 c12 k16 i33x12 f4x1 o8x12 s4x1 l1x1 d1x1 p0_0x0_0",   // a row is left over
+           "n2 g1 c12 k16 i30x12 f4x1 o8x12 s4x1 l1x1 d1x1 p2_0x0_0",   // padding
+           "n2 g1 c12 k16 i30x12 f2x1 o8x12 s4x1 l1x1 d1x1 p0_0x0_0",   // gaps between the windows
+           "n2 g1 c12 k16 i32x12 f1x1 o32x12 s1x1 l1x1 d1x1 p0_0x0_0",  // one row
+           "n2 g1 c12 k16 i4x12 f4x1 o1x12 s4x1 l1x1 d1x1 p0_0x0_0",    // one window
+       }) {
+    Expect(FoldedRows("fprop " + types + rest).empty(), rest + " has folded rows");
+  }
+  // A scale of every image is one of n.
+  Expect(FoldedRows("fprop s8:s8:f32 default b1 n2 g1 c32 k32 i32x12 f4x1 o8x12 s4x1 l1x1 d1x1 "
+                    "p0_0x0_0 image_scale")
+             .empty(),
+         "images with scales of their own");
+}
+
 // Selection predicts with the kernel's own number of slices, a call names the number.
 void ExpectTheSamePlanForAnySlices() {
   jaxconv::Gpu gpu;
@@ -64,7 +102,9 @@ void ExpectTheSamePlanForAnySlices() {
       const ConvProblem problem =
           Parse(op + "bf16:bf16:bf16 default b1 n64 g1 " + shape + " l1x1 d1x1 p0_0x0_0");
       for (const auto& kernel : jaxconv::Kernels()) {
-        jaxconv::Plan plan, again, plain;
+        ConvProblem columns, rows;
+        Expect(FoldColumns(problem, &columns) && FoldRows(columns, &rows), shape);
+        jaxconv::Plan plan, again, plain, of_rows;
         if (kernel.op != problem.op || kernel.min_cc > 90 || kernel.max_cc < 90 ||
             !MakePlan(kernel, problem, gpu, 0, &plan).ok()) {
           continue;
@@ -76,6 +116,9 @@ void ExpectTheSamePlanForAnySlices() {
         const bool takes = kernel.plan(kernel, problem, gpu, 0, &plain).ok();
         Expect(!takes || plan.microseconds <= plain.microseconds,
                std::string(kernel.name) + ": slower than unfolded");
+        Expect(!kernel.plan(kernel, rows, gpu, 0, &of_rows).ok() ||
+                   plan.microseconds <= of_rows.microseconds,
+               std::string(kernel.name) + ": slower than with folded rows");
         if (!takes || plan.microseconds < plain.microseconds) ++folded;
       }
     }
@@ -87,6 +130,7 @@ void ExpectTheSamePlanForAnySlices() {
 
 int main() {
   ExpectWhatIsFolded();
+  ExpectWhichRowsAreFolded();
   ExpectTheSamePlanForAnySlices();
   std::printf("folded_columns_test: %d failures\n", failures);
   return failures > 0;

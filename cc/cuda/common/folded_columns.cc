@@ -3,18 +3,24 @@
 #include <utility>
 
 namespace jaxconv {
+namespace {
+
+// Windows along an axis that follow one another without padding, gaps or a rest.
+bool Patches(const ConvProblem& problem, int axis) {
+  return problem.stride[axis] == problem.filter[axis] && problem.dilation[axis] == 1 &&
+         problem.lhs_dilation[axis] == 1 && problem.pad_lo[axis] == 0 &&
+         problem.pad_hi[axis] == 0 && problem.in[axis] == problem.out[axis] * problem.filter[axis];
+}
+
+}  // namespace
 
 bool FoldColumns(const ConvProblem& problem, ConvProblem* folded) {
   constexpr int kColumns = 2;
   const int64_t columns = problem.filter[kColumns];
-  const bool patches = columns > 1 && problem.stride[kColumns] == columns &&
-                       problem.dilation[kColumns] == 1 && problem.lhs_dilation[kColumns] == 1 &&
-                       problem.pad_lo[kColumns] == 0 && problem.pad_hi[kColumns] == 0 &&
-                       problem.in[kColumns] == problem.out[kColumns] * columns;
   // A group's channels are not neighbours of the next pixel's; other layouts have an order of their
   // own. An epilogue belongs to y, which stays as it is.
-  if (!patches || problem.groups != 1 || !problem.RequireRsckOrKrsc().ok() ||
-      !problem.RequireChannelsLast().ok()) {
+  if (columns == 1 || !Patches(problem, kColumns) || problem.groups != 1 ||
+      !problem.RequireRsckOrKrsc().ok() || !problem.RequireChannelsLast().ok()) {
     return false;
   }
   *folded = problem;
@@ -24,18 +30,42 @@ bool FoldColumns(const ConvProblem& problem, ConvProblem* folded) {
   return true;
 }
 
+bool FoldRows(const ConvProblem& problem, ConvProblem* folded) {
+  int axis = 0;
+  while (axis < 2 && problem.filter[axis] == 1 && Patches(problem, axis)) ++axis;
+  // Terms of an image belong to more than the rows of one window.
+  if (axis == 2 || problem.out[axis] == 1 || !Patches(problem, axis) ||
+      !problem.RequireRsckOrKrsc().ok() || !problem.RequireChannelsLast().ok() ||
+      problem.epilogue.scale == ScaleKind::kImage) {
+    return false;
+  }
+  *folded = problem;
+  for (int a = 0; a <= axis; ++a) {
+    folded->n *= problem.out[a];
+    folded->in[a] = folded->filter[a];
+    folded->out[a] = folded->stride[a] = 1;
+  }
+  return true;
+}
+
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan) {
-  ConvProblem folded;
-  Plan of_folded;
-  if (!FoldColumns(problem, &folded) || !kernel.plan(kernel, folded, gpu, 0, &of_folded).ok()) {
-    return kernel.plan(kernel, problem, gpu, slices, plan);
+  ConvProblem forms[3] = {problem};
+  int count = 1;
+  if (FoldColumns(problem, &forms[1])) count = FoldRows(forms[1], &forms[2]) ? 3 : 2;
+  int best = 0;
+  Plan of_best;
+  for (int i = count - 1; i >= 0; --i) {
+    Plan of_form;
+    // Alone, or where the others are refused: the refusal names the problem as it was asked for.
+    if (i == 0 && of_best.kernel == nullptr) return kernel.plan(kernel, problem, gpu, slices, plan);
+    if (!kernel.plan(kernel, forms[i], gpu, 0, &of_form).ok()) continue;
+    if (of_best.kernel != nullptr && of_form.microseconds > of_best.microseconds) continue;
+    of_best = std::move(of_form);
+    best = i;
   }
-  Plan unfolded;
-  const Status status = kernel.plan(kernel, problem, gpu, 0, &unfolded);
-  const bool fold = !status.ok() || of_folded.microseconds < unfolded.microseconds;
-  if (slices > 0) return kernel.plan(kernel, fold ? folded : problem, gpu, slices, plan);
-  *plan = std::move(fold ? of_folded : unfolded);
+  if (slices > 0) return kernel.plan(kernel, forms[best], gpu, slices, plan);
+  *plan = std::move(of_best);
   return {};
 }
 

@@ -1,7 +1,7 @@
-// Patches: windows that do not overlap along W.
+// Patches: windows that do not overlap, without padding.
 //
-// Where a window's columns are as many as its stride, without padding, S neighbouring pixels of C
-// channels are one pixel of S C channels, in memory as they lie:
+// Where a window's columns are as many as its stride, S neighbouring pixels of C channels are one
+// pixel of S C channels, in memory as they lie:
 //
 //     x (N, H, W, C)   = (N, H, W / S, S C)
 //     w (R, S, C, K)   = (R, 1, S C, K)         krsc: (K, R, S, C) = (K, R, 1, S C)
@@ -9,6 +9,13 @@
 // The folded problem has the same results in the same places. Its pixels are S times as long, for
 // copies of 16 bytes and for the k-blocks of a GEMM: a ViT's 3 channels become 48, a ConvNeXt's
 // downsampling of 96 becomes 192.
+//
+// Where its rows are as many as their stride, the R rows of a window are an image:
+//
+//     x (N, H, W, C)   = (N H / R, R, W, C)
+//     y (N, P, Q, K)   = (N P, 1, Q, K)
+//
+// without a stride, of which TMA takes at most 8 and which splits a data gradient into classes.
 #ifndef JAXCONV_CUDA_COMMON_FOLDED_COLUMNS_H_
 #define JAXCONV_CUDA_COMMON_FOLDED_COLUMNS_H_
 
@@ -21,11 +28,13 @@
 
 namespace jaxconv {
 
-// False where the problem cannot be folded.
+// False where the problem cannot be folded. FoldRows: along the outermost axis that has windows.
 bool FoldColumns(const ConvProblem& problem, ConvProblem* folded);
+bool FoldRows(const ConvProblem& problem, ConvProblem* folded);
 
-// The kernel's plan for the problem or for its folded form, whichever is predicted faster. The choice
-// does not depend on the slices, so that a call finds the plan that selection predicted.
+// The kernel's plan for the problem, with folded columns or with folded columns and rows, whichever
+// is predicted fastest. The choice does not depend on the slices, so that a call finds the plan that
+// selection predicted.
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan);
 

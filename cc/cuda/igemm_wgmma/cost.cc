@@ -153,7 +153,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
       static_cast<double>(std::min(instance.tile_n, CeilDiv(params.gemm_n, 64) * 64));
   // One tap is half as long in TF32, at half the rate; wgmma runs over all columns of the tile,
   // inside the output or not. With a stationary filter, only the first tap of a load waits.
-  const double tensor = static_cast<double>(instance.tile_m * instance.tile_n * 64) /
+  const int reduced = instance.Is(kC48) ? 48 : 64;
+  const double tensor = static_cast<double>(instance.tile_m * instance.tile_n * reduced) /
                             (kWgmmaShare * gpu.wgmma_per_clock * instance.throughput) +
                         kKBlockCycles / ((stationary ? taps_per_load : 1) * taps_per_stage);
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));

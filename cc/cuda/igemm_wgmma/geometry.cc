@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/implicit_gemm.h"
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/im2col_box.h"
 
 namespace jaxconv::igemm_wgmma {
@@ -238,6 +239,34 @@ bool TransposesFilter(const ConvProblem& problem) {
   return KernelOp(problem) == Op::kFprop && problem.w_dtype == DType::kF32;
 }
 
+Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels) {
+  constexpr int kRows = 1, kColumns = 2;
+  const int64_t rows = problem.filter[kRows];
+  if (problem.op != Op::kDgrad || problem.groups != 1 || problem.taps() != rows || rows == 1 ||
+      problem.in[kColumns] != problem.out[kColumns] || problem.pad_lo[kColumns] != 0 ||
+      problem.lhs_dilation[kColumns] != 1 || !FoldRows(problem, pixels)) {
+    return Status::Unimplemented(
+        "patches: expected the data gradient of windows that do not overlap, of several rows");
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
+  JAXCONV_RETURN_IF_ERROR(
+      Multiple("C of a patch's row", problem.c, 16 / ByteWidth(problem.lhs_dtype())));
+  pixels->c *= rows;
+  pixels->in[kRows] = pixels->filter[kRows] = 1;
+  return {};
+}
+
+void StorePatches(const ConvProblem& problem, LaunchParams* launch) {
+  Params& params = launch->kernel;
+  // A row of the GEMM begins at its column of the patch's first row.
+  params.dense_rows = 0;
+  params.out_extent[1] = static_cast<int32_t>(problem.filter[1]);
+  params.out_channels = static_cast<int32_t>(problem.c);
+  params.patch_row = FastDivmod(problem.c);
+  params.patch_skip = static_cast<int32_t>((problem.in[2] - 1) * problem.c);
+}
+
 Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geometry* geometry) {
   ImplicitGemm gemm;
   JAXCONV_RETURN_IF_ERROR(MakeImplicitGemm(problem, &gemm));
@@ -258,6 +287,10 @@ Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geomet
     return Status::Unimplemented("pointwise: " + std::to_string(problem.taps()) + " taps and " +
                                  std::to_string(gemm.phases) +
                                  " stride residue classes, expected one of each");
+  }
+  if (instance.Is(kC48) && gemm.reduce_channels > 48) {
+    return Status::Unimplemented("expected at most 48 channels in the reduction, got " +
+                                 std::to_string(gemm.reduce_channels));
   }
   LaunchParams& launch = geometry->launch;
   Params& params = launch.kernel;

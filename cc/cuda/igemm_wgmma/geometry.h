@@ -17,6 +17,8 @@ enum Trait : uint32_t {
   kFilterRow = 4,  // one load of activations serves all taps of a filter row
   kPointwise = 8,  // 1x1 filters only
   kCluster = 16,   // slices are the CTAs of a cluster, without a workspace
+  kC48 = 64,       // at most 48 channels are reduced
+  kPatches = 32,   // dgrad of windows that do not overlap: columns are elements of a patch
 };
 
 // One entry of kernels.def.
@@ -47,6 +49,12 @@ struct Geometry {
   double taps_per_load = 1;
   double taps_per_stage = 1;  // wgrad filter-row: 128-byte parts of a stage
 };
+
+// kPatches: the data gradient of windows of rows that do not overlap, without columns (folded into
+// the channels), as one of 1x1 windows. A pixel of dy times the filter is a whole patch of dx.
+Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels);
+// Stores the results of that problem as patches of `problem`.
+void StorePatches(const ConvProblem& problem, LaunchParams* launch);
 
 // Refuses with a reason for the user.
 Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geometry* geometry);

@@ -66,6 +66,10 @@ struct Params {
   int32_t out_extent[3] = {1, 1, 1};
   int32_t out_channels = 1;
   int32_t row_channels = 1;  // wgrad: C / groups, rows under one tap
+  // Patches: columns are (row of a patch, element of that row). Elements of a row, and what lies
+  // between the end of one and the next.
+  FastDivmod patch_row;
+  int32_t patch_skip = 0;
   int64_t out_batch = 0;
   int32_t out_group = 0;
   int64_t slice_elements = 0;  // of one slice's partial result; 0: the output itself is written

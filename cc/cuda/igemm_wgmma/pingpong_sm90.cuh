@@ -155,6 +155,25 @@ struct Pingpong
     : PingpongForm<kOp, kType,
                    WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes>> {};
 
+// The same tiles of at most 48 channels, of whose k-blocks three quarters are multiplied.
+template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStagingBytes>
+struct PingpongC48
+    : PingpongForm<kOp, kType,
+                   WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes, 3>> {};
+
+// The same tiles of a data gradient whose columns are the elements of a patch: a pixel of dy times
+// the filter is a whole patch of dx, R rows of S C elements that lie apart.
+template <class Tile>
+struct PatchTile : Tile {
+  static constexpr bool kPatches = true;
+};
+
+template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStagingBytes>
+struct Patches
+    : PingpongForm<
+          kOp, kType,
+          PatchTile<WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes>>> {};
+
 template <Op kOp, DType kType, int kPixels, int kStages>
 struct SwapAb : PingpongForm<kOp, kType, SwapAbTile<kPixels, kStages>> {};
 

@@ -35,6 +35,7 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfWeightStationary = kPingpong | kFilterRow,
                    kTraitsOfSwapAbFilterRow = kPingpong | kSwapAb | kFilterRow,
                    kTraitsOfSwapAbWeightStationary = kPingpong | kSwapAb | kFilterRow,
+                   kTraitsOfPatches = kPingpong | kPatches, kTraitsOfPingpongC48 = kPingpong | kC48,
                    kTraitsOfPointwise = kPingpong | kPointwise,
                    kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
                    kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
@@ -74,7 +75,7 @@ int64_t MostSlices(const Instance& instance, const Geometry& geometry) {
   if (instance.Is(kCluster)) return std::min<int64_t>(geometry.k_blocks, kMaxClusterCtas);
   // Residue classes have reductions of different lengths, and a stationary filter is whole.
   if (geometry.launch.kernel.residue_classes > 1 || instance.WeightStationary() ||
-      instance.Is(kPointwise)) {
+      instance.Is(kPointwise) || instance.Is(kPatches)) {
     return 1;
   }
   const auto taps =
@@ -96,12 +97,15 @@ const KernelDesc* KernelOf(const KernelDesc& kernel, const ConvProblem& problem)
   return nullptr;
 }
 
-Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& gpu,
                       int64_t slices, Plan* plan) {
   const Instance& instance = *static_cast<const Instance*>(kernel.instance);
-  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/true));
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, asked, /*tf32=*/true));
+  ConvProblem problem = asked;
+  if (instance.Is(kPatches)) JAXCONV_RETURN_IF_ERROR(PatchesAsPixels(asked, &problem));
   Geometry geometry;
   JAXCONV_RETURN_IF_ERROR(MakeGeometry(instance, problem, &geometry));
+  if (instance.Is(kPatches)) StorePatches(asked, &geometry.launch);
   const int64_t most = MostSlices(instance, geometry);
   const bool dynamic = Dynamic(instance, problem);
   auto microseconds = [&](int64_t count) {

@@ -208,8 +208,13 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   auto store_rounded = [&](const float* chunk, int c, const int64_t (&dst)[4]) {
     constexpr int kColumns = 128 / sizeof(T), kBuffers = Tile::kStagingBytes < 4096 ? 1 : 2;
     if (kBuffers == 1 || c == 0) __syncwarp();
-    StoreRounded(chunk, staging + c / kColumns % kBuffers * 2048, static_cast<T*>(params.out) + c,
-                 dst, n_first + c + lane % 8 * (kColumns / 8) < params.gemm_n);
+    T* out = static_cast<T*>(params.out) + c;
+    if constexpr (Tile::kPatches) {
+      // Rows of a patch are whole vectors.
+      out += int64_t{params.patch_row.Div(n_first + c + lane % 8 * 8)} * params.patch_skip;
+    }
+    StoreRounded(chunk, staging + c / kColumns % kBuffers * 2048, out, dst,
+                 n_first + c + lane % 8 * (kColumns / 8) < params.gemm_n);
   };
   auto rounded_offsets = [&](int i, int64_t (&dst)[4]) {
 #pragma unroll

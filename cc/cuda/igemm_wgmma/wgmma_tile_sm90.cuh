@@ -55,14 +55,16 @@ struct TileLayout {
 // kWarpgroups consumer warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where
 // one cannot be so wide). Cooperative: the warpgroups share a tile, one above the other. Pingpong:
 // each has a tile of its own, and they alternate on the tensor cores, so that one stores while the
-// other multiplies.
+// other multiplies. kSteps: instructions along a k-block, 32 bytes each, of 4; the rest is not
+// multiplied.
 template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
           bool kFilterRow_ = false, int kFilterSlots_ = 0, int kStationary_ = 0,
-          int kStagingBytes_ = 4096>
+          int kStagingBytes_ = 4096, int kSteps_ = 4>
 struct WgmmaTile
     : TileLayout<kWarpgroups_, kPingpong_, (kPingpong_ ? 1 : kWarpgroups_) * kBlocks_ * 64,
                  kN0_ + kN1_, kStages_, kFilterRow_, kFilterSlots_, kStationary_, kStagingBytes_> {
   static constexpr bool kSwapAb = false;
+  static constexpr bool kPatches = false;  // columns are elements of a patch
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
   // From one warpgroup's rows of a cooperative tile to the next.
@@ -89,7 +91,7 @@ struct WgmmaTile
     constexpr int kStepB = (kMnMajorB ? 2048 : 32) >> 4;
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < kSteps_; ++k) {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         const uint64_t block_a = desc_a + k * kStepA + i * (8192 >> 4);
