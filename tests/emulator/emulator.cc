@@ -16,6 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "context.h"
+#include "machine.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -36,125 +39,6 @@ constexpr size_t kMostShared = 232448;  // of a CTA, sm_90
 constexpr size_t kStaticShared = 65536;
 constexpr size_t kCtaBytes = kFirst + kMostShared + kGap + kStaticShared;
 constexpr unsigned char kPoison = 0xff, kCanary = 0xc5;
-constexpr size_t kStackBytes = 512 << 10;
-
-// Where a waiting thread's registers lie: on its stack.
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl jaxconv_emulator_switch
-.type jaxconv_emulator_switch, @function
-jaxconv_emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size jaxconv_emulator_switch, .-jaxconv_emulator_switch
-)");
-extern "C" void jaxconv_emulator_switch(void** save, void* load);
-
-struct Context {
-  void* stack_pointer = nullptr;
-};
-void Prepare(Context* context, unsigned char* stack, void (*entry)()) {
-  // The thread that had the stack before did not return from its frames.
-  ASAN_UNPOISON_MEMORY_REGION(stack, kStackBytes);
-  auto** top = reinterpret_cast<void**>(stack + kStackBytes);
-  *--top = nullptr;  // the entry does not return; this keeps the stack aligned as after a call
-  *--top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
-  context->stack_pointer = top;
-}
-void SwitchContext(Context* from, Context* to) {
-  jaxconv_emulator_switch(&from->stack_pointer, to->stack_pointer);
-}
-#else
-#error "a switch of fibers is written for x86-64 only"
-#endif
-
-struct Copy {
-  uint32_t shared;
-  const void* source;
-  uint32_t bytes;
-  bool valid;
-};
-
-struct Cta;
-struct Warp;
-
-struct Fiber {
-  Context context;
-  unsigned char* stack = nullptr;
-  void* sanitizer_stack = nullptr;
-  Cta* cta = nullptr;
-  Warp* warp = nullptr;
-  int thread = 0;
-  uint3 index{};
-  bool done = false;
-  const uint64_t* counter = nullptr;  // waits until it differs from `seen`
-  uint64_t seen = 0;
-  const char* what = "";
-  int64_t detail = 0, more = 0;
-  uint64_t cluster_phase = 0;
-  std::vector<Copy> open_copies;
-  std::deque<std::vector<Copy>> copy_groups;
-  std::vector<std::function<void()>> open_stores;
-  std::deque<std::vector<std::function<void()>>> store_groups;
-};
-
-struct Collective {
-  uint32_t arrived = 0;
-  uint64_t generation = 0;
-  const char* what = nullptr;
-  void* lanes[32] = {};
-};
-struct Warp {
-  std::map<uint32_t, Collective> collectives;  // by mask
-  uint64_t wgmmas_issued = 0;
-  std::vector<uint64_t> wgmma_groups;  // wgmmas_issued when a group was committed
-};
-struct Warpgroup {
-  std::deque<WarpgroupOperation> operations;
-  uint64_t completed = 0;  // number of operations.front()
-  uint64_t issued = 0;     // by all four warps
-};
-struct NamedBarrier {
-  int arrived = 0, threads = 0;
-  uint64_t generation = 0;
-};
-struct Mbarrier {
-  int32_t expected = 0, pending = 0;
-  int64_t bytes = 0;
-  uint64_t phase = 0;
-};
-struct StaticVariable {
-  size_t at, bytes;
-};
-
-struct Cta {
-  int rank = 0;
-  uint3 index{};
-  unsigned char* memory = nullptr;
-  size_t dynamic_bytes = 0, end = 0;
-  std::map<const void*, StaticVariable> variables;
-  size_t static_bytes = 0;
-  NamedBarrier barriers[16];
-  std::map<uint32_t, Mbarrier> mbarriers;
-  std::vector<Warp> warps;
-  std::vector<Warpgroup> warpgroups;
-  int live = 0;
-};
 
 Fiber* self = nullptr;
 Context scheduler;
