@@ -79,6 +79,21 @@ def test_mean_and_variance(native_cpu, options, dtype):
     assert_exact(results[0], np.asarray(jax.jit(without)(x.astype(dtype), w.astype(dtype))), "y")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_every_platform(platform, dtype):
+    """With the rest of the epilogue in a call; by XLA where no kernel forms them."""
+    x, w = draw(4, 14, 14, 16).astype(dtype), draw(3, 3, 16, 32, seed=1).astype(dtype)
+    f = functools.partial(counted, bias=draw(32, seed=2), activation="relu", algorithm="native")
+    assert_statistics(jax.jit(f)(x, w), rtol=1e-5)
+    (called,) = jaxconv.explain(f, x, w)
+    assert called.instance is not None
+    if "statistics" in called.epilogue:
+        assert called.epilogue == "bias relu statistics" and not called.apart
+    else:
+        assert called.epilogue == "bias relu"
+        assert any("no statistics" in reason for _, reason in called.apart)
+
+
 @pytest.mark.parametrize("shape", [(3, 37, 41, 4, 600), (2, 9, 7, 4, 3), (1, 1, 1, 4, 8)])
 def test_many_channels_and_pixels(native_cpu, shape):
     """Several regions of several tasks, parts of channels and of pixels."""
