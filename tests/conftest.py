@@ -163,6 +163,7 @@ class GpuRecord:
     def __init__(self, path: str):
         self.path = path
         self.outcomes: dict[str, tuple[str, str]] = {}
+        self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report):
         if "gpu" in report.keywords and (report.when == "call" or report.outcome != "passed"):
@@ -170,9 +171,10 @@ class GpuRecord:
             if report.skipped:  # the report is (file, line, "Skipped: reason")
                 reason = str(report.longrepr[2]).removeprefix("Skipped: ")
             self.outcomes[report.nodeid] = (report.outcome, reason)
+            self.seconds[report.nodeid] = report.duration
 
     def pytest_sessionfinish(self):
-        gpu_report.update(self.path, self.outcomes)
+        gpu_report.update(self.path, self.outcomes, self.seconds)
 
 
 def pytest_configure(config):

@@ -30,6 +30,7 @@ HASHED = ("cc/core", "cc/cuda", "cc/ffi")  # everything that ends up in the CUDA
 WATCHED = ("jaxconv", "tests")  # changes here are listed, not refused
 ORIGIN = ("sources_sha256", "commit", "gpu", "driver", "jax")  # what one record has one of
 OUTCOMES = ("passed", "failed", "skipped")
+SLOWEST, SLOWEST_COUNT = "slowest_seconds", 12  # tests, with other tests beside them
 
 
 def sources_sha256(root: pathlib.Path = REPOSITORY) -> str:
@@ -142,9 +143,14 @@ def _origin() -> dict[str, str]:
 
 
 def update(
-    path: str | pathlib.Path, session: dict[str, tuple[str, str]], **summaries: dict
+    path: str | pathlib.Path,
+    session: dict[str, tuple[str, str]],
+    seconds: dict[str, float] | None = None,
+    **summaries: dict,
 ) -> None:
     """Merges a session's outcomes, (outcome, reason) by test id, and summaries into the report.
+
+    Of the ``seconds`` that tests took, by test id, the report keeps the largest.
 
     Raises:
         RuntimeError: there is no GPU, or the commit is not known.
@@ -160,11 +166,15 @@ def update(
         old = {}
     merged = outcomes(old) | session
     counts = collections.Counter(outcome for outcome, _ in merged.values())
-    kept = {key: value for key, value in old.items() if isinstance(value, dict) and key != "tests"}
+    ours = ("tests", SLOWEST)
+    kept = {key: value for key, value in old.items() if isinstance(value, dict) and key not in ours}
+    times = old.get(SLOWEST, {}) | {name: round(each) for name, each in (seconds or {}).items()}
+    slowest = sorted(times.items(), key=lambda item: (-item[1], item[0]))[:SLOWEST_COUNT]
     report = {
         **origin,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **{outcome: counts[outcome] for outcome in OUTCOMES},
+        **({SLOWEST: dict(slowest)} if slowest else {}),
         **dict(sorted((kept | summaries).items())),
         "tests": _group(merged),
     }

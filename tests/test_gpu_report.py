@@ -143,6 +143,17 @@ def test_parts_of_a_run_add_up_in_any_order(tmp_path, a_gpu):
         gpu_report.update(one, {}, racecheck={"errors": 0})
 
 
+def test_the_slowest_tests_are_kept_over_the_parts_of_a_run(tmp_path, a_gpu):
+    path = tmp_path / "report.json"
+    gpu_report.update(path, OUTCOMES, {f"a{i}": i for i in range(30)})
+    gpu_report.update(path, {}, {"b": 25.2, "a3": 100})
+    report = json.loads(path.read_text())
+    slowest = list(report["slowest_seconds"].items())
+    assert slowest[:4] == [("a3", 100), ("a29", 29), ("a28", 28), ("a27", 27)]
+    assert ("b", 25) in slowest and len(slowest) == gpu_report.SLOWEST_COUNT
+    assert not complaint(report, gpu_report.sources_sha256(), set(OUTCOMES))
+
+
 def test_a_run_on_another_commit_begins_anew(tmp_path, a_gpu, monkeypatch):
     path = tmp_path / "report.json"
     gpu_report.update(path, OUTCOMES, fuzz={"failed": 0})

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
