@@ -44,6 +44,12 @@ struct ChannelTerms {
   float scale[kWidth], bias[kWidth];
 };
 
+// Whether an epilogue takes so few instructions that they may stand beside every sum: no second
+// result, and the activation is to clamp.
+__device__ __forceinline__ bool Clamps(const EpilogueParams& params) {
+  return params.pre == nullptr && params.activation <= Activation::kRelu6;
+}
+
 // Scale, bias, residual and activation. Stores that hold several neighbouring channels of a pixel
 // take them together (Terms, Scale, Add), so that scale and bias are loaded once for all of a
 // thread's pixels and the residual as vectors; others call it for each element. Nothing is loaded as
@@ -68,12 +74,6 @@ struct FusedEpilogue {
     return value[0];
   }
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
-
-  // Whether it takes so few instructions that they may stand beside every sum: no second result,
-  // and the activation is to clamp.
-  __device__ __forceinline__ bool Clamps() const {
-    return params.pre == nullptr && params.activation <= Activation::kRelu6;
-  }
 
   // Of channels [channel, channel + kWidth); where kWidth is a multiple of 2 or 4, so is `channel`.
   template <int kWidth>

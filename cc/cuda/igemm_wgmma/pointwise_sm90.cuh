@@ -79,8 +79,16 @@ struct TileOrder {
   __device__ __forceinline__ void Next() { index = next; }
 };
 
+// Whether a tile's residual comes through the ring, a stage for 64 columns, behind the tile's
+// k-blocks: loads as far ahead as the ring is deep keep memory busy, which the consumers' own do not.
+template <class Tile, class Epilogue>
+__device__ __forceinline__ bool ResidualInRing(const Params& params) {
+  if constexpr (Epilogue::kPlain || Tile::kSwapAb) return false;
+  return params.epilogue.residual != nullptr && Clamps(params.epilogue) && params.dense_rows;
+}
+
 // The producer, one thread.
-template <Op kOp, typename T, class Tile>
+template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void ProducePointwise(const Params& params, const Maps& maps,
                                                  uint32_t ring,
                                                  const PointwiseBarriers<Tile>& barriers) {
@@ -115,6 +123,20 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
       }
       tile.k_block.Next(tile.of);
     }
+    if (!ResidualInRing<Tile, Epilogue>(params)) continue;
+    if constexpr (!Tile::kSwapAb) {
+      const int32_t channel = place.group * params.gemm_n + place.n_tile * Tile::kTileN;
+      for (int32_t c = 0; c < Tile::kTileN; c += 64) {
+        BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+        const uint32_t barrier = barriers.Full(stage.slot);
+        BarrierArriveExpect(barrier, Tile::kBytesA);
+        for (int32_t block = 0; block < Tile::kBlocks; ++block) {
+          CopyTile2d(ring + stage.slot * Tile::kStageBytes + block * 8192, &maps.residual, barrier,
+                     channel + c, place.m_tile * Tile::kTileM + block * 64);
+        }
+        stage.Next();
+      }
+    }
   }
   BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
   StoreWord(barriers.TileAt(stage.slot), params.tiles);
@@ -130,10 +152,12 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
   constexpr bool kBoxes = Tile::kSwapAb;  // 16-bit tiles stored by TMA
   const ResidueClass& of = params.residue_class[0];
   const int32_t k_blocks = of.k_blocks;
+  const bool residual_in_ring = ResidualInRing<Tile, Epilogue>(params);
+  const int32_t stages_of_tile = k_blocks + (residual_in_ring ? Tile::kTileN / 64 : 0);
   RingPlace<Tile::kStages> stage;
   if (kWarpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
-    stage.Skip(k_blocks);
+    stage.Skip(stages_of_tile);
   }
   for (bool first = true;; first = false) {
     NamedBarrierSync(1 + kWarpgroup, 256);
@@ -174,7 +198,7 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
         FinishTile<Tile>(params, place, of, epilogue);
       };
       if constexpr (!Epilogue::kPlain) {
-        if (epilogue.Clamps() && params.epilogue.residual == nullptr) {
+        if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
           const ClampSums<T> clamp(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64);
           store_boxes([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
         } else {
@@ -187,11 +211,27 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
         StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue);
       }
     } else {
-      StoreTile<kOp, T, Tile, kWholeRows>(
-          params, place, of, acc, place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
-          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes, epilogue);
+      const int32_t m_first = place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16;
+      const uint32_t staging =
+          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
+      if constexpr (!Epilogue::kPlain) {
+        RingResidual<Tile, PointwiseBarriers<Tile>, 3 + kWarpgroup> residual{barriers, ring, stage};
+        if (residual_in_ring) {
+          StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue,
+                                         residual);
+          stage = residual.stage;
+        } else if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
+          NoResidual none;
+          StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue, none);
+        } else {
+          StoreStagedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+        }
+        FinishTile<Tile>(params, place, of, epilogue);
+      } else {
+        StoreTile<kOp, T, Tile, kWholeRows>(params, place, of, acc, m_first, staging, epilogue);
+      }
     }
-    stage.Skip(k_blocks);
+    stage.Skip(stages_of_tile);
   }
   if constexpr (kBoxes) WaitForStoresToRead();
 }
@@ -218,7 +258,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
     if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProducePointwise<Tag::kOp, T>(params, maps, ring, barriers);
+      ProducePointwise<Tag::kOp, T, Tile, Epilogue>(params, maps, ring, barriers);
     }
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
@@ -250,16 +290,20 @@ struct PointwiseForm : Tile_ {
         [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
            Maps* maps) {
           JAXCONV_RETURN_IF_ERROR(EncodeActivations(launch, kType, a, Tile::kPixels, maps));
+          // Rows of the output, 64 by 64 channels.
+          DenseTensor out;
+          out.dtype = kType;
+          out.rank = 2;
+          out.extent[0] = params.out_channels;
+          out.extent[1] = params.residue_class[0].rows;
+          const int32_t box[2] = {kKBlockChannels<typename ElementOf<kType>::Type>, kStoredPixels};
           if (Tile::kSwapAb && !params.out_is_f32) {
-            DenseTensor out;
-            out.dtype = kType;
-            out.rank = 2;
             out.address = params.out;
-            out.extent[0] = params.gemm_n;
-            out.extent[1] = params.residue_class[0].rows;
-            const int32_t box[2] = {kKBlockChannels<typename ElementOf<kType>::Type>,
-                                    kStoredPixels};
             JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, box, &maps->out));
+          }
+          if (!Tile::kSwapAb && params.epilogue.residual != nullptr) {
+            out.address = params.epilogue.residual;
+            JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, box, &maps->residual));
           }
           return EncodeFilter(launch, kType, b, maps);
         });

@@ -12,8 +12,10 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/finish_staged.cuh"
+#include "cuda/common/ring_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
@@ -67,35 +69,98 @@ struct StagedTerms {
   }
 };
 
+// Where a tile's residual comes from: StoreClampedTile asks for 16 rows by 64 or 32 columns at a time.
+struct NoResidual {
+  static constexpr bool kPresent = false, kInRing = false;
+};
+
+// From global memory, in rows, and through the staging of the results.
+template <typename T, class Rows>
+struct LoadedResidual {
+  static constexpr bool kPresent = true, kInRing = false;
+  const EpilogueParams& params;
+  uint4 ahead[Rows::kVectors];
+
+  // offset(i): of vector i in the output.
+  template <typename OffsetOf>
+  __device__ __forceinline__ void Load(const int32_t (&row)[Rows::kVectors], bool inside,
+                                       OffsetOf offset) {
+#pragma unroll
+    for (int i = 0; i < Rows::kVectors; ++i) {
+      if (row[i] < 0 || !inside) continue;
+      ahead[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.residual) + offset(i));
+    }
+  }
+  __device__ __forceinline__ void Stage(const Rows& rows, int lane) const {
+#pragma unroll
+    for (int i = 0; i < Rows::kVectors; ++i) {
+      StoreChunk(rows.Vector(lane, i), {ahead[i].x, ahead[i].y, ahead[i].z, ahead[i].w});
+    }
+  }
+};
+
+// From stages of the ring, a stage for 64 columns of all rows, in whose swizzle rows of 128 bytes
+// lie as in RoundedRows. Its threads meet at kBarrier before they give a stage back.
+template <class Tile, class Barriers, int kBarrier>
+struct RingResidual {
+  static constexpr bool kPresent = true, kInRing = true;
+  const Barriers& barriers;
+  const uint32_t ring;
+  RingPlace<Tile::kStages> stage;
+
+  // Where the warp's sixteen rows of a block are.
+  __device__ __forceinline__ uint32_t Wait(int block) const {
+    if (block == 0) BarrierWait(barriers.Full(stage.slot), stage.parity);
+    return ring + stage.slot * Tile::kStageBytes + block * 8192 + threadIdx.x / 32 % 4 * 2048;
+  }
+  __device__ __forceinline__ void Release(int block) {
+    if (block + 1 < Tile::kBlocks) return;
+    NamedBarrierSync(kBarrier, 128);
+    if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(stage.slot));
+    stage.Next();
+  }
+};
+
+// How StoreClampedTile passes through shared memory: 64 columns at a time, or 32 where a warp's
+// staging is 2 KB or where there are no registers for as many of a loaded residual. Half of the
+// staging is for them, the other half for the terms of kPart columns.
+template <class Tile, bool kLoadsResidual>
+struct ClampedSteps {
+  static constexpr bool kWide =
+      Tile::kStagingBytes >= 4096 && !(kLoadsResidual && Tile::kAccumulators >= 160);
+  static constexpr int kColumns = kWide ? 64 : 32;
+  static constexpr int kTerms = Tile::kStagingBytes / 16;
+  static constexpr int kPart = Tile::kTileN < kTerms ? Tile::kTileN : kTerms;
+  static_assert(kPart % kColumns == 0 && Tile::kTileN % kColumns == 0);
+  using Rows = RoundedRows<kColumns>;
+};
+
 // 16-bit results whose activation is to clamp: t on the fragments, rounded, clamped, and through
-// shared memory to rows of 128 or 64 bytes. Half of a warp's staging holds these, the other half the
-// terms. A residual comes the opposite way: loaded in rows a step ahead, and through the same shared
-// memory to the fragments.
-template <Op kOp, typename T, class Tile, bool kResidual>
+// shared memory to rows of 128 or 64 bytes.
+template <Op kOp, typename T, class Tile, class Residual>
 __device__ __forceinline__ void StoreClampedTile(const Params& params, const TilePlace& place,
                                                  const ResidueClass& of,
                                                  const typename Tile::Accumulators& acc,
                                                  int32_t m_first, uint32_t staging,
-                                                 const FusedEpilogue& epilogue) {
-  // 64 where there are registers for as many of the residual beside the accumulators.
-  constexpr bool kWide = Tile::kStagingBytes >= 4096 && !(kResidual && Tile::kAccumulators >= 160);
-  constexpr int kColumns = kWide ? 64 : 32;
-  constexpr int kPart = Tile::kStagingBytes / 16;  // columns whose terms there is room for
-  static_assert(Tile::kTileN % kColumns == 0);
-  using Rows = RoundedRows<kColumns>;
+                                                 const FusedEpilogue& epilogue,
+                                                 Residual& residual) {
+  constexpr bool kLoads = Residual::kPresent && !Residual::kInRing;
+  using Steps = ClampedSteps<Tile, kLoads>;
+  using Rows = typename Steps::Rows;
+  constexpr int kColumns = Steps::kColumns, kPart = Steps::kPart, kChunks = kPart / kColumns;
+  // 192 accumulators leave no registers for the residual of the next step.
+  constexpr bool kAhead = Tile::kAccumulators <= 160;
   const Rows rows{staging};
-  const StagedTerms<(Tile::kTileN < kPart ? Tile::kTileN : kPart)> terms{staging +
-                                                                         Tile::kStagingBytes / 2};
+  const StagedTerms<kPart> terms{staging + Tile::kStagingBytes / 2};
   const int lane = Lane();
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int32_t channel0 = place.group * params.gemm_n + n_first;
   const int32_t columns = params.gemm_n - n_first;
-  const int64_t base = place.OutputOffset(params, n_first) + Rows::Column(lane);
-  T* const out = static_cast<T*>(params.out) + base;
-  const T* const residual = static_cast<const T*>(epilogue.params.residual) + base;
+  T* const out = static_cast<T*>(params.out);
+  // Of whole sums of one batch: a column of the output's rows.
+  const int32_t first_column =
+      static_cast<int32_t>(place.OutputOffset(params, n_first)) + Rows::Column(lane);
   const PairBounds<T> bounds(epilogue.params.activation);
-  // Steps of a block and kColumns columns, in the order of their columns' terms.
-  constexpr int kChunks = (Tile::kTileN < kPart ? Tile::kTileN : kPart) / kColumns;
   int32_t row[Rows::kVectors];
   auto find_rows = [&](int block) {
     const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
@@ -104,70 +169,70 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
       row[i] = __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i));
     }
   };
-  uint4 ahead[Rows::kVectors];
-  auto load_residual = [&](int column) {
-#pragma unroll
-    for (int i = 0; i < Rows::kVectors; ++i) {
-      if (row[i] >= 0 && column + Rows::Column(lane) < columns) {
-        ahead[i] = *reinterpret_cast<const uint4*>(residual +
-                                                   int64_t{row[i]} * params.out_channels + column);
-      }
-    }
+  auto inside = [&](int c) { return c + Rows::Column(lane) < columns; };
+  auto offset = [&](int c) {
+    return [&, c](int i) { return int64_t{row[i]} * params.out_channels + (first_column + c); };
   };
-  find_rows(0);
-  if constexpr (kResidual) load_residual(0);
 #pragma unroll
   for (int part = 0; part < Tile::kTileN; part += kPart) {
     if (part > 0 && part >= columns) break;
-    __syncwarp();
-    terms.Load(epilogue, channel0 + part, columns - part);
+    // Blocks of a part, one after another; the ring has all blocks of 64 columns in a stage.
 #pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block) {
-      if (block > 0 || part > 0) {
+    for (int step = 0; step < Tile::kBlocks * kChunks; ++step) {
+      const int block = Residual::kInRing ? step % Tile::kBlocks : step / kChunks;
+      const int c = part + (Residual::kInRing ? step / Tile::kBlocks : step % kChunks) * kColumns;
+      if (c >= Tile::kTileN || (!Residual::kInRing && c >= columns)) continue;
+      const bool first = Residual::kInRing ? Tile::kBlocks > 1 || step == 0 : c == part;
+      if (first) {
         find_rows(block);
-        if constexpr (kResidual) load_residual(part);
+        if constexpr (kLoads && kAhead) residual.Load(row, inside(c), offset(c));
       }
-#pragma unroll
-      for (int c = part; c < part + kChunks * kColumns && c < Tile::kTileN; c += kColumns) {
-        if (c >= columns) break;
-        __syncwarp();
-        if constexpr (kResidual) {
-#pragma unroll
-          for (int i = 0; i < Rows::kVectors; ++i) {
-            StoreChunk(rows.Vector(lane, i), {ahead[i].x, ahead[i].y, ahead[i].z, ahead[i].w});
-          }
-          if (c + kColumns < part + kChunks * kColumns) load_residual(c + kColumns);
-          __syncwarp();
+      __syncwarp();
+      if (step == 0) terms.Load(epilogue, channel0 + part, columns - part);
+      uint32_t added_at = staging;
+      if constexpr (kLoads) {
+        if (!kAhead) residual.Load(row, inside(c), offset(c));
+        residual.Stage(rows, lane);
+        if (kAhead && c + kColumns < part + kPart && c + kColumns < Tile::kTileN) {
+          residual.Load(row, inside(c + kColumns), offset(c + kColumns));
         }
-        const float* sums = acc.Columns(block, c);
+      }
+      if constexpr (Residual::kInRing) added_at = residual.Wait(block);
+      if (kLoads || step == 0) __syncwarp();
+      const float* sums = acc.Columns(block, c);
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; j += 2) {
-          [[maybe_unused]] uint32_t added[4];
-          uint32_t rounded[4];
-          if constexpr (kResidual) LoadMatrices(rows.Matrices(lane, j), added);
+      for (int j = 0; j < kColumns / 8; j += 2) {
+        [[maybe_unused]] uint32_t added[4];
+        uint32_t rounded[4];
+        if constexpr (Residual::kPresent) LoadMatrices(Rows{added_at}.Matrices(lane, j), added);
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            float term[4];
-            LoadShared<0>(terms.at + (c - part + (j + h) * 8 + lane % 4 * 2) * 8, term);
+        for (int h = 0; h < 2; ++h) {
+          float term[4];
+          LoadShared<0>(terms.at + (c - part + (j + h) * 8 + lane % 4 * 2) * 8, term);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const float* pair = sums + (j + h) * 4 + r * 2;
-              float t[2] = {fmaf(pair[0], term[0], term[2]), fmaf(pair[1], term[1], term[3])};
-              if constexpr (kResidual) Neighbours<T, 2>{added[h * 2 + r]}.AddTo(t);
-              rounded[h * 2 + r] = bounds.Clamp(PackPair<T>(t[0], t[1]));
-            }
+          for (int r = 0; r < 2; ++r) {
+            const float* pair = sums + (j + h) * 4 + r * 2;
+            float t[2] = {fmaf(pair[0], term[0], term[2]), fmaf(pair[1], term[1], term[3])};
+            if constexpr (Residual::kPresent) Neighbours<T, 2>{added[h * 2 + r]}.AddTo(t);
+            rounded[h * 2 + r] = bounds.Clamp(PackPair<T>(t[0], t[1]));
           }
-          // In place of the residual's matrices, which the warp has just read.
-          StoreMatrices(rows.Matrices(lane, j), rounded[0], rounded[1], rounded[2], rounded[3]);
         }
-        __syncwarp();
-        uint4 chunk[Rows::kVectors];
+        // In place of a loaded residual's matrices, which the warp has just read.
+        StoreMatrices(rows.Matrices(lane, j), rounded[0], rounded[1], rounded[2], rounded[3]);
+      }
+      if constexpr (Residual::kInRing) residual.Release(block);
+      __syncwarp();
+      // As many vectors at once as there are registers for.
+      constexpr int kAtOnce = kAhead ? Rows::kVectors : 1;
 #pragma unroll
-        for (int i = 0; i < Rows::kVectors; ++i) chunk[i] = LoadChunk(rows.Vector(lane, i));
+      for (int v = 0; v < Rows::kVectors; v += kAtOnce) {
+        uint4 chunk[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < Rows::kVectors; ++i) {
-          if (row[i] >= 0 && c + Rows::Column(lane) < columns) {
-            *reinterpret_cast<uint4*>(out + int64_t{row[i]} * params.out_channels + c) = chunk[i];
+        for (int i = 0; i < kAtOnce; ++i) chunk[i] = LoadChunk(rows.Vector(lane, v + i));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (row[v + i] >= 0 && inside(c)) {
+            *reinterpret_cast<uint4*>(out + offset(c)(v + i)) = chunk[i];
           }
         }
       }
@@ -232,11 +297,15 @@ __device__ __forceinline__ void StoreFusedTile(const Params& params, const TileP
                                                int32_t m_first, uint32_t staging,
                                                const FusedEpilogue& epilogue) {
   if constexpr (sizeof(T) == 2) {
-    if (epilogue.Clamps()) {
+    if (Clamps(epilogue.params)) {
       if (epilogue.params.residual == nullptr) {
-        StoreClampedTile<kOp, T, Tile, false>(params, place, of, acc, m_first, staging, epilogue);
+        NoResidual none;
+        StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue, none);
       } else {
-        StoreClampedTile<kOp, T, Tile, true>(params, place, of, acc, m_first, staging, epilogue);
+        using Rows = typename ClampedSteps<Tile, true>::Rows;
+        LoadedResidual<T, Rows> residual{params.epilogue};
+        StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue,
+                                       residual);
       }
       return;
     }

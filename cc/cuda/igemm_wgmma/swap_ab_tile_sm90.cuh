@@ -224,7 +224,7 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
   if constexpr (!Epilogue::kPlain) {
     if (!epilogue.partial) {
       const FusedEpilogue& whole = epilogue.Whole();
-      if (!whole.Clamps()) {
+      if (!Clamps(whole.params)) {
         StoreStagedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, whole);
       } else if (whole.params.residual == nullptr) {
         const ClampSums<T> clamp(whole, channel0, channels);

@@ -15,7 +15,8 @@ namespace jaxconv::igemm_wgmma {
 struct Maps {
   CUtensorMap a[kMaxResidueClasses];
   CUtensorMap b;
-  CUtensorMap out;  // swap-AB pointwise with 16-bit results
+  CUtensorMap out;       // swap-AB pointwise with 16-bit results
+  CUtensorMap residual;  // pointwise with a fused epilogue
 };
 
 // Boxes of `pixels` pixels by 128 bytes of channels for every residue class: im2col, or of a
