@@ -66,7 +66,7 @@ using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, vo
 // of an SM for an output, measured on an H200 (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
   double terms = 0.1;  // scale, bias and activation
-  // The same where nothing else is read or written and the activation clamps (none, relu, relu6).
+  // The same where no second result is written and the activation clamps (none, relu, relu6).
   double clamps = 0.1;
   double residual = 0.03;  // beside the terms
 };

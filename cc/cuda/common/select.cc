@@ -36,7 +36,7 @@ double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem
   const bool clamps = epilogue.activation == Activation::kNone ||
                       epilogue.activation == Activation::kRelu ||
                       epilogue.activation == Activation::kRelu6;
-  double nanoseconds = clamps && !epilogue.residual && !epilogue.pre ? cost.clamps : cost.terms;
+  double nanoseconds = clamps && !epilogue.pre ? cost.clamps : cost.terms;
   if (epilogue.residual) nanoseconds += cost.residual;
   if (!clamps) nanoseconds += kActivationNanoseconds;
   return static_cast<double>(problem.y_elements()) / gpu.sm_count * nanoseconds / 1000;

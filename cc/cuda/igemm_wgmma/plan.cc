@@ -162,17 +162,18 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// Pingpong kernels stage outputs through shared memory, and the other warpgroup hides little of it.
-// Cooperative and swap-AB kernels of 16-bit operands clamp the accumulator fragments.
+// 16-bit results are finished on the fragments where the activation clamps. A residual costs what its
+// loads expose: least where the ring brings it, most where 192 accumulators leave no registers to
+// load ahead and in swap-AB, whose warps meet twice for 32 pixels.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   EpilogueCost cost;
-  if (instance.Is(kPingpong) && !instance.Is(kSwapAb) && !instance.Is(kPointwise)) {
-    cost.terms = cost.clamps = 0.55;
-    cost.residual = 0.7;
-  } else if (kernel.dtype != DType::kF32 && (instance.Is(kSwapAb) || instance.traits == 0)) {
-    cost.clamps = 0.05;
-  }
+  if (kernel.dtype == DType::kF32) return cost;
+  cost.clamps = 0.03;
+  cost.residual = instance.Is(kPointwise) && instance.WeightStationary() && !instance.Is(kSwapAb)
+                      ? 0.02
+                  : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14
+                                                                   : 0.07;
   return cost;
 }
 

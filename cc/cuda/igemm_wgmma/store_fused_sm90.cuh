@@ -88,7 +88,8 @@ struct LoadedResidual {
 #pragma unroll
     for (int i = 0; i < Rows::kVectors; ++i) {
       if (row[i] < 0 || !inside) continue;
-      ahead[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.residual) + offset(i));
+      ahead[i] =
+          *reinterpret_cast<const uint4*>(static_cast<const T*>(params.residual) + offset(i));
     }
   }
   __device__ __forceinline__ void Stage(const Rows& rows, int lane) const {
