@@ -94,6 +94,19 @@ BLOCK_DIAGONAL = {
 }
 # Tiles of the maps of several images.
 BLOCK_DIAGONAL_MAPS = problem("maps", (5, 6), 3, n=24, c=72, k=72, groups=9, padding=1)
+# For runs of seven rows (TMA): tails of rows and of columns, padding that two rows share, filters
+# of a batch.
+BLOCK_DIAGONAL_RUNS = [
+    problem("runs", (9, 15), 3, n=3, c=72, k=72, groups=18, padding=1),
+    problem("cropped", (16, 36), 3, c=64, k=64, groups=4, padding=((0, 2), (-1, 3))),
+    problem("batched", (7, 7), 3, c=64, k=64, groups=32, padding=1, batch=2),
+]
+# For the two phases of stride 2, that padding shifts.
+BLOCK_DIAGONAL_STRIDED = [
+    problem("odd", (18, 37), 3, n=3, c=72, k=72, groups=18, padding=1, stride=2),
+    problem("even", (14, 20), 3, c=64, k=64, groups=4, padding=((0, 1), (-2, 3)), stride=2),
+    problem("mixed", (9, 58), 3, c=64, k=64, groups=32, padding=((2, 0), (1, 0)), stride=2),
+]
 # Two parts of a filter row.
 BLOCK_DIAGONAL_ANY = problem("any", (7, 9), (2, 6), c=24, k=24, groups=12, padding=2, dilation=2)
 
@@ -262,6 +275,14 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
 
 def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
     op, _, _, _, block, form = instance.split("_", 5)
+    if form in ("7rows", "stride2"):
+        for p in BLOCK_DIAGONAL_STRIDED if form == "stride2" else BLOCK_DIAGONAL_RUNS:
+            yield p, ""
+        if block == "32ch" and form == "7rows":
+            yield BLOCK_DIAGONAL[32][0], ""
+        if form == "7rows":
+            yield BLOCK_DIAGONAL_MAPS, ""
+        return
     for p in BLOCK_DIAGONAL[int(block.removesuffix("ch"))]:
         yield p, " krsc" if op == "dgrad" else ""
     yield BLOCK_DIAGONAL_MAPS, ""

@@ -253,15 +253,18 @@ def depthwise_problems(each: Instance) -> list[Problem]:
 
 def block_diagonal_problems(each: Instance) -> list[Problem]:
     """Five tiles of 64 channels, and maps of at least six tiles of 256 positions."""
-    block = int(each.variant.split("ch_")[0])
+    block, form = each.variant.split("ch_")
     make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
-    problems = [
-        make("3x3", (35, 45), 3, groups=37, padding=1),
-        make("strided", (69, 89), 3, groups=37, stride=2, padding=1),
-    ]
-    if block == 32:
-        problems.append(make("wide", (35, 45), 3, c=288, k=288, groups=9, padding=1))
-    if not each.variant.endswith("_3x3"):
+    problems = []
+    if form != "stride2":
+        problems.append(make("3x3", (35, 45), 3, groups=37, padding=1))
+    if form != "7rows":
+        problems.append(make("strided", (69, 89), 3, groups=37, stride=2, padding=1))
+    if block == "32":
+        stride = 2 if form == "stride2" else 1
+        map_ = (35 * stride, 45 * stride)
+        problems.append(make("wide", map_, 3, c=288, k=288, groups=9, stride=stride, padding=1))
+    if form in ("256px", "any"):
         problems.append(make("long", (35, 45), (2, 5), groups=148, padding=((0, 1), (2, 2))))
     return problems
 

@@ -6,41 +6,12 @@
 #include <numeric>
 #include <string>
 
+#include "cuda/block_diagonal/instance.h"
 #include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/runs_plan.h"
 #include "cuda/common/instances.h"
 
 namespace jaxconv::block_diagonal {
-namespace {
-
-// A line of kernels.def.
-struct Instance {
-  int64_t block, blocks_m;  // blocks_m: of gather.cuh
-  int64_t rows, columns;    // taps of a CTA of wgrad.cuh
-  int64_t ctas_per_sm;
-  bool wgrad() const { return rows > 0; }
-  // Taps of wgrad in parts: of one row.
-  bool parts() const { return rows == 1; }
-  int64_t strips() const { return wgrad() ? 2 : kWarps / (kChannels / block); }
-};
-
-constexpr int64_t kWidth = 2, kChunks = kChannels * kWidth / 16;  // of a pixel
-
-// Shares of the rates of the DRAM, of the issue slots and of shared memory, and of mma.sync; with that
-// of the issue slots the plan gives the times of an H200.
-constexpr double kDramShare = 0.75, kIssueShare = 0.42, kSharedShare = 0.7, kMmaShare = 0.8;
-// Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
-constexpr double kL2Rate = 1.28;
-// Instructions of a warp, counted in the SASS for sm_90: a chunk of 16 bytes of a box or tile for each
-// lane; an item's places and barriers; a store of gather's; what 16 positions of wgrad cost before their
-// products.
-constexpr double kCopyInstructions = 15, kItemInstructions = 200, kStoreInstructions = 14;
-constexpr double kPlaceInstructions = 14;
-// Cycles in which a CTA waits at an item's barriers and for the first operands behind them. One CTA
-// alone on an SM waits for each operand longer, too: two warps a scheduler.
-constexpr double kItemCycles = 800, kAlone = 1.3;
-
-// As CutIntoSlices has it.
-constexpr int64_t kMinItemsOfSlice = 4;
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
@@ -91,6 +62,31 @@ void DescribeOperands(const ConvProblem& problem, Params* params) {
   params->group_stride = group * k_stride;
 }
 
+namespace {
+
+constexpr int64_t kWidth = 2, kChunks = kChannels * kWidth / 16;  // of a pixel
+
+// Shares of the rates of the DRAM, of the issue slots and of shared memory, of gather.cuh and of wgrad.cuh,
+// and of mma.sync: with them the plan gives the times of an H200.
+struct Shares {
+  double dram, issue, shared;
+};
+constexpr Shares kGatherShares = {0.6, 0.29, 0.48}, kWgradShares = {0.72, 0.36, 0.6};
+constexpr double kMmaShare = 0.8;
+// Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
+constexpr double kL2Rate = 1.28;
+// Instructions of a warp, counted in the SASS for sm_90: a chunk of 16 bytes of a box or tile for each
+// lane; an item's places and barriers; a store of gather's; what 16 positions of wgrad cost before their
+// products.
+constexpr double kCopyInstructions = 15, kItemInstructions = 200, kStoreInstructions = 14;
+constexpr double kPlaceInstructions = 14;
+// Cycles in which a CTA waits at an item's barriers and for the first operands behind them. One CTA
+// alone on an SM waits for each operand longer, too: two warps a scheduler.
+constexpr double kItemCycles = 800, kAlone = 1.3;
+
+// As CutIntoSlices has it.
+constexpr int64_t kMinItemsOfSlice = 4;
+
 int64_t Taps(const Params& params) {
   return int64_t{params.axis[0].taps} * params.axis[1].taps * params.axis[2].taps;
 }
@@ -113,6 +109,10 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   }
   const int64_t sums = instance.rows * instance.columns * kChannels * instance.block;
   return std::max(stages + kPixelBytes + tables, sums * int64_t{sizeof(float)});
+}
+
+Shares SharesOf(const Instance& instance) {
+  return instance.wgrad() ? kWgradShares : kGatherShares;
 }
 
 // What a warp does for a tile, of one depth tap (wgrad: of a part).
@@ -161,9 +161,10 @@ double Wavefronts(const Instance& instance, const Params& params) {
 // Microseconds in which the SMs compute one tile, of one depth tap, with so many CTAs on each.
 double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
                           const Gpu& gpu) {
+  const Shares shares = SharesOf(instance);
   const WarpWork work = WorkOfWarp(instance, params);
-  const double issue = work.instructions * kWarps / 4 / kIssueShare;
-  const double shared = Wavefronts(instance, params) / kSharedShare;
+  const double issue = work.instructions * kWarps / 4 / shares.issue;
+  const double shared = Wavefronts(instance, params) / shares.shared;
   const double multiply =
       work.products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock / kMmaShare;
   // The boxes of neighbouring tiles overlap in L2.
@@ -247,6 +248,7 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  if (instance.runs()) return MakeRunsPlan(kernel, problem, gpu, slices, plan);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
@@ -288,7 +290,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                        static_cast<double>(problem.x_elements() + problem.y_elements());
   plan->microseconds =
       gpu.launch_us + beside +
-      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
+      std::max(bytes / (gpu.dram_bytes_per_us * SharesOf(instance).dram),
                static_cast<double>(tiles) * MicrosecondsOfTile(instance, params, ctas_of_sm, gpu));
   plan->kernel = &kernel;
   plan->params = std::move(launch);
@@ -300,9 +302,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                             \
-  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, 80, 1000, MakePlan, Instance, \
-                      JAXCONV_UNPACK __VA_ARGS__)
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                  \
+  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, instance.min_cc(), \
+                      instance.max_cc(), MakePlan, Instance, JAXCONV_UNPACK __VA_ARGS__)
 #include "cuda/block_diagonal/kernels.def"
     return all;
   }();

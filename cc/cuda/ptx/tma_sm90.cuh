@@ -165,6 +165,14 @@ __device__ __forceinline__ void StoreTile2d(const CUtensorMap* map, uint32_t sha
       "r"(shared), "r"(c0), "r"(c1)
       : "memory");
 }
+__device__ __forceinline__ void StoreTile4d(const CUtensorMap* map, uint32_t shared, int32_t c0,
+                                            int32_t c1, int32_t c2, int32_t c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -1,0 +1,40 @@
+// Lines of kernels.def and what their plans share. Plain C++.
+#ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_INSTANCE_H_
+#define JAXCONV_CUDA_BLOCK_DIAGONAL_INSTANCE_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "cuda/block_diagonal/params.h"
+#include "cuda/common/kernel.h"
+
+namespace jaxconv::block_diagonal {
+
+// A line of kernels.def.
+struct Instance {
+  int64_t block, blocks_m;  // blocks_m: of gather.cuh
+  int64_t rows, columns;    // taps of a CTA of wgrad.cuh
+  int64_t ctas_per_sm;
+  // Of runs_sm90.cuh, phases_sm90.cuh and wgrad_runs_sm90.cuh.
+  int64_t run_rows = 0, stride = 1;
+  bool phases = false;
+  constexpr bool runs() const { return run_rows > 0; }
+  constexpr int min_cc() const { return runs() ? 90 : 80; }
+  constexpr int max_cc() const { return runs() ? 90 : 1000; }
+  bool strided() const { return stride == 2 && !phases; }
+  bool wgrad() const { return rows > 0; }
+  // Taps of wgrad in parts: of one row.
+  bool parts() const { return rows == 1; }
+  int64_t strips() const { return wgrad() ? 2 : kWarps / (kChannels / block); }
+};
+
+// Refuses what no kernel of the family takes.
+Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem);
+
+// Fills what the problem alone decides.
+void DescribeOperands(const ConvProblem& problem, Params* params);
+
+}  // namespace jaxconv::block_diagonal
+
+#endif  // JAXCONV_CUDA_BLOCK_DIAGONAL_INSTANCE_H_

@@ -1,0 +1,234 @@
+// block_diagonal, dgrad of 3x3 filters with stride 2 (sm_90a): by the phases of dx's rows and columns, from
+// pixels of dy that are read from shared memory once for the filter rows, as runs_sm90.cuh does.
+//
+// Rows 2m and 2m + 1 of dx meet dy's rows i = m - pad / 2 and i + 1 under three taps together, two of which
+// belong to one of them; `pad` is that of the gathered tensor:
+//
+//     pad odd:   dx[2m]     = dy[i] F1                   pad even:  dx[2m]     = dy[i] F0 + dy[i + 1] F2
+//                dx[2m + 1] = dy[i] F0 + dy[i + 1] F2               dx[2m + 1] = dy[i + 1] F1
+//
+// and the same of columns. Nothing is multiplied by the zeros that stride 2 puts between dy's pixels.
+//
+// A run is one column of kRows rows m: of an ldmatrix of dy's row y, the three taps of a filter column add
+// to the rows 2y, 2y + 1 and one of row y - 1. A warp has 16 channels and 16 runs; first the columns of dx
+// with the filter columns 0 and 2, then those with filter column 1, 16 kRows sums a lane.
+//
+//     stage 0: box | stage 1: box | tile of dx | filter (runs_sm90.cuh) | barriers
+//
+// A tile's boxes, results and filter move as in runs_sm90.cuh, its results through memory of their own.
+//
+// Refused, with a reason (runs_plan.cc): other filters and strides, and what runs_sm90.cuh refuses.
+#ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_PHASES_SM90_CUH_
+#define JAXCONV_CUDA_BLOCK_DIAGONAL_PHASES_SM90_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/run_maps_sm90.cuh"
+#include "cuda/block_diagonal/runs_sm90.cuh"
+#include "cuda/block_diagonal/tile.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv::block_diagonal {
+
+// kBlock: channels of a block. kRows: rows of dy of a run.
+template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_>
+struct Phases : Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_> {
+  static_assert(kOp_ == Op::kDgrad);
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream);
+};
+
+// Adds the taps of one filter column to both phases of the rows. box, filter: as AddColumn takes them.
+template <class Tag, bool kOddPad>
+__device__ __forceinline__ void AddPhases(uint32_t box, int32_t row_bytes, uint32_t filter,
+                                          float (&sums)[2][Tag::kRows][2][4]) {
+  constexpr int kSteps = Tag::kSteps, kRows = Tag::kRows;
+  uint32_t b[3][kSteps][4];
+#pragma unroll
+  for (int r = 0; r < 3; ++r) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      LoadMatrices((filter + r * 3 * Tag::kTapBytes) ^ k * 32, b[r][k]);
+    }
+  }
+#pragma unroll
+  for (int y = 0; y < kRows + 1; ++y, box += row_bytes) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t a[4];
+      LoadMatrices(box ^ k * 32, a);
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        const int phase = (r == 1) != kOddPad;
+        const int row = r == 2 || (r == 1 && !kOddPad) ? y - 1 : y;
+        if (row < 0 || row >= kRows) continue;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          MultiplyAdd<typename Tag::T>(sums[phase][row][n], a, b[r][k][2 * n], b[r][k][2 * n + 1]);
+        }
+      }
+    }
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    PhasesKernel(const __grid_constant__ Params params,
+                 const __grid_constant__ CUtensorMap gathered_map,
+                 const __grid_constant__ CUtensorMap out_map) {
+  using T = typename Tag::T;
+  constexpr int kRows = Tag::kRows;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int lane = threadIdx.x % 32, warp = UniformWarp();
+  const int slot = warp % (kChannels / 16), strip = warp / (kChannels / 16);
+  const uint32_t stages = SharedAddress(dynamic), results = stages + 2 * params.stage_bytes;
+  const uint32_t filter = results + params.result_bytes, barriers = filter + Tag::kFilterBytes;
+  const Cursor range(params);
+
+  auto load = [&](int32_t item, uint32_t stage) {
+    const TilePlace tile(params, item, kChannels);
+    const uint32_t barrier = barriers + stage * 8;
+    BarrierArriveExpect(barrier, params.box_pixels * kRunPixelBytes);
+    CopyTile4d(stages + stage * params.stage_bytes, &gathered_map, barrier, tile.first_channel,
+               tile.column - (columns.pad >> 1), tile.row - (rows.pad >> 1), tile.image);
+  };
+  if (warp == 0 && ElectOne()) {
+    BarrierInit(barriers, 1);
+    BarrierInit(barriers + 8, 1);
+    BarrierInitFence();
+  }
+  WaitForPrecedingGrids();
+  LetNextGridStart();
+  if (warp == 0 && ElectOne()) {
+    if (range.item < range.end) load(range.item, 0);
+    if (range.item + 1 < range.end) load(range.item + 1, 1);
+  }
+  int32_t held;
+  {
+    const TilePlace tile(params, range.item, kChannels);
+    held = FilterOf(params, tile);
+    ClearFilter<Tag>(params, filter);
+    CopyFilter<Tag>(params, tile, filter);
+    CopyAsyncCommit();
+  }
+
+  // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
+  const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
+  const int32_t run = strip * 16 + lane % 16, runs = params.tile_images * groups * columns.tile;
+  int32_t piece, column, image, group;
+  params.tile_columns.Divmod(min(run, runs - 1), &piece, &column);
+  params.run_groups.Divmod(piece, &image, &group);
+  const int32_t first_row = group * kRows;
+  const int32_t box_pixel = (image * rows.box + first_row) * columns.box + column;
+  const bool exists = run < runs;
+  const int32_t out_pixel = exists
+                                ? ((image * rows.tile + first_row) * columns.tile * 2 + column) * 2
+                                : params.tile_pixels;
+  const int32_t out_step = exists ? columns.tile * 2 : 0;
+  const int32_t row_bytes = ComputedHere(columns.box * kRunPixelBytes);
+  const int first_chunk = slot / Tag::kSteps * Tag::kSteps * 2;
+  const int out_chunk = slot * 2 + lane / 16, box_chunk = first_chunk + lane / 16;
+  const int b_row = slot % Tag::kSteps * 16 + lane / 16 * 8 + lane % 8;
+  const int b_chunk = first_chunk + lane / 8 % 2;
+  const uint32_t b = filter + b_row * kRunPixelBytes + ((b_chunk ^ (b_row & 7)) << 4);
+  const bool odd_rows = (rows.pad & 1) != 0;
+  const int odd_columns = columns.pad & 1;
+  CopyAsyncWait<0>();
+  __syncthreads();
+
+  uint32_t stage = 0, parity = 0;
+  for (int32_t item = range.item; item < range.end; ++item) {
+    {
+      const TilePlace tile(params, item, kChannels);
+      const int32_t wanted = FilterOf(params, tile);
+      if (wanted != held) {
+        CopyFilter<Tag>(params, tile, filter);
+        CopyAsyncCommit();
+        CopyAsyncWait<0>();
+        __syncthreads();
+        held = wanted;
+      }
+    }
+    const uint32_t box = stages + stage * params.stage_bytes;
+    BarrierWait(barriers + stage * 8, parity);
+#pragma unroll 1
+    for (int single = 0; single < 2; ++single) {
+      float sums[2][kRows][2][4] = {};
+#pragma unroll 1
+      for (int s = single; s < 3; s += 2) {
+        const int32_t pixel = box_pixel + (s == 1 ? 1 - odd_columns : s >> 1);
+        const uint32_t from = box + pixel * kRunPixelBytes + ((box_chunk ^ (pixel & 7)) << 4);
+        if (odd_rows) {
+          AddPhases<Tag, true>(from, row_bytes, b + s * Tag::kTapBytes, sums);
+        } else {
+          AddPhases<Tag, false>(from, row_bytes, b + s * Tag::kTapBytes, sums);
+        }
+      }
+      if (single == 0) {
+        // The last tile's results have left.
+        if (warp == 0 && ElectOne()) WaitForStoresToRead();
+        __syncthreads();
+      }
+      int32_t pixel = ComputedHere(out_pixel) + (exists ? odd_columns ^ single : 0);
+#pragma unroll
+      for (int y = 0; y < 2 * kRows; ++y, pixel += out_step) {
+        const float (&sum)[2][4] = sums[y % 2][y / 2];
+        StoreMatrices(results + pixel * kRunPixelBytes + ((out_chunk ^ (pixel & 7)) << 4),
+                      PackPair<T>(sum[0][0], sum[0][1]), PackPair<T>(sum[0][2], sum[0][3]),
+                      PackPair<T>(sum[1][0], sum[1][1]), PackPair<T>(sum[1][2], sum[1][3]));
+      }
+    }
+    FenceForCopies();
+    __syncthreads();
+    if (warp == 0) {
+      if (ElectOne()) {
+        const TilePlace tile(params, item, kChannels);
+        StoreTile4d(&out_map, results, tile.first_channel, tile.column * 2, tile.row * 2,
+                    tile.image);
+        CommitStores();
+        if (item + 2 < range.end) load(item + 2, stage);
+      }
+      __syncwarp();
+    }
+    parity ^= stage;
+    stage ^= 1;
+  }
+  if (warp == 0 && ElectOne()) WaitForStoresToRead();
+}
+
+template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_>
+template <class Tag>
+Status Phases<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_>::Launch(const Plan& plan,
+                                                                  const Operands& operands,
+                                                                  void* stream) {
+  const auto& launch = plan.As<LaunchParams>();
+  Params params = launch.kernel;
+  params.filter = operands.rhs;
+  CUtensorMap gathered, out;
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeGathered(kType_, params, operands.lhs, /*step=*/1, /*first=*/0, &gathered));
+  JAXCONV_RETURN_IF_ERROR(EncodeWalked(kType_, params, operands.out, params.axis[1].tile * 2,
+                                       params.axis[2].tile * 2, &out));
+  return jaxconv::Launch<PhasesKernel<Tag>>(plan.kernel->name,
+                                            RunConfig(launch, kThreads, /*overlaps=*/true), stream,
+                                            params, gathered, out);
+}
+
+}  // namespace jaxconv::block_diagonal
+
+#endif  // JAXCONV_CUDA_BLOCK_DIAGONAL_PHASES_SM90_CUH_

@@ -1,0 +1,214 @@
+#include "cuda/block_diagonal/runs_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "cuda/block_diagonal/instance.h"
+#include "cuda/block_diagonal/params.h"
+
+namespace jaxconv::block_diagonal {
+namespace {
+
+constexpr int64_t kTaps = 3;      // of rows and of columns
+constexpr int64_t kMaxBox = 256;  // pixels of a box along an axis
+
+// Shares of the rates of the DRAM, of the issue slots, of shared memory and of mma.sync: with them the plan
+// gives the times of an H200. The first is that of stride 1, of the two boxes of stride 2, of its phases
+// and of wgrad.
+constexpr double kDramShare = 0.72, kDramShareStrided = 0.85, kDramSharePhases = 0.66;
+constexpr double kDramShareWgrad = 0.9;
+constexpr double kIssueShare = 0.6, kSharedShare = 0.75, kMmaShare = 0.66;
+// Bytes that L2 serves in the time of a byte of DRAM.
+constexpr double kL2Rate = 1.28;
+// Instructions of a warp for an item beside the products and their operands, and for a row of results.
+constexpr double kItemInstructions = 120, kRowInstructions = 10;
+// Cycles that an item waits at barriers and for its first operands, shared by the CTAs of an SM, where
+// wgrad has no barrier; and from the start to the first product and from the last one to the end, of fprop
+// and dgrad for each 16 channels of a block.
+constexpr double kItemCycles = 800, kWgradItemCycles = 200, kStartCycles = 3500;
+
+Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Params& params) {
+  if (problem.filter_layout != FilterLayout::kRsck) {
+    return Status::Unimplemented("expected a filter stored as rsck");
+  }
+  if (problem.op != Op::kWgrad && problem.output_dtype() == DType::kF32) {
+    return Status::Unimplemented("stores 16-bit outputs, got float32");
+  }
+  const Axis& depth = params.axis[0];
+  if (depth.taps != 1 || depth.in != 1 || depth.out != 1 || depth.pad != 0) {
+    return Status::Unimplemented("expected no depth");
+  }
+  for (int a = 1; a < 3; ++a) {
+    const Axis& axis = params.axis[a];
+    if (axis.taps != kTaps) return Status::Unimplemented("expected a filter of 3x3");
+    const bool dgrad = problem.op == Op::kDgrad;
+    const int64_t stride = dgrad ? axis.in_dilation.divisor : axis.stride;
+    const int64_t none = dgrad ? axis.stride : axis.in_dilation.divisor;
+    if (stride != instance.stride || none != 1 || axis.dilation != 1) {
+      return Status::Unimplemented("expected stride " + std::to_string(instance.stride) +
+                                   " and no dilation");
+    }
+  }
+  if (instance.strided() && params.axis[2].in < 2) {
+    return Status::Unimplemented("expected rows of two pixels or more");
+  }
+  return {};
+}
+
+int64_t StageBytes(const Instance& instance, const Params& params) {
+  const int64_t walked = instance.wgrad() ? params.tile_pixels : 0;
+  const int64_t guard = instance.stride == 1 ? kRunGuardPixels : 0;
+  return (params.box_pixels + walked + guard) * int64_t{kRunPixelBytes};
+}
+// Of phases_sm90.cuh, with a pixel for what is not stored.
+int64_t ResultBytes(const Instance& instance, const Params& params) {
+  return instance.phases ? CeilDiv(params.tile_pixels + 1, 8) * 8 * kRunPixelBytes : 0;
+}
+int64_t SharedBytes(const Instance& instance, const Params& params) {
+  const int64_t stage = StageBytes(instance, params);
+  if (!instance.wgrad()) {
+    return 2 * stage + ResultBytes(instance, params) +
+           kTaps * kTaps * instance.block * kRunPixelBytes + 2 * 8;
+  }
+  const int64_t sums = kTaps * kTaps * kChannels * instance.block * int64_t{sizeof(float)};
+  return std::max(kRunStages * stage + kRunPixelBytes + 2 * kRunStages * 8, sums);
+}
+
+// Microseconds in which the SMs compute one tile, with so many CTAs on each.
+double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
+                          const Gpu& gpu) {
+  const auto rows = static_cast<double>(instance.run_rows);
+  const double steps = static_cast<double>(instance.block) / 16;
+  const double products = rows * 18 * steps;
+  const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + 3;
+  const double operands =
+      instance.wgrad() ? 3 * box_rows + rows * steps : steps * (3 * box_rows + 9);
+  const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
+  const double issue =
+      (kItemInstructions + products + operands + stores * kRowInstructions) * kWarps / 4;
+  const double pixels = params.box_pixels + params.tile_pixels;
+  const double shared = pixels + kWarps * 4 * (operands + stores);
+  const double multiply = products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock;
+  const double loaded = params.box_pixels + (instance.wgrad() ? params.tile_pixels : 0);
+  const double load = loaded * kRunPixelBytes / (gpu.dram_bytes_per_us * kL2Rate);
+  const double cycles =
+      std::max({issue / kIssueShare, shared / kSharedShare, multiply / kMmaShare}) +
+      (instance.wgrad() ? kWgradItemCycles : kItemCycles) / static_cast<double>(ctas_of_sm);
+  return std::max(load, cycles / (gpu.sm_count * gpu.cycles_per_us()));
+}
+
+// The tile of the least time. Its rows and columns are those of the output, in phases_sm90.cuh of dy.
+Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& problem,
+                 Params* params) {
+  Axis &rows = params->axis[1], &columns = params->axis[2];
+  const int64_t channel_tiles = CeilDiv(params->channels, kChannels) * problem.batch;
+  const int64_t step = instance.strided() ? 2 : 1, of_run = instance.phases ? 2 : 1;
+  const int64_t halo = instance.stride == 1 ? kTaps - 1 : 1;
+  const int64_t all_rows = CeilDiv(rows.out, of_run), all_columns = CeilDiv(columns.out, of_run);
+  double least = HUGE_VAL;
+  Params best;
+  for (int64_t tile_columns = 1; tile_columns <= std::min<int64_t>(kTileRuns, all_columns);
+       ++tile_columns) {
+    const int64_t column_tiles = CeilDiv(all_columns, tile_columns);
+    if (CeilDiv(all_columns, column_tiles) != tile_columns && tile_columns % 8 != 0) continue;
+    // The first pixel of a row is the padding behind the row in front of it, too.
+    const bool shares = instance.stride == 1 && column_tiles == 1 && columns.pad >= 1 &&
+                        columns.out + 1 - columns.pad >= columns.in;
+    const int64_t box_columns = CeilDiv(tile_columns + (shares ? 1 : halo), 8) * 8;
+    for (int64_t groups = 1; groups * tile_columns <= kTileRuns; ++groups) {
+      const int64_t tile_rows = groups * instance.run_rows;
+      if (groups > 1 && tile_rows - instance.run_rows >= all_rows) break;
+      const int64_t row_tiles = CeilDiv(all_rows, tile_rows), box_rows = tile_rows * step + halo;
+      const bool whole = column_tiles * row_tiles == 1 && problem.batch == 1;
+      for (int64_t images = 1; images * groups * tile_columns <= kTileRuns && images <= problem.n;
+           ++images) {
+        if (images > 1 && !whole) break;
+        // Of several groups of rows wgrad needs all.
+        if (instance.wgrad() && groups > 1 && rows.out % tile_rows != 0) break;
+        Params shape = *params;
+        shape.tile_images = static_cast<int32_t>(images);
+        shape.axis[1].tile = static_cast<int32_t>(tile_rows);
+        shape.axis[1].box = static_cast<int32_t>(box_rows);
+        shape.axis[1].tiles = FastDivmod(row_tiles);
+        shape.axis[2].tile = static_cast<int32_t>(tile_columns);
+        shape.axis[2].box = static_cast<int32_t>(box_columns);
+        shape.axis[2].tiles = FastDivmod(column_tiles);
+        shape.tile_columns = FastDivmod(tile_columns);
+        shape.run_groups = FastDivmod(groups);
+        shape.box_columns = FastDivmod(box_columns);
+        // A row of wgrad's tile of dy has a multiple of 8 pixels, too.
+        const int64_t walked_columns =
+            instance.wgrad() ? CeilDiv(tile_columns, 8) * 8 : tile_columns;
+        shape.walked_columns = static_cast<int32_t>(walked_columns);
+        shape.tile_pixels =
+            static_cast<int32_t>(images * tile_rows * walked_columns * of_run * of_run);
+        shape.box_pixels = static_cast<int32_t>(images * box_rows * box_columns * step);
+        if (std::max(box_rows, tile_rows * of_run) > kMaxBox) break;
+        const int64_t ctas = CtasOfSm(instance.ctas_per_sm, SharedBytes(instance, shape), gpu);
+        if (ctas == 0) break;
+        const int64_t resident = gpu.sm_count * ctas;
+        const int64_t items = CeilDiv(problem.n, images) * row_tiles * column_tiles * channel_tiles;
+        const double work = MicrosecondsOfTile(instance, shape, ctas, gpu) *
+                            static_cast<double>(CeilDiv(items, resident) * resident);
+        if (work >= least) continue;
+        least = work;
+        best = shape;
+      }
+    }
+  }
+  if (least == HUGE_VAL) return Status::Unimplemented("two boxes and the filter do not fit");
+  *params = best;
+  return {};
+}
+
+}  // namespace
+
+Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                    int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
+  DescribeOperands(problem, &params);
+  JAXCONV_RETURN_IF_ERROR(CheckRuns(instance, problem, params));
+  JAXCONV_RETURN_IF_ERROR(ShapeRuns(instance, gpu, problem, &params));
+  params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
+  params.result_bytes = static_cast<int32_t>(ResultBytes(instance, params));
+  launch->shared_bytes = SharedBytes(instance, params);
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  launch->out_dtype = problem.output_dtype();
+  const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
+  const int64_t resident = gpu.sm_count * ctas_of_sm;
+  double tiles, beside = kStartCycles / gpu.cycles_per_us();
+  if (instance.wgrad()) {
+    const int64_t parts = CeilDiv(params.channels, kChannels) * problem.batch;
+    params.run_filters = static_cast<int32_t>(problem.batch);
+    JAXCONV_RETURN_IF_ERROR(CutIntoSlices(problem, parts, std::max(parts, resident / parts * parts),
+                                          slices, &params, &launch->ctas, plan));
+    launch->out_elements = problem.w_elements();
+    tiles = static_cast<double>(CeilDiv(params.items, plan->slices) *
+                                CeilDiv(launch->ctas, resident) * resident);
+    beside += gpu.launch_us +
+              2 * static_cast<double>(plan->workspace_bytes) / (gpu.dram_bytes_per_us * kL2Rate);
+  } else {
+    JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
+    launch->ctas = ShareItems(resident, &params);
+    beside *= static_cast<double>(instance.block) / 16;
+    tiles = static_cast<double>(CeilDiv(params.items, launch->ctas) * resident);
+  }
+  const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double share = instance.wgrad()     ? kDramShareWgrad
+                       : instance.phases    ? kDramSharePhases
+                       : instance.strided() ? kDramShareStrided
+                                            : kDramShare;
+  plan->microseconds = gpu.launch_us + beside +
+                       std::max(bytes / (gpu.dram_bytes_per_us * share),
+                                tiles * MicrosecondsOfTile(instance, params, ctas_of_sm, gpu));
+  plan->kernel = &kernel;
+  plan->params = std::move(launch);
+  return {};
+}
+
+}  // namespace jaxconv::block_diagonal

@@ -1,0 +1,321 @@
+// block_diagonal, fprop and dgrad of 3x3 filters (sm_90a): the products of gather.cuh, of pixels that are read from shared memory once for the three filter rows.
+//
+// A run is one column of kRows output rows. A row of operand A is a run: under column tap s and at row
+// y of the box, 16 runs are one ldmatrix, the same pixels for the filter rows r = 0, 1, 2 and so for
+// the output rows y, y - 1, y - 2, whose sums a warp keeps in registers:
+//
+//     for s:  B of (0, s), (1, s), (2, s)                      3 kSteps ldmatrix
+//       for y = 0 ... kRows + 1:  A of row y                   kSteps ldmatrix
+//         for r:  out[y - r] += A B(r, s)                      2 kSteps products each
+//
+// Tile: 32 runs, of neighbouring columns, groups of kRows rows, and images; 64 channels. Warp w has 16
+// of the runs and 16 channels of the result, 8 kRows sums a lane.
+//
+//     stage 0: box | stage 1: box | filter [tap][row of the block][64 channels] | barriers
+//
+// Of stride 2 a row y of the box meets the filter rows 0 and 2, or 1; the columns of even and of odd index
+// are two boxes, so that the pixels of neighbouring runs are neighbours.
+//
+// Boxes come by TMA, which fills in the zeros of the padding, rows of 128 bytes with its swizzle. A box's
+// rows have a multiple of 8 pixels, so the swizzle of a run's pixel is the same in all of them: a row is a
+// constant distance, and only the column tap changes an address otherwise.
+// Results are rounded, stored into the stage whose box has been read, and leave by TMA, which leaves out
+// what lies outside of the output. Meanwhile the next box is multiplied; its successor is asked for when
+// that store has read the stage.
+//
+// The filter lies as in memory, a tap's rows of channels, rows of other groups zero: ldmatrix gives B,
+// transposed in fprop. Sums of a lane: see ptx/mma.cuh.
+//
+// Zeros of the filter meet the channels of other groups, see gather.cuh.
+//
+// Refused, with a reason (runs_plan.cc): other filters, strides, dilation, depth, float32 outputs,
+// filters stored as krsc; and what gather.cuh refuses.
+#ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_
+#define JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/run_maps_sm90.cuh"
+#include "cuda/block_diagonal/tile.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv::block_diagonal {
+
+// kBlock: channels of a block. kRows: output rows of a run. kStride: 1 or 2.
+template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_, int kStride_ = 1>
+struct Runs {
+  using T = typename ElementOf<kType_>::Type;
+  using Epilogue = PlainEpilogue;
+  static constexpr Op kOp = kOp_;
+  static constexpr DType kType = kType_;
+  static constexpr int kBlock = kBlock_, kRows = kRows_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kStride = kStride_;
+  static constexpr int kSteps = kBlock / 16;
+  static constexpr int kTapBytes = kBlock * kRunPixelBytes;
+  static constexpr int kFilterBytes = 9 * kTapBytes;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream);
+};
+
+// Begins to copy the groups' elements of a tile's channels; zeros lie around them. A thread copies up to
+// 8 channels of a group at a time.
+template <class Tag, int kBytes>
+__device__ __forceinline__ void CopyGroups(const Params& params, const typename Tag::T* filter,
+                                           int32_t first_channel, uint32_t to) {
+  constexpr int kCount = kBytes / 2, kOfRow = kChannels / kCount;
+  const int32_t group = params.group, group_log2 = params.group_log2;
+  const int32_t channel = static_cast<int32_t>(threadIdx.x) % kOfRow * kCount;
+  if (first_channel + channel >= params.channels) return;
+  const int32_t first_row = channel % Tag::kBlock & ~(group - 1);
+  to += channel % 8 * 2;
+  filter += first_channel + channel;
+  for (int32_t i = threadIdx.x / kOfRow; i < 9 * group; i += kThreads / kOfRow) {
+    const int32_t tap = i >> group_log2, row = first_row + (i & (group - 1));
+    const int32_t source = Tag::kOp == Op::kDgrad ? i + ((8 - 2 * tap) << group_log2) : i;
+    CopyAsync<kBytes>(
+        to + tap * Tag::kTapBytes + row * kRunPixelBytes + ((channel / 8 ^ (row & 7)) << 4),
+        filter + int64_t{source} * params.channels, true);
+  }
+}
+template <class Tag>
+__device__ __forceinline__ void CopyFilter(const Params& params, const TilePlace& tile,
+                                           uint32_t to) {
+  const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
+                       params.images_divmod.Div(tile.image) * params.filter_stride;
+  if (params.group >= 8) {
+    CopyGroups<Tag, 16>(params, filter, tile.first_channel, to);
+  } else if (params.group == 4) {
+    CopyGroups<Tag, 8>(params, filter, tile.first_channel, to);
+  } else {
+    CopyGroups<Tag, 4>(params, filter, tile.first_channel, to);
+  }
+}
+
+// The zeros between groups are those of every filter.
+template <class Tag>
+__device__ __forceinline__ void ClearFilter(const Params& params, uint32_t filter) {
+  if (params.group == Tag::kBlock) return;
+  for (int32_t i = threadIdx.x * 16; i < Tag::kFilterBytes; i += kThreads * 16) {
+    StoreChunk(filter + i, {0, 0, 0, 0});
+  }
+  __syncthreads();
+}
+// Which filter and channels a tile has.
+__device__ __forceinline__ int32_t FilterOf(const Params& params, const TilePlace& tile) {
+  return params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
+}
+
+// Adds the three taps of one filter column, of 16 gathered channels. box: the lane's pixel and chunk of the
+// box's first row under the column. filter: the lane's row and chunk of the tap (0, s).
+template <class Tag>
+__device__ __forceinline__ void AddColumn(uint32_t box, int32_t row_bytes, uint32_t filter,
+                                          float (&sums)[Tag::kRows][2][4]) {
+  uint32_t b[3][4];
+#pragma unroll
+  for (int r = 0; r < 3; ++r) {
+    if constexpr (Tag::kOp == Op::kFprop) {
+      LoadMatricesTransposed(filter + r * 3 * Tag::kTapBytes, b[r]);
+    } else {
+      LoadMatrices(filter + r * 3 * Tag::kTapBytes, b[r]);
+    }
+  }
+#pragma unroll
+  for (int y = 0; y < (Tag::kRows - 1) * Tag::kStride + 3; ++y, box += row_bytes) {
+    uint32_t a[4];
+    LoadMatrices(box, a);
+#pragma unroll
+    for (int r = 0; r < 3; ++r) {
+      const int row = (y - r) / Tag::kStride;
+      if (y < r || (y - r) % Tag::kStride != 0 || row >= Tag::kRows) continue;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        MultiplyAdd<typename Tag::T>(sums[row][n], a, b[r][2 * n], b[r][2 * n + 1]);
+      }
+    }
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    RunsKernel(const __grid_constant__ Params params,
+               const __grid_constant__ CUtensorMap gathered_map,
+               const __grid_constant__ CUtensorMap second_map,
+               const __grid_constant__ CUtensorMap out_map) {
+  using T = typename Tag::T;
+  constexpr int kRows = Tag::kRows, kStride = Tag::kStride;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int lane = threadIdx.x % 32, warp = UniformWarp();
+  const int slot = warp % (kChannels / 16), strip = warp / (kChannels / 16);
+  const uint32_t stages = SharedAddress(dynamic), filter = stages + 2 * params.stage_bytes;
+  const uint32_t barriers = filter + Tag::kFilterBytes;
+  const Cursor range(params);
+
+  auto load = [&](int32_t item, uint32_t stage) {
+    const TilePlace tile(params, item, kChannels);
+    const uint32_t barrier = barriers + stage * 8;
+    BarrierArriveExpect(barrier, params.box_pixels * kRunPixelBytes);
+    const uint32_t to = stages + stage * params.stage_bytes;
+    const int32_t row = tile.row * kStride - rows.pad;
+    if constexpr (kStride == 1) {
+      CopyTile4d(to, &gathered_map, barrier, tile.first_channel, tile.column - columns.pad, row,
+                 tile.image);
+    } else {
+      CopyTile4d(to, &gathered_map, barrier, tile.first_channel, tile.column + (-columns.pad >> 1),
+                 row, tile.image);
+      CopyTile4d(to + params.box_pixels / 2 * kRunPixelBytes, &second_map, barrier,
+                 tile.first_channel, tile.column + ((1 - columns.pad) >> 1), row, tile.image);
+    }
+  };
+  if (warp == 0 && ElectOne()) {
+    BarrierInit(barriers, 1);
+    BarrierInit(barriers + 8, 1);
+    BarrierInitFence();
+  }
+  WaitForPrecedingGrids();
+  LetNextGridStart();
+  if (warp == 0 && ElectOne()) {
+    if (range.item < range.end) load(range.item, 0);
+    if (range.item + 1 < range.end) load(range.item + 1, 1);
+  }
+  // Behind a box, the padding that its last row shares with a row behind it.
+  for (int32_t i = params.box_pixels * kRunPixelBytes + threadIdx.x * 16; i < params.stage_bytes;
+       i += kThreads * 16) {
+    StoreChunk(stages + i, {0, 0, 0, 0});
+    StoreChunk(stages + params.stage_bytes + i, {0, 0, 0, 0});
+  }
+  int32_t held;
+  {
+    const TilePlace tile(params, range.item, kChannels);
+    held = FilterOf(params, tile);
+    ClearFilter<Tag>(params, filter);
+    CopyFilter<Tag>(params, tile, filter);
+    CopyAsyncCommit();
+  }
+
+  // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
+  const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
+  const int32_t run = strip * 16 + lane % 16, runs = params.tile_images * groups * columns.tile;
+  int32_t piece, column, image, group;
+  params.tile_columns.Divmod(min(run, runs - 1), &piece, &column);
+  params.run_groups.Divmod(piece, &image, &group);
+  const int32_t first_row = group * kRows;
+  const int32_t box_pixel = (image * rows.box + first_row * kStride) * columns.box + column;
+  const bool exists = run < runs;
+  const int32_t out_pixel =
+      exists ? (image * rows.tile + first_row) * columns.tile + column : params.tile_pixels;
+  const int32_t out_step = exists ? columns.tile : 0;
+  const int32_t row_bytes = ComputedHere(columns.box * kRunPixelBytes);
+  const int out_chunk = slot * 2 + lane / 16;
+  const int box_chunk = slot / Tag::kSteps * Tag::kSteps * 2 + lane / 16;
+  // Of B: rows of the block and chunks of channels.
+  int b_row, b_chunk;
+  if constexpr (Tag::kOp == Op::kFprop) {
+    b_row = lane % 16, b_chunk = out_chunk;
+  } else {
+    b_row = slot % Tag::kSteps * 16 + lane / 16 * 8 + lane % 8;
+    b_chunk = slot / Tag::kSteps * Tag::kSteps * 2 + lane / 8 % 2;
+  }
+  const uint32_t b = filter + b_row * kRunPixelBytes + ((b_chunk ^ (b_row & 7)) << 4);
+  CopyAsyncWait<0>();
+  __syncthreads();
+
+  uint32_t stage = 0, parity = 0;
+  for (int32_t item = range.item; item < range.end; ++item) {
+    {
+      const TilePlace tile(params, item, kChannels);
+      const int32_t wanted = FilterOf(params, tile);
+      if (wanted != held) {
+        CopyFilter<Tag>(params, tile, filter);
+        CopyAsyncCommit();
+        CopyAsyncWait<0>();
+        __syncthreads();
+        held = wanted;
+      }
+    }
+    const uint32_t box = stages + stage * params.stage_bytes;
+    float sums[kRows][2][4] = {};
+    BarrierWait(barriers + stage * 8, parity);
+#pragma unroll
+    for (int s = 0; s < 3; ++s) {
+      const int32_t second = params.box_pixels / 2;  // of the other columns
+      const int32_t pixel = box_pixel + (kStride == 1 ? s : s == 1 ? second : s >> 1);
+      const uint32_t from = box + pixel * kRunPixelBytes + ((box_chunk ^ (pixel & 7)) << 4);
+      const uint32_t taps = b + s * Tag::kTapBytes;
+#pragma unroll
+      for (int k = 0; k < Tag::kSteps; ++k) {
+        const uint32_t step =
+            Tag::kOp == Op::kFprop ? taps + k * 16 * kRunPixelBytes : taps ^ k * 32;
+        AddColumn<Tag>(from ^ k * 32, row_bytes, step, sums);
+      }
+      // The other stage's results have left by now.
+      if (s == 0 && warp == 0 && item > range.item && item + 1 < range.end) {
+        if (ElectOne()) {
+          WaitForStoresToRead();
+          load(item + 1, stage ^ 1);
+        }
+        __syncwarp();
+      }
+    }
+    __syncthreads();
+    int32_t pixel = ComputedHere(out_pixel);
+#pragma unroll
+    for (int y = 0; y < kRows; ++y, pixel += out_step) {
+      StoreMatrices(
+          box + pixel * kRunPixelBytes + ((out_chunk ^ (pixel & 7)) << 4),
+          PackPair<T>(sums[y][0][0], sums[y][0][1]), PackPair<T>(sums[y][0][2], sums[y][0][3]),
+          PackPair<T>(sums[y][1][0], sums[y][1][1]), PackPair<T>(sums[y][1][2], sums[y][1][3]));
+    }
+    FenceForCopies();
+    __syncthreads();
+    if (warp == 0) {
+      if (ElectOne()) {
+        const TilePlace tile(params, item, kChannels);
+        StoreTile4d(&out_map, box, tile.first_channel, tile.column, tile.row, tile.image);
+        CommitStores();
+      }
+      __syncwarp();
+    }
+    parity ^= stage;
+    stage ^= 1;
+  }
+  if (warp == 0 && ElectOne()) WaitForStoresToRead();
+}
+
+template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_, int kStride_>
+template <class Tag>
+Status Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_, kStride_>::Launch(const Plan& plan,
+                                                                          const Operands& operands,
+                                                                          void* stream) {
+  const auto& launch = plan.As<LaunchParams>();
+  Params params = launch.kernel;
+  params.filter = operands.rhs;
+  CUtensorMap gathered, second, out;
+  const int first = -params.axis[2].pad & (kStride - 1);
+  JAXCONV_RETURN_IF_ERROR(EncodeGathered(kType, params, operands.lhs, kStride, first, &gathered));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeGathered(kType, params, operands.lhs, kStride, first ^ (kStride - 1), &second));
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeWalked(kType, params, operands.out, params.axis[1].tile, params.axis[2].tile, &out));
+  return jaxconv::Launch<RunsKernel<Tag>>(plan.kernel->name,
+                                          RunConfig(launch, kThreads, /*overlaps=*/true), stream,
+                                          params, gathered, second, out);
+}
+
+}  // namespace jaxconv::block_diagonal
+
+#endif  // JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_

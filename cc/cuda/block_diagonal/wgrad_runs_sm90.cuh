@@ -1,0 +1,283 @@
+// block_diagonal, wgrad of 3x3 filters without strides (sm_90a): the products of wgrad.cuh, of pixels that
+// are read from shared memory once for the three filter rows, as runs_sm90.cuh does.
+//
+// A run is one column of kRows output rows; 16 runs are the reduction of a product. At row y of the box x
+// under column tap s meets dy of the rows y, y - 1, y - 2, which a warp keeps in registers:
+//
+//     for y = 0 ... kRows + 1:  dy of row y                     kBlock / 16 ldmatrix
+//       for s:  x of row y under s                              1 ldmatrix
+//         for r:  dw[r, s] += x dy[y - r]                       kBlock / 8 products
+//
+// Tile: 32 runs and 64 channels. Warp w has 16 channels c, the kBlock channels k of their block, and 16 of
+// the runs; the sums of nine taps: 72 of a lane, of kBlock 32 144. A third warpgroup asks for boxes, and
+// leaves its registers to the others:
+//
+//     stages 0, 1, 2: dy box | x box | 8 pixels of zeros || a pixel of zeros | barriers
+//
+// Runs that do not exist read zeros of both tensors, and rows that do not exist take no part, so that no Inf
+// of x meets a zero: a tile whose rows are fewer takes them one by one.
+//
+// Slices, and what happens at the end: see wgrad.cuh.
+#ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_RUNS_SM90_CUH_
+#define JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_RUNS_SM90_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/run_maps_sm90.cuh"
+#include "cuda/block_diagonal/tile.cuh"
+#include "cuda/block_diagonal/wgrad.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+
+namespace jaxconv::block_diagonal {
+
+// kBlock: channels of a block. kRunRows: output rows of a run.
+template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
+struct WgradRuns {
+  using T = typename ElementOf<kType_>::Type;
+  using Epilogue = PlainEpilogue;
+  static constexpr DType kType = kType_;
+  static constexpr int kBlock = kBlock_, kRunRows = kRunRows_, kRows = 3, kColumns = 3;
+  static constexpr int kBlocksN = kBlock / 8;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream);
+};
+
+// Where a lane reads: x under the three column taps, and dy; from a row to the next.
+struct RunPlace {
+  uint32_t x[3], y;
+  int32_t x_step, y_step;
+};
+
+template <class Tag>
+__device__ __forceinline__ void LoadWalked(uint32_t at, uint32_t (&y)[Tag::kBlocksN * 2]) {
+#pragma unroll
+  for (int nb = 0; nb < Tag::kBlocksN; nb += 2) {
+    LoadMatricesTransposed(at ^ nb * 16, reinterpret_cast<uint32_t (&)[4]>(y[nb * 2]));
+  }
+}
+
+// Adds the products of 16 runs.
+template <class Tag>
+__device__ __forceinline__ void AddRuns(RunPlace at, float (&sums)[9][Tag::kBlocksN][4]) {
+  constexpr int kRows = Tag::kRunRows;
+  uint32_t walked[3][Tag::kBlocksN * 2];
+#pragma unroll
+  for (int y = 0; y < kRows + 2; ++y) {
+    if (y < kRows) LoadWalked<Tag>(at.y, walked[y % 3]);
+    at.y += at.y_step;
+#pragma unroll
+    for (int s = 0; s < 3; ++s) {
+      uint32_t x[4];
+      LoadMatricesTransposed(at.x[s], x);
+      at.x[s] += at.x_step;
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        if (y - r < 0 || y - r >= kRows) continue;
+        const uint32_t* b = walked[(y - r) % 3];
+#pragma unroll
+        for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
+          MultiplyAdd<typename Tag::T>(sums[r * 3 + s][nb], x, b[nb * 2], b[nb * 2 + 1]);
+        }
+      }
+    }
+  }
+}
+// The same of the first rows.
+template <class Tag>
+__device__ __forceinline__ void AddRows(RunPlace at, int32_t rows,
+                                        float (&sums)[9][Tag::kBlocksN][4]) {
+#pragma unroll 1
+  for (; rows > 0; --rows) {
+    uint32_t walked[Tag::kBlocksN * 2];
+    LoadWalked<Tag>(at.y, walked);
+    at.y += at.y_step;
+#pragma unroll
+    for (int s = 0; s < 3; ++s) {
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        uint32_t x[4];
+        LoadMatricesTransposed(at.x[s] + r * at.x_step, x);
+#pragma unroll
+        for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
+          MultiplyAdd<typename Tag::T>(sums[r * 3 + s][nb], x, walked[nb * 2], walked[nb * 2 + 1]);
+        }
+      }
+      at.x[s] += at.x_step;
+    }
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(kRunThreads, 1)
+    WgradRunsKernel(const __grid_constant__ Params params,
+                    const __grid_constant__ CUtensorMap gathered_map,
+                    const __grid_constant__ CUtensorMap walked_map) {
+  constexpr int kBlocksN = Tag::kBlocksN;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  const int lane = threadIdx.x % 32, warp = UniformWarp();
+  const int strip = warp / (kChannels / 16), sixteen = warp % (kChannels / 16);
+  const uint32_t stages = SharedAddress(dynamic);
+  const uint32_t zeros = stages + kRunStages * params.stage_bytes;
+  const uint32_t full = zeros + kRunPixelBytes, empty = full + kRunStages * 8;
+  const int32_t box_bytes = params.box_pixels * kRunPixelBytes;
+  const int32_t walked_bytes = params.tile_pixels * kRunPixelBytes;
+
+  int32_t rest = blockIdx.x, filter, channel_tile;
+  const int32_t slice = rest % params.slices;
+  rest /= params.slices;
+  params.channel_tiles.Divmod(rest, &filter, &channel_tile);
+  const int32_t first_image = filter * params.images, first_channel = channel_tile * kChannels;
+
+  // Behind a box, the padding that its last row shares with a row behind it.
+  for (int32_t i = threadIdx.x; i < (kRunStages + 1) * kRunGuardPixels * 8; i += kRunThreads) {
+    const int32_t stage = i / (kRunGuardPixels * 8), chunk = i % (kRunGuardPixels * 8);
+    if (stage < kRunStages) {
+      StoreChunk(stages + stage * params.stage_bytes + box_bytes + walked_bytes + chunk * 16,
+                 {0, 0, 0, 0});
+    } else if (chunk < 8) {
+      StoreChunk(zeros + chunk * 16, {0, 0, 0, 0});
+    }
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kRunStages; ++i) {
+      BarrierInit(full + i * 8, 1);
+      BarrierInit(empty + i * 8, kWarps);
+    }
+    BarrierInitFence();
+  }
+  __syncthreads();
+
+  uint32_t stage = 0, parity = 0;
+  auto next = [&] {
+    if (++stage == kRunStages) stage = 0, parity ^= 1;
+  };
+  if (warp >= kWarps) {
+    LowerRegisters<24>();
+    if (warp == kWarps && ElectOne()) {
+      for (int32_t item = slice; item < params.items; item += params.slices, next()) {
+        const TilePlace tile(params, item, kChannels);
+        const uint32_t to = stages + stage * params.stage_bytes, barrier = full + stage * 8;
+        BarrierWait(empty + stage * 8, parity ^ 1);
+        BarrierArriveExpect(barrier, box_bytes + walked_bytes);
+        // dy first: x has the guard behind it.
+        CopyTile4d(to, &walked_map, barrier, first_channel, tile.column, tile.row,
+                   first_image + tile.image);
+        CopyTile4d(to + walked_bytes, &gathered_map, barrier, first_channel,
+                   tile.column - columns.pad, tile.row - rows.pad, first_image + tile.image);
+      }
+    }
+    return;
+  }
+  RaiseRegisters<240>();
+  float sums[9][kBlocksN][4] = {};
+  {
+    // ldmatrix.trans, as in wgrad.cuh: the lane's runs of x and of dy.
+    const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
+    const int32_t runs = params.tile_images * groups * columns.tile;
+    const int x_chunk = sixteen * 2 + lane / 8 % 2;
+    const int y_chunk = sixteen * 2 / kBlocksN * kBlocksN + lane / 16;
+    int32_t image[2], row[2], column[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int run = strip * 16 + (i == 0 ? lane % 8 + lane / 16 * 8 : lane % 16);
+      int32_t piece;
+      params.tile_columns.Divmod(run, &piece, &column[i]);
+      params.run_groups.Divmod(piece, &image[i], &row[i]);
+      row[i] *= Tag::kRunRows;
+      if (run >= runs) image[i] = INT16_MAX;
+    }
+    const int32_t x_row = columns.box * kRunPixelBytes;
+    const int32_t y_row = params.walked_columns * kRunPixelBytes;
+    const int32_t x_pixel = (image[0] * rows.box + row[0]) * columns.box + column[0];
+    const int32_t y_pixel = (image[1] * rows.tile + row[1]) * params.walked_columns + column[1];
+    for (int32_t item = slice; item < params.items; item += params.slices, next()) {
+      const TilePlace tile(params, item, kChannels);
+      const int32_t images_left = min(params.images - tile.image, params.tile_images);
+      const int32_t columns_left = columns.out - tile.column;
+      const uint32_t walked = stages + stage * params.stage_bytes, box = walked + walked_bytes;
+      const bool has_x = image[0] < images_left && column[0] < columns_left;
+      const bool has_y = image[1] < images_left && column[1] < columns_left;
+      RunPlace place;
+#pragma unroll
+      for (int s = 0; s < 3; ++s) {
+        const int32_t pixel = x_pixel + s;
+        place.x[s] = has_x ? box + pixel * kRunPixelBytes + ((x_chunk ^ (pixel & 7)) << 4) : zeros;
+      }
+      place.y =
+          has_y ? walked + y_pixel * kRunPixelBytes + ((y_chunk ^ (y_pixel & 7)) << 4) : zeros;
+      place.x_step = has_x ? x_row : 0;
+      place.y_step = has_y ? y_row : 0;
+      BarrierWait(full + stage * 8, parity);
+      // Tiles of several groups of rows have all of them.
+      const int32_t rows_left = rows.out - tile.row;
+      if (rows_left >= Tag::kRunRows) {
+        AddRuns<Tag>(place, sums);
+      } else {
+        AddRows<Tag>(place, rows_left, sums);
+      }
+      __syncwarp();
+      if (lane == 0) BarrierArrive(empty + stage * 8);
+    }
+  }
+  NamedBarrierSync(1, kThreads);
+
+  // The second strip's sums, [warp of the strip][tap][n][lane][4], are added to the first's there.
+  constexpr int kSums = 9 * kBlocksN;
+  const uint32_t exchange = stages + (sixteen * kSums * 32 + lane) * 16;
+  if (strip == 1) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      StoreShared(exchange + i * 512, sums[i / kBlocksN][i % kBlocksN]);
+    }
+  }
+  NamedBarrierSync(1, kThreads);
+  if (strip == 0) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      float other[4], total[4];
+      LoadShared<0>(exchange + i * 512, other);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[e] = sums[i / kBlocksN][i % kBlocksN][e] + other[e];
+      StoreShared(exchange + i * 512, total);
+    }
+  }
+  NamedBarrierSync(1, kThreads);
+  StoreSums<Tag>(params, stages, slice, filter, first_channel, Step(), /*first_tap=*/0);
+}
+
+template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
+template <class Tag>
+Status WgradRuns<kOp, kType_, kBlock_, kRunRows_>::Launch(const Plan& plan,
+                                                          const Operands& operands, void* stream) {
+  const auto& launch = plan.As<LaunchParams>();
+  Params params = launch.kernel;
+  params.out = operands.workspace;
+  BindEpilogue(operands, &params.epilogue);
+  CUtensorMap gathered, walked;
+  JAXCONV_RETURN_IF_ERROR(
+      EncodeGathered(kType_, params, operands.lhs, /*step=*/1, /*first=*/0, &gathered));
+  JAXCONV_RETURN_IF_ERROR(EncodeWalked(kType_, params, operands.rhs, params.axis[1].tile,
+                                       params.walked_columns, &walked));
+  JAXCONV_RETURN_IF_ERROR(jaxconv::Launch<WgradRunsKernel<Tag>>(
+      plan.kernel->name, RunConfig(launch, kRunThreads, /*overlaps=*/false), stream, params,
+      gathered, walked));
+  return ReduceSlices<Epilogue>(static_cast<const float*>(operands.workspace), launch.out_elements,
+                                plan.slices, params.channels, params.epilogue, operands.out,
+                                launch.out_dtype, stream);
+}
+
+}  // namespace jaxconv::block_diagonal
+
+#endif  // JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_RUNS_SM90_CUH_
