@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -76,12 +75,6 @@ def input_shape(
     if any(extent % network.multiple for extent in spatial):
         raise ValueError(f"a size of {size}: expected a multiple of {network.multiple}")
     return (batch or network.batch, *spatial, network.channels)
-
-
-def parameter_count(network: Network) -> int:
-    """The number of the network's trained parameters."""
-    x = jax.ShapeDtypeStruct(input_shape(network, batch=1), jnp.float32)
-    return sum(math.prod(p.shape) for p in signature(network, x).parameters)
 
 
 def initial_state(network: Network, x: jax.ShapeDtypeStruct, seed: int = 0) -> State:
