@@ -36,6 +36,18 @@ struct OutputPixel {
   }
 };
 
+__host__ __device__ constexpr bool HasResidual(RequantizePath path) {
+  return path == RequantizePath::kS8Residual || path == RequantizePath::kU8Residual;
+}
+
+// The residual of 8 neighbouring channels of each of a thread's pixels; of a path that has none it is
+// never read.
+template <int kPixels>
+struct Residual {
+  uint32_t words[kPixels][2];
+  float factor;
+};
+
 namespace requantize_internal {
 
 // Four values saturated to bytes.
@@ -78,6 +90,16 @@ __device__ __forceinline__ void StoreEight(void* to, const uint32_t (&words)[kWo
   for (int i = 0; i < kWords; i += 4) {
     static_cast<uint4*>(to)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
   }
+}
+
+// A byte of a word as a float in two instructions: it becomes the low end of 2^23's mantissa, and 2^23
+// is subtracted, exactly. A conversion of a byte takes the slowest pipe, 16 lanes a cycle. `exponent`:
+// 0x4b000000 in a register (ComputedHere); as a constant it is loaded for every byte.
+template <bool kSigned>
+__device__ __forceinline__ float ByteAsFloat(uint32_t word, int byte, uint32_t exponent) {
+  const uint32_t bytes = kSigned ? word ^ 0x80808080u : word;
+  return __uint_as_float(__byte_perm(bytes, exponent, 0x7650 | byte)) -
+         (kSigned ? 0x1p23f + 128 : 0x1p23f);
 }
 
 // Element e of 8 as a float; of kWords words of an array of this type.
@@ -160,10 +182,6 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&values)[8]
   for (int e = 0; e < 8; ++e) values[e] = __uint_as_float(words[e]);
 }
 
-__host__ __device__ constexpr bool HasResidual(RequantizePath path) {
-  return path == RequantizePath::kS8Residual || path == RequantizePath::kU8Residual;
-}
-
 // The negative bytes of a word as a mask.
 __device__ __forceinline__ uint32_t NegativeBytes(uint32_t word) {
   uint32_t mask;
@@ -177,15 +195,14 @@ template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
 __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
                                                 const OutputPixel (&pixels)[kPixels],
                                                 int32_t channel, bool inside, const Terms& terms,
-                                                const uint32_t (&residual)[kPixels][2], Sums sums) {
+                                                const Residual<kPixels>& residual, Sums sums) {
   constexpr bool kSigned = kPath == RequantizePath::kS8 || kPath == RequantizePath::kS8Residual;
   constexpr bool kResidual = HasResidual(kPath);
   const int64_t from_pixel = (channel >> 5) * params.block_stride + (channel & 31);
-  const uint32_t keep = params.activation == Activation::kRelu ? 0 : ~0u;
+  uint32_t exponent = 0;
+  if constexpr (kResidual) exponent = ComputedHere(0x4b000000);
   float scale[8], bias[8];
   terms.Load(channel, inside, scale, bias);
-  float factor = 0;
-  if constexpr (kResidual) factor = __ldg(params.residual_scale);
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
     int32_t r[8];
@@ -193,7 +210,8 @@ __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
     for (int e = 0; e < 8; ++e) {
       float t = fmaf(static_cast<float>(sums(i, e)), scale[e], bias[e]);
       if constexpr (kResidual) {
-        t = fmaf(factor, ToFloat<2>(residual[i], kSigned ? DType::kS8 : DType::kU8, e), t);
+        const float z = ByteAsFloat<kSigned>(residual.words[i][e / 4], e % 4, exponent);
+        t = fmaf(residual.factor, z, t);
       }
       r[e] = __float2int_rn(t);  // saturated to int32; NaN gives 0
     }
@@ -201,7 +219,7 @@ __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       words[h] = kSigned ? PackS8(r + 4 * h) : PackU8(r + 4 * h);
-      if constexpr (kSigned) words[h] &= ~NegativeBytes(words[h]) | keep;
+      if constexpr (kSigned) words[h] &= ~NegativeBytes(words[h]) | params.kept_negative;
     }
     if (pixels[i].Inside() && inside) {
       StoreEight(static_cast<char*>(params.out) + pixels[i].at + from_pixel, words);
@@ -353,23 +371,21 @@ struct SharedTerms {
   }
 };
 
-// The residual of channels channel .. channel + 7, of a path that has one: to be loaded well before
-// RequantizeEight, so that many loads are under way.
-template <RequantizePath kPath, int kPixels>
+// Loads the residual of channels channel .. channel + 7, of a path that has one, well before
+// RequantizeEight: so many loads are under way. Pixels outside read the first one's,
+// channels outside the first ones.
+template <int kPixels>
 __device__ __forceinline__ void LoadResidual(const RequantizeParams& params,
                                              const OutputPixel (&pixels)[kPixels], int32_t channel,
-                                             bool inside, uint32_t (&residual)[kPixels][2]) {
-  if constexpr (requantize_internal::HasResidual(kPath)) {
-    const int64_t from_pixel = (channel >> 5) * params.block_stride + (channel & 31);
+                                             bool inside, Residual<kPixels>* residual) {
+  const int64_t from_pixel = inside ? (channel >> 5) * params.block_stride + (channel & 31) : 0;
+  const char* const from = static_cast<const char*>(params.residual) + from_pixel;
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      residual[i][0] = residual[i][1] = 0;
-      if (pixels[i].Inside() && inside) {
-        requantize_internal::LoadEight(
-            static_cast<const char*>(params.residual) + pixels[i].at + from_pixel, residual[i]);
-      }
-    }
+  for (int i = 0; i < kPixels; ++i) {
+    requantize_internal::LoadEight(from + (pixels[i].Inside() ? pixels[i].at : 0),
+                                   residual->words[i]);
   }
+  residual->factor = __ldg(params.residual_scale);
 }
 
 // Stores channels channel .. channel + 7, a multiple of 8, of kPixels pixels. kPath: as
@@ -379,7 +395,7 @@ template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
 __device__ __forceinline__ void RequantizeEight(const RequantizeParams& params,
                                                 const OutputPixel (&pixels)[kPixels],
                                                 int32_t channel, bool inside, const Terms& terms,
-                                                const uint32_t (&residual)[kPixels][2], Sums sums) {
+                                                const Residual<kPixels>& residual, Sums sums) {
   namespace internal = requantize_internal;
   if constexpr (kPath <= RequantizePath::kU8Residual) {
     internal::RequantizeBytes<kPath>(params, pixels, channel, inside, terms, residual, sums);

@@ -32,6 +32,7 @@ struct RequantizeParams {
   RequantizePath path = RequantizePath::kGeneral;
   DType out_dtype = DType::kS8;
   Activation activation = Activation::kNone;
+  uint32_t kept_negative = ~0u;  // of a byte below zero, its bits that stay: none with ReLU
   int32_t zero_point = 0;
   int32_t image_channels = 0;  // from one image's scales to the next; 0: all have the same
   // Where an output lies, in elements: pixels of an image, from one pixel to the next, from one
@@ -62,6 +63,7 @@ inline RequantizeParams MakeRequantizeParams(const ConvProblem& problem) {
   params.path = PathOf(problem);
   params.out_dtype = problem.y_dtype;
   params.activation = problem.epilogue.activation;
+  if (params.activation == Activation::kRelu) params.kept_negative = 0;
   params.zero_point = static_cast<int32_t>(problem.epilogue.zero_point);
   if (problem.epilogue.scale == ScaleKind::kImage) {
     params.image_channels = static_cast<int32_t>(problem.k);

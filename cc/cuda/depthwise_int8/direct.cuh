@@ -139,19 +139,20 @@ __device__ __forceinline__ void StoreOutputs(const RequantizeParams& params, int
   for (int i = 0; i < kOutputs; ++i) {
     outputs[i] = OutputPixel(params, first + q + i, q + i < min(count, kStrip));
   }
-  uint32_t residual[kOutputs][2];
-  LoadResidual<kPath>(params, outputs, channel, inside, residual);
+  Residual<kOutputs> residual;
+  if constexpr (HasResidual(kPath)) LoadResidual(params, outputs, channel, inside, &residual);
   RequantizeEight<kPath>(params, outputs, channel, inside, GlobalTerms{params}, residual, sums);
 }
 
-// Stores the first `count` outputs of a strip and clears the sums.
+// Stores the first `count` outputs of a strip, kAtOnce at a time, and clears the sums.
+template <int kAtOnce>
 __device__ __forceinline__ void StoreStrip(const RequantizeParams& params, int32_t first,
                                            int32_t count, int32_t channel, int32_t channels,
                                            int32_t (&sums)[kStrip][8]) {
   const bool inside = channel < channels;
   ForRequantizePath(params, [&](auto path) {
     constexpr RequantizePath kPath = decltype(path)::value;
-    constexpr int kOutputs = kPath == RequantizePath::kGeneral ? 1 : 2;  // more would spill
+    constexpr int kOutputs = kPath == RequantizePath::kGeneral ? 1 : kAtOnce;  // more would spill
     // One copy of the code: the sums move past it.
 #pragma unroll 1
     for (int32_t q = 0; q < kStrip; q += kOutputs) {
@@ -214,8 +215,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       const int32_t row = tile.row + strip_row, column = tile.column + strip_column;
       const int32_t line =
           ((tile.image * params.axis[0].out + tile.depth) * rows.out + row) * columns.out;
-      StoreStrip(params.requantize, line + column, row < rows.out ? columns.out - column : 0,
-                 tile.first_channel + lane_channel, params.channels, sums);
+      StoreStrip<Tag::kStride == 0 ? 1 : 2>(
+          params.requantize, line + column, row < rows.out ? columns.out - column : 0,
+          tile.first_channel + lane_channel, params.channels, sums);
     }
     // The next pass fills this stage and may fill the taps.
     __syncthreads();

@@ -63,7 +63,7 @@ __device__ __forceinline__ void StoreTile(const RequantizeParams& params,
       // One copy of the code: the sums move past it, 16 at a time.
       int32_t (&sums)[Tile::kBlocksM * kBlocks * 16] =
           reinterpret_cast<int32_t (&)[Tile::kBlocksM * kBlocks * 16]>(acc);
-      const uint32_t none[2][2] = {};
+      const Residual<2> none{};
 #pragma unroll 1
       for (int i = 0; i < Tile::kBlocksM * kBlocks; ++i) {
         const int32_t channel = channel_of(i % kBlocks);
@@ -86,8 +86,10 @@ __device__ __forceinline__ void StoreTile(const RequantizeParams& params,
         for (int block = 0; block < kBlocks; ++block) {
           const int32_t channel = channel_of(block);
           const bool inside = channel < channel_end;
-          uint32_t residual[kPixels][2];
-          LoadResidual<kPath>(params, pixels, channel, inside, residual);
+          Residual<kPixels> residual;
+          if constexpr (HasResidual(kPath)) {
+            LoadResidual(params, pixels, channel, inside, &residual);
+          }
           RequantizeEight<kPath>(
               params, pixels, channel, inside, GlobalTerms{params}, residual,
               [&](int r, int e) { return acc[i + r / 2][block * 4 + e / 2][r % 2 * 2 + e % 2]; });

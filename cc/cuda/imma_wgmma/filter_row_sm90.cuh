@@ -127,6 +127,8 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
   terms.Begin(index);
   for (; index < params.tiles; index += 2 * stride) {
     const TilePlace place(params, index);
+    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM);
+    const ResidualOf<Tile> residual(params, place, pixels);
     NamedBarrierSync(1 + warpgroup, 256);
     typename Tile::Sums sums;
     uint32_t last_stage = 0, last_slot = 0;
@@ -169,11 +171,10 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
       stage.Next();
     }
     NamedBarrierArrive(2 - warpgroup, 256);
-    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM);
     WgmmaWait<0>();
     if constexpr (Tile::kStationary == 0) release(barriers.EmptyFilter(last_slot));
     release(barriers.Empty(last_stage));
-    StoreTile<Tile>(params, place, terms.Take(place, index + 2 * stride), pixels, sums);
+    StoreTile<Tile>(params, place, terms.Take(place, index + 2 * stride), pixels, residual, sums);
     stage.Skip(stages);
     if constexpr (Tile::kStationary == 0) slot.Skip(filter_k_blocks);
   }

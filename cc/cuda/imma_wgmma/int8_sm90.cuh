@@ -99,6 +99,8 @@ __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ri
   terms.Begin(index);
   for (; index < params.tiles; index += stride) {
     const TilePlace place(params, index);
+    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM + first_block * 64);
+    const ResidualOf<Tile> residual(params, place, pixels);
     if constexpr (kPingpong) NamedBarrierSync(1 + warpgroup, 256);
     typename Tile::Sums sums;
     uint32_t last = 0;
@@ -126,10 +128,9 @@ __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ri
       stage.Next();
     }
     if constexpr (kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
-    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM + first_block * 64);
     WgmmaWait<0>();
     release(barriers.Empty(last));
-    StoreTile<Tile>(params, place, terms.Take(place, index + stride), pixels, sums);
+    StoreTile<Tile>(params, place, terms.Take(place, index + stride), pixels, residual, sums);
     if constexpr (kPingpong) stage.Skip(k_blocks);
   }
 }

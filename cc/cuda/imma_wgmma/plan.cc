@@ -136,24 +136,27 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
 // The predicted time, on the model of the GPU. A k-block passes through the tensor cores, through
 // shared memory and, row by row of its boxes, through TMA; the slowest of the three sets the
 // throughput. The epilogue adds to it; in pingpong one consumer stores while the other multiplies.
-// Fitted to 168 times of 26 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.2 % on
-// average against the best tile, 2.5 % at most. Terms stand in for each other; only their sum is to
+// Fitted to 418 times of 72 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.7 % on
+// average against the best tile, 12 % at most. Terms stand in for each other; only their sum is to
 // be believed.
 constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
-constexpr double kWgmmaShare = 0.712;  // of the rate
-constexpr double kSharedBytesPerCycle = 128 / 1.088;
+constexpr double kWgmmaShare = 0.857;  // of the rate
+constexpr double kSharedBytesPerCycle = 128;
 // Of TMA for a row of a box of activations, by its bytes; for a row of the filter's.
-constexpr double kRow128Cycles = 1.18, kRow64Cycles = 1.815, kRow32Cycles = 0.815;
-constexpr double kFilterRowCycles = 3.99;
-constexpr double kKBlockCycles = 68;  // that every k-block adds
-constexpr double kReuseCycles = 45;   // and with filter-row reuse
-constexpr double kTileCycles = 1290;
-// Of a thread for one of its outputs, and how much more a residual or a wider output takes.
-constexpr double kOutputCycles = 23.1;
-constexpr double kResidualExcess = 1.5;
-constexpr double kStartCycles = 500;
-constexpr double kDramShare = 0.93;
-constexpr double kExposed = 0.1;  // of the shorter of SM and DRAM time
+constexpr double kRow128Cycles = 0.963, kRow64Cycles = 1.725, kRow32Cycles = 1.158;
+constexpr double kStridedRow32 = 1.38;  // times as long where the box's pixels are apart
+constexpr double kFilterRowCycles = 2.37;
+constexpr double kKBlockCycles = 18.6;  // that every k-block adds
+constexpr double kReuseCycles = 108;    // and with filter-row reuse
+constexpr double kPingpongTileCycles = 1673, kCooperativeTileCycles = 61;
+// Of a thread for one of its outputs; how much more a residual, a wider output or pieces of 32 bytes
+// (nhwc) take; for the scales and biases of 32 channels.
+constexpr double kPingpongOutputCycles = 13.2, kCooperativeOutputCycles = 14.2;
+constexpr double kPingpongResidualExcess = 1.53, kCooperativeResidualExcess = 1.06;
+constexpr double kByteExcess = 0.25, kNhwcExcess = 0.52;
+constexpr double kTermsCycles = 197;
+constexpr double kStartCycles = 88;
+constexpr double kExposed = 0.012;  // of the shorter of SM and DRAM time
 
 double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                            const Params& params, int64_t tiles, int64_t ctas, const Gpu& gpu) {
@@ -167,18 +170,24 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double shared =
       (m / 64 * kSteps * (64 + n) * kStepBytes + (loaded + filter_rows) * kKBlockBytes) /
       kSharedBytesPerCycle;
-  const double row_cycles = params.unit_bytes == 128  ? kRow128Cycles
-                            : params.unit_bytes == 64 ? kRow64Cycles
-                                                      : kRow32Cycles;
+  const bool strided = problem.taps() > 1 && problem.stride[2] > 1;
+  const double row_cycles = params.unit_bytes == 128 ? kRow128Cycles
+                            : params.unit_bytes == 64
+                                ? kRow64Cycles
+                                : kRow32Cycles * (strided ? kStridedRow32 : 1);
   const double tma =
       loaded * (kKBlockBytes / params.unit_bytes) * row_cycles + filter_rows * kFilterRowCycles;
   const double mainloop = k_blocks * (std::max({tensor, shared, tma}) + kKBlockCycles +
                                       (instance.filter_row ? kReuseCycles : 0)) +
-                          kTileCycles;
+                          (instance.pingpong ? kPingpongTileCycles : kCooperativeTileCycles);
   const double outputs = m * n / (instance.pingpong ? 128 : 256);  // of a thread
-  const double epilogue = outputs * kOutputCycles *
-                          (1 + (problem.epilogue.residual ? kResidualExcess : 0) +
-                           0.25 * static_cast<double>(ByteWidth(problem.y_dtype) - 1));
+  const double residual_excess =
+      instance.pingpong ? kPingpongResidualExcess : kCooperativeResidualExcess;
+  const double output_cycles =
+      (instance.pingpong ? kPingpongOutputCycles : kCooperativeOutputCycles) *
+      (1 + (problem.epilogue.residual ? residual_excess : 0) + (params.nchw32 ? 0 : kNhwcExcess) +
+       kByteExcess * static_cast<double>(ByteWidth(problem.y_dtype) - 1));
+  const double epilogue = outputs * output_cycles + n / 32 * kTermsCycles;
   const double waves = static_cast<double>(CeilDiv(tiles, ctas));
   const double sm = instance.pingpong
                         ? waves * std::max(mainloop, (mainloop + epilogue) / 2) + epilogue
@@ -186,7 +195,7 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double bytes = static_cast<double>(problem.x_elements() + problem.w_elements() +
                                            problem.y_elements() * ByteWidth(problem.y_dtype) *
                                                (problem.epilogue.residual ? 2 : 1));
-  const double dram = bytes / (kDramShare * gpu.dram_bytes_per_cycle());
+  const double dram = bytes / gpu.dram_bytes_per_cycle();
   const double cycles = std::max(sm, dram) + kExposed * std::min(sm, dram) + kStartCycles;
   return cycles / gpu.cycles_per_us() + gpu.launch_us;
 }

@@ -180,14 +180,41 @@ struct TermsOfTiles {
 template <class Tile>
 struct PixelsOf {
   static constexpr int kCount = 2 * Tile::kBlocks;
-  OutputPixel of[kCount];
+  // That a path with a residual processes at once; more would spill.
+  static constexpr int kAtOnce = kCount < 4 ? kCount : 4;
+  static constexpr int kParts = kCount / kAtOnce;
+  OutputPixel of[kParts][kAtOnce];
 
   __device__ __forceinline__ PixelsOf(const Params& params, int32_t m) {
     const int32_t row = m + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int32_t at = OutputPixelOf<Tile>(params, row + i / 2 * 64 + i % 2 * 8);
-      of[i] = OutputPixel(params.requantize, at, at >= 0);
+      of[i / kAtOnce][i % kAtOnce] = OutputPixel(params.requantize, at, at >= 0);
+    }
+  }
+};
+
+// The residual under a thread's outputs. It is loaded before the tile is multiplied: its latency,
+// which two warpgroups cannot hide, passes meanwhile.
+template <class Tile>
+struct ResidualOf {
+  static constexpr int kGroups = Tile::kTileN / 32;
+  using Pixels = PixelsOf<Tile>;
+  Residual<Pixels::kAtOnce> of[kGroups][Pixels::kParts];  // of each 32 channels
+
+  __device__ __forceinline__ ResidualOf(const Params& params, const TilePlace& place,
+                                        const Pixels& pixels) {
+    if (!HasResidual(params.requantize.path)) return;
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    const int32_t channel = place.group * params.columns + n_first + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int part = 0; part < Pixels::kParts; ++part) {
+        LoadResidual(params.requantize, pixels.of[part], channel + group * 32,
+                     n_first + group * 32 < params.columns, &of[group][part]);
+      }
     }
   }
 };
@@ -196,22 +223,26 @@ struct PixelsOf {
 template <class Tile>
 __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
                                           const typename Tile::Terms& terms,
-                                          const PixelsOf<Tile>& pixels, typename Tile::Sums& sums) {
-  constexpr int kGroups = Tile::kTileN / 32, kPixels = PixelsOf<Tile>::kCount;
-  const int32_t n_first = place.n_tile * Tile::kTileN;
+                                          const PixelsOf<Tile>& pixels,
+                                          const ResidualOf<Tile>& residual,
+                                          typename Tile::Sums& sums) {
+  using Pixels = PixelsOf<Tile>;
+  constexpr int kGroups = Tile::kTileN / 32, kPixels = Pixels::kCount;
+  const int32_t m_first = place.m_tile * Tile::kTileM, n_first = place.n_tile * Tile::kTileN;
   const int32_t channel = terms.first + threadIdx.x % 4 * 8;
   auto inside = [&](int group) { return n_first + group * 32 < params.columns; };
   ForRequantizePath(params.requantize, [&](auto path) {
     constexpr RequantizePath kPath = decltype(path)::value;
     if constexpr (kPath == RequantizePath::kGeneral) {
       // One copy of the code: the pixels and the sums move past it.
-      const uint32_t none[2][2] = {};
-      PixelsOf<Tile> left = pixels;
+      const Residual<2> none{};
+      Pixels copy = pixels;
+      auto& left = reinterpret_cast<OutputPixel(&)[kPixels]>(copy.of);
 #pragma unroll 1
       for (int block = 0; block < Tile::kBlocks; ++block) {
-        const OutputPixel two[2] = {left.of[0], left.of[1]};
+        const OutputPixel two[2] = {left[0], left[1]};
 #pragma unroll
-        for (int i = 0; i + 2 < kPixels; ++i) left.of[i] = left.of[i + 2];
+        for (int i = 0; i + 2 < kPixels; ++i) left[i] = left[i + 2];
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           RequantizeEight<kPath>(params.requantize, two, channel + group * 32, inside(group), terms,
@@ -222,21 +253,26 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
         }
       }
     } else {
-      uint32_t residual[kGroups][kPixels][2];
+      constexpr int kAtOnce = HasResidual(kPath) ? Pixels::kAtOnce : kPixels;
+      using Parts = OutputPixel[kPixels / kAtOnce][kAtOnce];
+      const auto& parts = reinterpret_cast<const Parts&>(pixels.of);
+      const Residual<kAtOnce> none{};
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        LoadResidual<kPath>(params.requantize, pixels.of, channel + group * 32, inside(group),
-                            residual[group]);
-      }
+      for (int part = 0; part < kPixels / kAtOnce; ++part) {
+        // Branches, past which the compiler moves nothing: all channels' terms at once would spill.
+        if (part > 0 && m_first + part * 128 >= params.rows) break;
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        // A branch, so that not all channels' terms are loaded at once: they would spill.
-        if (!inside(group)) break;
-        RequantizeEight<kPath>(
-            params.requantize, pixels.of, channel + group * 32, true, terms, residual[group],
-            [&](int i, int e) {
-              return sums[(i / 2 * kGroups + group) * 16 + e / 2 * 4 + i % 2 * 2 + e % 2];
-            });
+        for (int group = 0; group < kGroups; ++group) {
+          if (!inside(group)) break;
+          const Residual<kAtOnce>* of_part = &none;
+          if constexpr (HasResidual(kPath)) of_part = &residual.of[group][part];
+          RequantizeEight<kPath>(
+              params.requantize, parts[part], channel + group * 32, true, terms, *of_part,
+              [&](int i, int e) {
+                const int row = part * kAtOnce + i;
+                return sums[(row / 2 * kGroups + group) * 16 + e / 2 * 4 + row % 2 * 2 + e % 2];
+              });
+        }
       }
     }
   });
