@@ -453,6 +453,7 @@ INT8 = [
     problem("int8_groups_pointwise", 7, 1, c=128, k=64, groups=2),
     problem("int8_few", 14, 3, c=4, k=32, padding=1),
     problem("int8_stem", (23, 21), 7, c=4, k=64, stride=2, padding=3),
+    problem("int8_few_strided", (14, 36), 3, c=4, k=64, stride=2, padding=1),
     problem(
         "int8_few_dilated", (12, 9), (3, 5), c=4, k=96, dilation=(2, 1), padding=((1, 2), (0, 3))
     ),

@@ -143,6 +143,10 @@ EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
     problem("nchw32", (6, 9), 3, n=1, c=64, k=32, padding=1),
 ]
+EIGHT_BIT_IMAGE = [
+    problem("nhwc", (20, 24), 7, n=1, c=4, k=40, stride=2, padding=3),
+    problem("nchw32", (6, 21), 3, n=2, c=4, k=32, padding=1),
+]
 EIGHT_BIT_DEPTHWISE = {
     "stride1": [problem("3x3", (17, 9), 3, c=80, k=80, groups=80, padding=1)],
     "stride2": [problem("5x5", (13, 19), 5, c=48, k=48, groups=48, padding=2, stride=2)],
@@ -190,6 +194,8 @@ OTHERS = {
     "fprop_depthwise_int8_s8_64ch_stride1": EIGHT_BIT_DEPTHWISE["stride1"],
     "fprop_depthwise_int8_u8_64ch_stride2": EIGHT_BIT_DEPTHWISE["stride2"],
     "fprop_depthwise_int8_s8_64ch_any": EIGHT_BIT_DEPTHWISE["any"],
+    "fprop_imma_few_channels_s8_7x32_stride2": EIGHT_BIT_IMAGE[:1],
+    "fprop_imma_few_channels_u8_3x32_any": EIGHT_BIT_IMAGE[1:],
     "fprop_imma_nchw32_s8_64x64x64_4stage": EIGHT_BIT,
     "fprop_imma_wgmma_s8_128x64x128_pingpong": EIGHT_BIT[:1],
     "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": EIGHT_BIT[1:],

@@ -174,6 +174,14 @@ def steady(instance: str) -> list[Problem]:
         make = functools.partial(problem, n=14, c=272, k=272, groups=272, stride=stride)
         extents = 35 * stride, 75 * stride  # twelve tiles at least, five of channels
         return [make("3x3", extents, 3, padding=1), make("5x4", extents, (5, 4), padding=2)]
+    if "_imma_few_channels_" in instance:
+        stride = 2 if instance.endswith("_stride2") else 1
+        make = functools.partial(problem, n=20, c=4, stride=stride)
+        extents = 60 * stride, 150 * stride  # 15 x 2 tiles an image and part
+        return [
+            make("3x3", extents, 3, k=72, padding=1),
+            make("3x3_nchw32", (extents[0], extents[1] + 1), 3, k=96, padding=1),
+        ]
     tile_m, tile_n = tile(instance)
     width, images = 61, 3
     height = -(-(3 * SMS + 10) // 2 * tile_m // (images * width))

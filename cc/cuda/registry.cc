@@ -13,6 +13,7 @@
 #include "cuda/igemm_simt/plan.h"
 #include "cuda/igemm_wgmma/plan.h"
 #include "cuda/igemm_wmma/plan.h"
+#include "cuda/imma_few_channels/plan.h"
 #include "cuda/imma_nchw32/plan.h"
 #include "cuda/imma_wgmma/plan.h"
 #include "cuda/winograd/plan.h"
@@ -25,7 +26,7 @@ std::vector<KernelDesc> FamilyKernels() {
   for (auto family :
        {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, depthwise::Kernels,
         block_diagonal::Kernels, igemm_simt::Kernels, imma_wgmma::Kernels, imma_nchw32::Kernels,
-        depthwise_int8::Kernels, winograd::Kernels}) {
+        imma_few_channels::Kernels, depthwise_int8::Kernels, winograd::Kernels}) {
     for (const KernelDesc& kernel : family()) all.push_back(kernel);
   }
   return all;
