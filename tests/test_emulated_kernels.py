@@ -138,6 +138,10 @@ WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
 PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 PATCHES_MANY = problem("patches", (32, 24), (16, 8), n=40, c=3, k=136, stride=(16, 8))
 IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
+# A row of 11 x 3 elements; pairs of channels under taps that lie apart.
+IMAGE_WIDE = problem("stem_11x11", (32, 64), 11, n=3, c=3, k=24, stride=4, padding=((2, 2), (3, 2)))
+NARROW = problem("narrow", (20, 70), (3, 2), n=2, c=72, k=3, padding=((1, 1), (0, 2)))
+IMAGE_DILATED = problem("dilated", (20, 40), 3, n=2, c=2, k=24, dilation=(2, 3))
 IMAGE_ODD = problem("stem_odd", (20, 24), 7, n=1, c=3, k=37, stride=2, padding=3)
 EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
@@ -173,8 +177,16 @@ OTHERS = {
     "dgrad_igemm_wmma_f32_64x64x32_3stage": [GROUPS, PATCHES],
     "wgrad_igemm_wmma_bf16_128x16x64_3stage_align2": [ODD, PATCHES],
     "fprop_few_channels_f16_128x64": [IMAGE],
+    "fprop_few_channels_bf16_128x64_chunks": [IMAGE, IMAGE_DILATED],
     "dgrad_few_channels_bf16_256x24": [IMAGE],
+    "dgrad_few_channels_f16_256x40": [IMAGE_WIDE],
     "wgrad_few_channels_f16_32x64": [IMAGE],
+    "wgrad_few_channels_f16_64x64_chunks": [IMAGE_DILATED],
+    "wgrad_few_channels_bf16_32x64_chunks": [IMAGE],
+    "fprop_few_channels_bf16_256x16_narrow": [NARROW],
+    "dgrad_few_channels_f16_128x64_narrow": [NARROW],
+    "wgrad_few_channels_bf16_32x64_narrow": [NARROW],
+    "wgrad_few_channels_bf16_192x64_chunks": [IMAGE_WIDE],
     "fprop_igemm_wgmma_f16_128x128x64_cooperative": [STRIDED],
     "dgrad_igemm_wgmma_bf16_128x64x64_pingpong": [STRIDED],
     "dgrad_igemm_wgmma_bf16_192x128x64_pingpong_patches": [PATCHES, PATCHES_MANY],
@@ -237,6 +249,11 @@ EPILOGUES = {
     "fprop_igemm_simt_f32_128x64x8_vec": [(GROUPS, "scale bias residual relu6 pre", "")],
     "fprop_igemm_simt_f16_128x32x8_scalar": [(ODD, "scale bias residual tanh pre", "")],
     "fprop_few_channels_f16_128x64": [(IMAGE, "scale bias relu", "")],
+    "fprop_few_channels_f16_256x16_narrow": [(NARROW, "scale bias residual relu pre", "")],
+    "fprop_few_channels_f16_128x64_chunks": [
+        (IMAGE, "scale bias relu6", ""),
+        (IMAGE, "bias residual relu", ""),
+    ],
     "fprop_few_channels_bf16_128x64": [(IMAGE_ODD, "bias residual sigmoid pre", "")],
     "fprop_depthwise_bf16_64ch_3x3": [(DEPTHWISE[0], "scale bias residual relu6 pre", "")],
     "fprop_depthwise_f16_64ch_any": [(DEPTHWISE_ANY, "bias gelu", "")],

@@ -177,7 +177,15 @@ def wgrad_problems(each: Instance) -> list[Problem]:
 
 
 def few_channels_problems(each: Instance) -> list[Problem]:
-    """Images of few channels; a CTA has one part of 64 output channels (wgrad: and some rows)."""
+    """Images of few channels; a CTA has one part of 64 output channels (wgrad: and some rows).
+
+    Narrow outputs: fprop's problem of dgrad's kernel, and the reverse.
+    """
+    if each.variant.endswith("_narrow"):
+        window = (3, 15) if tile(each)[1] == 48 else (3, 5)
+        tiles = -(-TILES * (2 if tile(each)[1] == 48 else FEW_CTAS) * 256 // (5 * 321))
+        pads = tuple((r // 2, r // 2) for r in window)
+        return [problem("narrow", (tiles, 321), window, n=5, c=72, k=3, padding=pads)]
     if each.op == "fprop":
         k, tiles = 5 * 64 + 8, TILES * FEW_CTAS // 6
         extents = (-(-tiles * 128 // (2 * 152)), 152)
@@ -285,6 +293,8 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     The workspace limits how many there may be.
     """
     if each.family == "few_channels":
+        if each.variant.endswith("_narrow"):
+            return problem("split", (90, 60), 3, c=72, k=2, padding=1), range(9, 6, -1)
         # Words and rows of whole chunks.
         return problem("split", (90, 60), 3, c=2, k=72, padding=1), range(9, 6, -1)
     if each.family in HALO_BOX:

@@ -7,7 +7,7 @@
 // (One convolution of groups of pixels with a filter full of structural zeros would multiply those
 // with gradients, and a NaN would reach pixels that no window connects with it.)
 //
-// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24 or 48 columns (s, c), 4
+// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24, 40 or 48 columns (s, c), 4
 // warps of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and tap
 // by tap inside. The rows of a warp's blocks are of one residue modulo the stride, so that they
 // share their taps. CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB: the
@@ -27,6 +27,7 @@
 #define JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -64,10 +65,25 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t chunk = i % chunks, line = i / chunks;
     const int32_t r = line / (kBlocksN * 8), n = line % (kBlocksN * 8);
     const bool valid = n < columns && chunk * 8 < params.k;
-    const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * 8;
-    const uint4 value =
-        valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
-    const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+    uint32_t words[4] = {};
+    if constexpr (Tag::kNarrow) {
+      // The filter as (tap, k, column), from its last tap on.
+      int32_t s, column;
+      params.c_divmod.Divmod(n, &s, &column);
+      const int32_t tap =
+          (params.rows.filter - 1 - r) * params.columns.filter + params.columns.filter - 1 - s;
+      const auto* source = reinterpret_cast<const unsigned short*>(w) +
+                           (int64_t{tap} * params.k + chunk * 8) * params.c + column;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (valid) words[e / 2] |= uint32_t{__ldg(source + e * params.c)} << (e % 2 * 16);
+      }
+    } else {
+      const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * 8;
+      const uint4 value =
+          valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+      words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
+    }
     const int32_t fragment = (r * params.k_blocks + chunk / 2) * kBlocksN + n / 8;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -154,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       CopyAsyncWait<0>();
       __syncthreads();
       // The tile of 48 columns has no registers for this.
-      if (kBlocksN <= 3 && k_first == 0 && index + gridDim.x < params.tiles) {
+      if (kBlocksN <= 5 && k_first == 0 && index + gridDim.x < params.tiles) {
         // Prefetches the next tile's pixels to L2, a cache line of 64 channels each.
         const PixelTile next(params, index + gridDim.x);
         const int32_t p_next = params.first_row + params.row_stride_divmod.Div(next.row);
@@ -220,33 +236,56 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
              ((int64_t{tile.image} * params.rows.in + tile.row) * params.columns.in + tile.column) *
                  params.c;
     const typename Tag::Epilogue epilogue(params.epilogue);
-    // A warp's rows are four apart, and up to four.
+    // A warp's rows are four apart; two warps share a row of 128 pixels. How many they are is known to
+    // the compiler, which then adds no rows that the tile lacks, at distances that are constants.
     const int32_t row_elements = params.columns.in * params.c;
-    for (int32_t element = lane; element < elements; element += 32) {
-      const int2 at = sums[element];
-      const float* from = z + (warp << log2_columns) * kPitch + at.x;
-      float sum[4] = {};
+    auto add_rows = [&](auto log2_across) {
+      constexpr int kAcross = decltype(log2_across)::value;
+      constexpr int kPixels = 16 << kAcross;  // of a row
+      constexpr int kRows = kAcross < 2 ? 4 >> kAcross : 1;
+      constexpr int kWarpsOfRow = kAcross == 3 ? 2 : 1;
+      const int32_t first_row = warp / kWarpsOfRow;
+      for (int32_t element = lane + warp % kWarpsOfRow * 32; element < elements;
+           element += 32 * kWarpsOfRow) {
+        const int2 at = sums[element];
+        const float* from = z + first_row * (kPixels * kPitch) + at.x;
+        float sum[kRows] = {};
+        // Four terms are loaded together: one after another waits for shared memory every time.
 #pragma unroll 1
-      for (int32_t tap = 0; tap < at.y; ++tap, from += params.z_step) {
+        for (int32_t left = at.y; left > 0; left -= 4, from += 4 * params.z_step) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (warp + i * 4 < rows) sum[i] += from[((i * 4) << log2_columns) * kPitch];
+          for (int e = 0; e < 4; ++e) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+              if (e < left) sum[i] += from[e * params.z_step + i * (4 * kPixels * kPitch)];
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int32_t row = first_row + i * 4;
+          if constexpr (!Tag::Epilogue::kPlain) {
+            const int32_t column = params.c_divmod.Div(element),
+                          channel = element - column * params.c;
+            const int32_t pixel =
+                (tile.image * params.rows.in + tile.row + row) * params.columns.in + tile.column +
+                column;
+            const OutputPlace place{batch * params.out_batch + int64_t{pixel} * params.c + channel,
+                                    pixel, channel, row < rows};
+            sum[i] = epilogue.template operator()<T>(sum[i], place);
+          }
+          if (row < rows) out[row * row_elements + element] = FromFloat<T>(sum[i]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int32_t row = warp + i * 4;
-        if constexpr (!Tag::Epilogue::kPlain) {
-          const int32_t column = params.c_divmod.Div(element),
-                        channel = element - column * params.c;
-          const int32_t pixel = (tile.image * params.rows.in + tile.row + row) * params.columns.in +
-                                tile.column + column;
-          const OutputPlace place{batch * params.out_batch + int64_t{pixel} * params.c + channel,
-                                  pixel, channel, row < rows};
-          sum[i] = epilogue.template operator()<T>(sum[i], place);
-        }
-        if (row < rows) out[row * row_elements + element] = FromFloat<T>(sum[i]);
-      }
+    };
+    if (params.log2_across == 0) {
+      add_rows(std::integral_constant<int, 0>());
+    } else if (params.log2_across == 1) {
+      add_rows(std::integral_constant<int, 1>());
+    } else if (params.log2_across == 2) {
+      add_rows(std::integral_constant<int, 2>());
+    } else {
+      add_rows(std::integral_constant<int, 3>());
     }
     epilogue.FinishTile(index * kDgradPixels, (index + 1) * kDgradPixels, 0, params.c);
   }
@@ -254,7 +293,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
 template <Op kOp, DType kType, int kColumns_, int kCtasPerSm_>
 struct Dgrad {
-  static_assert(kOp == Op::kDgrad);
+  // fprop: of few output channels and stride 1.
+  static_assert(kOp != Op::kWgrad);
+  static constexpr bool kNarrow = kOp == Op::kFprop;
   static constexpr int kColumns = kColumns_, kCtasPerSm = kCtasPerSm_;
   static constexpr int kPitch = DgradPitch(kColumns);
   using T = typename ElementOf<kType>::Type;

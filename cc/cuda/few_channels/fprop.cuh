@@ -24,6 +24,7 @@
 #define JAXCONV_CUDA_FEW_CHANNELS_FPROP_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -155,6 +156,27 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
   }
 }
 
+// An epilogue of scale, bias and a clamp (FusedEpilogue::Clamps), on the accumulators, which are then
+// stored as a plain tile's: half the bytes through shared memory. For even K.
+__device__ __forceinline__ void ClampPixels(const Params& params, const FusedEpilogue& epilogue,
+                                            int n_first, float (&acc)[2][8][4]) {
+  const float lower = epilogue.params.activation == Activation::kNone ? -INFINITY : 0.0f;
+  const float upper = epilogue.params.activation == Activation::kRelu6 ? 6.0f : INFINITY;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int32_t n = n_first + j * 8 + static_cast<int32_t>(threadIdx.x % 4) * 2;
+    const ChannelTerms<2> terms = epilogue.Terms<2>(n < params.k ? n : 0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float sum = fmaf(acc[i][j][e], terms.scale[e % 2], terms.bias[e % 2]);
+        acc[i][j][e] = MinNan(MaxNan(sum, lower), upper);
+      }
+    }
+  }
+}
+
 template <class Tag>
 __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     FpropKernel(const __grid_constant__ Params params) {
@@ -177,12 +199,28 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t row = i / Filter::kChunks, chunk = i % Filter::kChunks;
     int32_t run, pair;
     params.pairs_of_run.Divmod(row / 2, &run, &pair);
-    const int32_t element = pair * 2 + row % 2;
-    const bool valid = run < params.runs && element < params.run_elements;
+    const int32_t element = pair * 2 + row % 2 - params.run_lead;
+    const bool valid = run < params.runs &&
+                       static_cast<uint32_t>(element) < static_cast<uint32_t>(params.run_elements);
     const int n = n_first + chunk * 8;
+    unsigned char* to = filter + Filter::Offset(row, chunk);
+    if constexpr (Tag::kNarrow) {
+      // The filter as (tap, column, reduction), from its last tap on.
+      int32_t s, channel;
+      params.c_divmod.Divmod(max(element, 0), &s, &channel);
+      const int32_t taps = params.rows.filter * params.columns.filter;
+      const int32_t tap = taps - 1 - (run * (params.columns.filter / params.runs_of_row) + s);
+      const auto* source = reinterpret_cast<const unsigned short*>(w) +
+                           (int64_t{tap} * params.k + n) * params.c + channel;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        reinterpret_cast<unsigned short*>(to)[e] =
+            valid && n + e < params.k ? __ldg(source + e * params.c) : 0;
+      }
+      continue;
+    }
     const auto* source = reinterpret_cast<const unsigned short*>(w) +
                          (int64_t{run} * params.run_elements + element) * params.k + n;
-    unsigned char* to = filter + Filter::Offset(row, chunk);
     if (params.k_vector) {
       *reinterpret_cast<uint4*>(to) = valid && n < params.k
                                           ? __ldg(reinterpret_cast<const uint4*>(source))
@@ -201,11 +239,17 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t r = run / params.runs_of_row, s = run % params.runs_of_row;
     const int32_t offset =
         r * params.rows.dilation * params.pitch + s * params.columns.dilation * params.c + pair * 2;
-    const int32_t mask = pair * 2 + 1 < params.run_elements ? -1 : 0xffff;
-    table[i] = run < params.runs ? make_int2(offset * 2, mask) : make_int2(0, 0);
+    auto half = [&](int32_t e) {
+      return static_cast<uint32_t>(pair * 2 + e - params.run_lead) <
+                     static_cast<uint32_t>(params.run_elements)
+                 ? 0xffff << (e * 16)
+                 : 0;
+    };
+    table[i] = run < params.runs ? make_int2(offset * 2, half(0) | half(1)) : make_int2(0, 0);
   }
 
-  HaloLoader<T> loader(params, x);
+  using Loader = std::conditional_t<Tag::kByChunks, ChunkLoader<T>, HaloLoader<T>>;
+  Loader loader(params, x);
   auto store_to = [&](unsigned char* to) {
     return [&params, to](int32_t row, int32_t pair, uint32_t value) {
       const int32_t at = row * params.pitch + pair * 2;
@@ -227,79 +271,110 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int block = threadIdx.x / 32 * Tile::kBlocksM + i;
     const int32_t row = block >> params.log2_across;
     const int32_t column = (block - (row << params.log2_across)) * 16 + g;
-    const int32_t at = row * params.rows.stride * params.pitch + params.halo_lead +
-                       column * params.columns.stride * params.c;
+    const int32_t at = row * params.rows.stride * params.pitch + params.halo_lead -
+                       params.run_lead + column * params.columns.stride * params.c;
     window[i] = halo_address + (at % 2 == 0 ? at * 2 : params.copy_bytes + at * 2 - 2);
   }
   const uint32_t half_block = 8 * params.columns.stride * params.c * 2;
   const uint32_t table_address = SharedAddress(table) + t * 8;
   const FragmentReader<T, Filter, true> reader(SharedAddress(filter), 0);
 
+  // One k-block of 16 elements of the reduction.
+  auto multiply = [&](int32_t k_block, uint32_t offset,
+                      float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
+    uint32_t at[2], mask[2];
+    LoadPair(table_address + k_block * 64, &at[0], &mask[0]);
+    LoadPair(table_address + k_block * 64 + 32, &at[1], &mask[1]);
+    uint32_t b[Tile::kBlocksN / 2][4];
+    reader.Read(k_block, b);
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocksM; ++i) {
+      uint32_t a[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t from = window[i] + offset + at[half];
+        a[half * 2] = LoadWord(from) & mask[half];
+        a[half * 2 + 1] = LoadWord(from + half_block) & mask[half];
+      }
+#pragma unroll
+      for (int j = 0; j < Tile::kBlocksN; ++j) {
+        MultiplyAdd<T>(acc[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      }
+    }
+  };
+
   int32_t index = blockIdx.x;
   PixelTile tile(params, index);
   if (index < params.tiles) {
-    for (loader.Begin(tile); loader.More();) {
-      loader.Load();
-      loader.Store(store_to(halo));
+    if constexpr (Tag::kByChunks) {
+      loader.Load(tile, halo_address);
+    } else {
+      for (loader.Begin(tile); loader.More();) {
+        loader.Load();
+        loader.Store(store_to(halo));
+      }
     }
   }
-  __syncthreads();
+  if constexpr (!Tag::kByChunks) __syncthreads();
   uint32_t offset = 0;
   for (; index < params.tiles; index += gridDim.x) {
     const uint32_t other = params.halo_bytes - offset;
     const PixelTile next(params, index + gridDim.x);
-    if (index + gridDim.x < params.tiles) loader.Begin(next);
     float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
-    int32_t k_block = 0;
-    // The next halo tile arrives in parts, each while some k-blocks are multiplied.
-    do {
-      if (loader.More()) loader.Load();
-      const int32_t end =
-          loader.Last() ? params.k_blocks : min(params.k_blocks, k_block + params.blocks_per_fetch);
+    if constexpr (Tag::kByChunks) {
+      // This tile's copies have arrived, and nobody reads the tile before it any more.
+      CopyAsyncWait<0>();
+      __syncthreads();
+      if (index + gridDim.x < params.tiles) loader.Load(next, halo_address + other);
 #pragma unroll 1
-      for (; k_block < end; ++k_block) {
-        uint32_t at[2], mask[2];
-        LoadPair(table_address + k_block * 64, &at[0], &mask[0]);
-        LoadPair(table_address + k_block * 64 + 32, &at[1], &mask[1]);
-        uint32_t b[Tile::kBlocksN / 2][4];
-        reader.Read(k_block, b);
-#pragma unroll
-        for (int i = 0; i < Tile::kBlocksM; ++i) {
-          uint32_t a[4];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint32_t from = window[i] + offset + at[half];
-            a[half * 2] = LoadWord(from) & mask[half];
-            a[half * 2 + 1] = LoadWord(from + half_block) & mask[half];
-          }
-#pragma unroll
-          for (int j = 0; j < Tile::kBlocksN; ++j) {
-            MultiplyAdd<T>(acc[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-          }
-        }
+      for (int32_t k_block = 0; k_block < params.k_blocks; ++k_block) {
+        multiply(k_block, offset, acc);
       }
-      if (loader.More()) loader.Store(store_to(halo + other));
-    } while (loader.More() || k_block < params.k_blocks);
+    } else {
+      if (index + gridDim.x < params.tiles) loader.Begin(next);
+      int32_t k_block = 0;
+      // The next halo tile arrives in parts, each while some k-blocks are multiplied.
+      do {
+        if (loader.More()) loader.Load();
+        const int32_t end = loader.Last() ? params.k_blocks
+                                          : min(params.k_blocks, k_block + params.blocks_per_fetch);
+#pragma unroll 1
+        for (; k_block < end; ++k_block) multiply(k_block, offset, acc);
+        if (loader.More()) loader.Store(store_to(halo + other));
+      } while (loader.More() || k_block < params.k_blocks);
+    }
     const typename Tag::Epilogue epilogue(params.epilogue);
     const uint32_t of_warp = staging + threadIdx.x / 32 * kStagingBytes;
-    if constexpr (Tag::Epilogue::kPlain) {
+    bool finished = Tag::Epilogue::kPlain;
+    if constexpr (!Tag::Epilogue::kPlain && Tag::kByChunks) {
+      // (The pairs in flight leave no registers for this.)
+      if (params.k_vector && epilogue.Clamps() && params.epilogue.residual == nullptr) {
+        ClampPixels(params, epilogue, n_first, acc);
+        finished = true;
+      }
+    }
+    if (finished) {
       StorePixels(params, tile, acc, of_warp,
                   static_cast<T*>(params.out) + batch * params.out_batch, n_first);
-    } else {
+    } else if constexpr (!Tag::Epilogue::kPlain) {
       StoreFusedPixels(params, tile, acc, of_warp, static_cast<T*>(params.out), epilogue,
                        batch * params.out_batch, n_first);
     }
     epilogue.FinishTile(index * kTilePixels, (index + 1) * kTilePixels, n_first,
                         min(n_first + kTileChannels, params.k));
-    __syncthreads();
+    if constexpr (!Tag::kByChunks) __syncthreads();
     offset = other;
     tile = next;
   }
 }
 
-template <Op kOp, DType kType, int kChannels, int kCtasPerSm_>
+// kByChunks: the halo tile is copied by chunks of 16 bytes.
+template <Op kOp, DType kType, int kChannels, int kCtasPerSm_, bool kByChunks_>
 struct Fprop {
-  static_assert(kOp == Op::kFprop && kChannels == kTileChannels);
+  // dgrad: of few output channels and stride 1.
+  static_assert(kOp != Op::kWgrad && kChannels == kTileChannels);
+  static constexpr bool kNarrow = kOp == Op::kDgrad;
+  static constexpr bool kByChunks = kByChunks_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;

@@ -116,6 +116,44 @@ class HaloLoader {
   uint32_t values_[kInFlight];
 };
 
+// Copies the halo tile of x by chunks of 16 bytes, past the registers, where rows of x are whole
+// chunks. A row of the halo tile begins with the chunk of the tile's first element.
+template <typename T>
+class ChunkLoader {
+ public:
+  __device__ __forceinline__ ChunkLoader(const Params& params, const T* x)
+      : params_(params), x_(x) {
+    params.halo_row_divmod.Divmod(threadIdx.x, &thread_row_, &thread_chunk_);
+  }
+
+  __device__ __forceinline__ void Load(const PixelTile& tile, uint32_t halo) const {
+    const auto chunks = static_cast<int32_t>(params_.halo_row_divmod.divisor);
+    const int32_t row_elements = params_.columns.in * params_.c;
+    const int32_t first_row = tile.row * params_.rows.stride - params_.rows.pad;
+    const int32_t first_element =
+        (tile.column * params_.columns.stride - params_.columns.pad) * params_.c -
+        params_.halo_lead;
+    const T* image = x_ + int64_t{tile.image} * (params_.rows.in * row_elements);
+    int32_t row = thread_row_, chunk = thread_chunk_;
+#pragma unroll 2
+    for (uint32_t to = halo + threadIdx.x * 16; row < params_.halo_rows; to += kThreads * 16) {
+      const int32_t from = first_row + row, element = first_element + chunk * 8;
+      const bool inside = static_cast<uint32_t>(from) < static_cast<uint32_t>(params_.rows.in) &&
+                          static_cast<uint32_t>(element) < static_cast<uint32_t>(row_elements);
+      CopyAsync<16>(to, image + (from * row_elements + element), inside);
+      row += params_.rows_per_pass;
+      chunk += params_.pairs_per_pass;
+      if (chunk >= chunks) chunk -= chunks, ++row;
+    }
+    CopyAsyncCommit();
+  }
+
+ private:
+  const Params& params_;
+  const T* x_;
+  int32_t thread_row_, thread_chunk_;  // of its first chunk in any halo tile
+};
+
 // Rows of 64 16-bit columns along the reduction: a tile of dy, or the filter.
 template <typename T>
 using RowMatrix = OperandTile<T, 64, 128, true>;

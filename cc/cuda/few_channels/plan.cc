@@ -5,6 +5,8 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "cuda/common/instances.h"
 #include "cuda/few_channels/params.h"
@@ -14,8 +16,9 @@ namespace {
 
 // A line of kernels.def.
 struct Instance {
-  int64_t extent;       // output channels of fprop's tile, columns of z, rows of dw
-  int64_t ctas_per_sm;  // that its registers allow
+  int64_t extent;          // output channels of fprop's tile, columns of z, rows of dw
+  int64_t ctas_per_sm;     // that its registers allow
+  bool by_chunks = false;  // copies the halo tile by chunks of 16 bytes
   int64_t warps_m = 1, warps_n = 1, warps_k = 1;
 };
 
@@ -25,6 +28,7 @@ constexpr int64_t kMaxHaloElements = kMaxSharedBytes / 2;
 constexpr int64_t kReservedBytesOfCta = 1024;
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxGridY = 65535;
+constexpr int64_t kMostChunkChannels = 16;
 
 // Fitted on an H200, as all constants of CyclesOfTile, to 70 timings, within 10 %
 // (docs/notes/few_channels.md).
@@ -81,7 +85,7 @@ int32_t BlocksOfFetch(int64_t k_blocks, const Params& params) {
 }
 
 // fprop and wgrad: the shape of a tile of 128 pixels that copies least in all.
-Status ShapeTile(const ConvProblem& problem, Tiling* tiling) {
+Status ShapeTile(const ConvProblem& problem, bool by_chunks, Tiling* tiling) {
   Params& params = tiling->params;
   int64_t row_elements = 0;
   double least = HUGE_VAL;
@@ -110,10 +114,13 @@ Status ShapeTile(const ConvProblem& problem, Tiling* tiling) {
     tiling->halo_elements = elements;
   }
   if (least == HUGE_VAL || tiling->halo_elements > kMaxHaloElements) return HaloTooLarge();
-  // A tile's first column is a multiple of 16, so all tiles begin at elements of one parity.
-  params.halo_lead = static_cast<int32_t>(std::abs(params.columns.pad * problem.c) % 2);
+  // A tile's first column is a multiple of 16, so all tiles begin at the same place in a pair, and
+  // in a chunk.
+  const int64_t unit = by_chunks ? 8 : 2;
+  const int64_t first = -params.columns.pad * problem.c;
+  params.halo_lead = static_cast<int32_t>(first - FloorDiv(first, unit) * unit);
   params.halo_words = params.columns.in * problem.c % 2 == 0;
-  const int64_t pairs = CeilDiv(row_elements + params.halo_lead, 2);
+  const int64_t pairs = CeilDiv(row_elements + params.halo_lead, unit);
   params.halo_row_divmod = FastDivmod(pairs);
   params.halo_pairs = static_cast<int32_t>(params.halo_rows * pairs);
   params.rows_per_pass = static_cast<int32_t>(kThreads / pairs);
@@ -121,25 +128,48 @@ Status ShapeTile(const ConvProblem& problem, Tiling* tiling) {
   return {};
 }
 
-Status TileFprop(const ConvProblem& problem, Tiling* tiling) {
-  Params& params = tiling->params;
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, tiling));
-  const bool whole_rows = params.columns.dilation == 1;
-  if (!whole_rows && problem.c % 2 != 0) {
+// Copies by chunks: rows of x are whole chunks, and words hold the same halves of all windows. From
+// one pixel's channels to the next there are few bytes: eight pixels that lie 128 bytes apart meet
+// in the same banks.
+Status CheckChunks(const Params& params) {
+  if (params.c > kMostChunkChannels) {
+    return Status::Unimplemented("copies of 16 bytes: expected at most " +
+                                 std::to_string(kMostChunkChannels) + " channels, got " +
+                                 std::to_string(params.c));
+  }
+  if (params.columns.in * params.c % 8 == 0 && params.columns.stride * params.c % 2 == 0) return {};
+  return Status::Unimplemented(
+      "copies of 16 bytes: expected rows of a multiple of 8 elements, and windows an even number "
+      "of elements apart");
+}
+
+// The runs of neighbouring elements that make a window.
+Status MakeRuns(const Instance& instance, Params* params) {
+  const bool whole_rows = params->columns.dilation == 1;
+  if (!whole_rows && params->c % 2 != 0) {
     return Status::Unimplemented("a dilated filter row of an odd number of channels");
   }
-  params.runs_of_row = whole_rows ? 1 : params.columns.filter;
-  params.runs = params.rows.filter * params.runs_of_row;
-  params.run_elements =
-      static_cast<int32_t>(whole_rows ? params.columns.filter * problem.c : problem.c);
-  const int64_t pairs = CeilDiv(params.run_elements, 2);
-  params.pairs_of_run = FastDivmod(pairs);
-  params.k_blocks = static_cast<int32_t>(CeilDiv(params.runs * pairs, 8));
+  params->runs_of_row = whole_rows ? 1 : params->columns.filter;
+  params->runs = params->rows.filter * params->runs_of_row;
+  params->run_elements = whole_rows ? params->columns.filter * params->c : params->c;
+  // Windows that all begin in the middle of a pair begin with its first half.
+  params->run_lead = instance.by_chunks ? params->halo_lead % 2 : 0;
+  params->pairs_of_run = FastDivmod(CeilDiv(params->run_lead + params->run_elements, 2));
+  return {};
+}
+
+Status TileFprop(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
+  Params& params = tiling->params;
+  const bool by_chunks = instance.by_chunks;
+  if (by_chunks) JAXCONV_RETURN_IF_ERROR(CheckChunks(params));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, by_chunks, tiling));
+  JAXCONV_RETURN_IF_ERROR(MakeRuns(instance, &params));
+  params.k_blocks = static_cast<int32_t>(CeilDiv(params.runs * params.pairs_of_run.divisor, 8));
   params.blocks_per_fetch = BlocksOfFetch(params.k_blocks, params);
-  params.pitch = static_cast<int32_t>(params.halo_row_divmod.divisor * 2);
+  params.pitch = static_cast<int32_t>(params.halo_row_divmod.divisor * (by_chunks ? 8 : 2));
+  const bool odd = params.halo_lead != 0 || params.columns.stride * problem.c % 2 != 0;
   JAXCONV_RETURN_IF_ERROR(
-      SetHaloBytes(int64_t{params.halo_rows} * params.pitch,
-                   params.halo_lead != 0 || params.columns.stride * problem.c % 2 != 0, &params));
+      SetHaloBytes(int64_t{params.halo_rows} * params.pitch, odd && !by_chunks, &params));
   // The filter and its table, two halo tiles, and the outputs of every warp.
   tiling->shared_bytes = int64_t{params.k_blocks} * (16 * 128 + 64) +
                          2 * int64_t{params.halo_bytes} + kThreads / 32 * kStagingBytes;
@@ -149,27 +179,43 @@ Status TileFprop(const ConvProblem& problem, Tiling* tiling) {
   return {};
 }
 
-Status TileWgrad(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
-  Params& params = tiling->params;
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, tiling));
-  const Axis& columns = params.columns;
+// wgrad: the halo tile by channel and by residue of the column modulo the stride.
+Status SortHalo(const ConvProblem& problem, Params* params) {
+  const Axis& columns = params->columns;
   const int64_t most =
-      params.tile_columns - 1 + int64_t{columns.filter - 1} * columns.dilation / columns.stride;
+      params->tile_columns - 1 + int64_t{columns.filter - 1} * columns.dilation / columns.stride;
   // 4 words beyond a multiple of 8: neighbouring rows of the filter meet few banks twice.
-  params.pitch = static_cast<int32_t>((most + 2 + 7) / 16 * 16 + 8);
+  params->pitch = static_cast<int32_t>((most + 2 + 7) / 16 * 16 + 8);
   bool odd = false;
   for (int64_t s = 0; s < columns.filter && !odd; ++s) {
     odd = s * columns.dilation / columns.stride % 2 != 0;
   }
-  const int64_t row_elements = problem.c * columns.stride * params.pitch;
-  const int64_t elements = params.halo_rows * row_elements;
-  JAXCONV_RETURN_IF_ERROR(SetHaloBytes(elements, odd, &params));
+  const int64_t row_elements = problem.c * columns.stride * params->pitch;
+  const int64_t elements = params->halo_rows * row_elements;
+  JAXCONV_RETURN_IF_ERROR(SetHaloBytes(elements, odd, params));
   // Behind the last row, whichever row it is counted from.
-  params.halo_spare = static_cast<int32_t>(row_elements - 1);
+  params->halo_spare = static_cast<int32_t>(row_elements - 1);
+  return {};
+}
+
+Status TileWgrad(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
+  Params& params = tiling->params;
+  if (instance.by_chunks) JAXCONV_RETURN_IF_ERROR(CheckChunks(params));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, instance.by_chunks, tiling));
+  int64_t rows = problem.taps() * problem.c;
+  if (instance.by_chunks) {
+    JAXCONV_RETURN_IF_ERROR(MakeRuns(instance, &params));
+    rows = 2 * int64_t{params.runs} * params.pairs_of_run.divisor;
+    params.pitch = static_cast<int32_t>(params.halo_row_divmod.divisor * 8);
+    JAXCONV_RETURN_IF_ERROR(
+        SetHaloBytes(int64_t{params.halo_rows} * params.pitch, /*twice=*/false, &params));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(SortHalo(problem, &params));
+  }
   tiling->shared_bytes = 2 * (int64_t{kTilePixels} * 128 + params.halo_bytes) +
-                         int64_t{params.halo_row_divmod.divisor} * 4;
+                         (instance.by_chunks ? 0 : int64_t{params.halo_row_divmod.divisor} * 4);
   const int64_t column_parts = CeilDiv(problem.k, kTileChannels);
-  const int64_t row_parts = CeilDiv(problem.taps() * problem.c, instance.extent);
+  const int64_t row_parts = CeilDiv(rows, instance.extent);
   params.column_parts = FastDivmod(column_parts);
   params.row_parts = FastDivmod(row_parts);
   params.out_elements = problem.w_elements();
@@ -238,8 +284,27 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   return {};
 }
 
+// Narrow outputs: of stride 1, y of few channels is the data gradient of an x of few channels and
+// the reversed filter, dx of a dy of few channels is such an x's y, and dw has x and dy exchanged.
+Status Mirror(const ConvProblem& problem, ConvProblem* mirrored) {
+  *mirrored = problem;
+  mirrored->op = problem.op == Op::kFprop   ? Op::kDgrad
+                 : problem.op == Op::kDgrad ? Op::kFprop
+                                            : Op::kWgrad;
+  mirrored->epilogue = {};
+  std::swap(mirrored->x_dtype, mirrored->y_dtype);
+  std::swap(mirrored->c, mirrored->k);
+  std::swap(mirrored->in, mirrored->out);
+  for (int a = 0; a < 3; ++a) {
+    if (problem.stride[a] != 1) return Status::Unimplemented("narrow outputs of a stride");
+    const int64_t reach = (problem.filter[a] - 1) * problem.dilation[a];
+    mirrored->pad_lo[a] = reach - problem.pad_lo[a];
+    mirrored->pad_hi[a] = reach - problem.pad_hi[a];
+  }
+  return {};
+}
+
 Status Check(const KernelDesc& kernel, const ConvProblem& problem) {
-  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
   if (problem.output_dtype() != kernel.dtype) {
     return Status::Unimplemented(std::string("expected an output of type ") + Name(kernel.dtype) +
                                  ", got " + Name(problem.output_dtype()));
@@ -282,7 +347,7 @@ Status MakeTiling(const Instance& instance, const ConvProblem& problem, const Gp
   params.c_divmod = FastDivmod(problem.c);
   params.row_stride_divmod = FastDivmod(problem.stride[1]);
   params.column_stride_divmod = FastDivmod(problem.stride[2]);
-  JAXCONV_RETURN_IF_ERROR(problem.op == Op::kFprop   ? TileFprop(problem, tiling)
+  JAXCONV_RETURN_IF_ERROR(problem.op == Op::kFprop   ? TileFprop(instance, problem, tiling)
                           : problem.op == Op::kDgrad ? TileDgrad(instance, problem, tiling)
                                                      : TileWgrad(instance, problem, tiling));
   const int64_t most_bytes = std::min(kMaxSharedBytes, gpu.smem_per_block_optin);
@@ -322,7 +387,9 @@ TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem,
   if (problem.op == Op::kFprop) {
     const double twice = params.copy_bytes > 0 ? 1.19 : 1.0;
     const double pairwise_stores = params.k_vector != 0 ? 0 : 2200;
-    const double work = 375 + 0.42 * elements * twice + 157 * k_blocks + pairwise_stores;
+    // A chunk takes what a pair takes without the way through registers.
+    const double copies = instance.by_chunks ? 0.06 * elements : 0.42 * elements * twice;
+    const double work = 375 + copies + 157 * k_blocks + pairwise_stores;
     return {300, work, work + 2900 + 630 * k_blocks};
   }
   if (problem.op == Op::kDgrad) {
@@ -333,12 +400,13 @@ TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem,
     const double work = 210 + 1.07 * copies + 6.4 * products + 0.46 * outputs;
     return {6700, work, work + 4800};
   }
-  const double work = 880 + 0.34 * elements + 6.8 * static_cast<double>(instance.extent);
+  const double copies = (instance.by_chunks ? 0.05 : 0.34) * elements;
+  const double work = 880 + copies + 6.8 * static_cast<double>(instance.extent);
   return {5500, work, work + 2600};
 }
 
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    const Tiling& tiling, int64_t ctas) {
+                    const Tiling& tiling, int64_t epilogue_bytes, int64_t ctas) {
   const int64_t resident = CtasOfSm(instance, tiling, gpu);
   const int64_t active = std::min(resident, CeilDiv(ctas * tiling.grid_y, gpu.sm_count));
   const int64_t waves = CeilDiv(ctas * tiling.grid_y, gpu.sm_count * resident);
@@ -348,7 +416,7 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
                        std::max(static_cast<double>(active) * tile.work, tile.latency);
   const double bytes = 2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() +
                                                  problem.y_elements()) +
-                       static_cast<double>(EpilogueBytes(problem));
+                       static_cast<double>(epilogue_bytes);
   const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
   const double start = gpu.launch_us + kStartUs;
   double microseconds =
@@ -360,9 +428,14 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   return microseconds;
 }
 
-Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
-                int64_t slices, Plan* plan) {
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& gpu, int64_t slices,
+                Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, asked, /*tf32=*/false));
+  ConvProblem problem = asked;
+  if (std::string_view(kernel.name).find("_narrow") != std::string_view::npos) {
+    JAXCONV_RETURN_IF_ERROR(Mirror(asked, &problem));
+  }
   JAXCONV_RETURN_IF_ERROR(Check(kernel, problem));
   Tiling tiling;
   JAXCONV_RETURN_IF_ERROR(MakeTiling(instance, problem, gpu, &tiling));
@@ -382,14 +455,14 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   }
   auto launch = std::make_shared<LaunchParams>();
   launch->kernel = tiling.params;
-  launch->kernel.epilogue = EpilogueParams(problem.epilogue);
+  launch->kernel.epilogue = EpilogueParams(asked.epilogue);
   launch->shared_bytes = tiling.shared_bytes;
   launch->grid_x = ctas;
   launch->grid_y = tiling.grid_y;
   plan->kernel = &kernel;
   plan->slices = wgrad ? ctas : 1;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
-  plan->microseconds = Microseconds(instance, problem, gpu, tiling, ctas);
+  plan->microseconds = Microseconds(instance, problem, gpu, tiling, EpilogueBytes(asked), ctas);
   plan->params = std::move(launch);
   return {};
 }

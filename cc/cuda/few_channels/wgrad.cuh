@@ -22,6 +22,7 @@
 #define JAXCONV_CUDA_FEW_CHANNELS_WGRAD_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -35,6 +36,148 @@
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::few_channels {
+
+// The halo tile by channel and by residue of the column modulo the stride, so that a word is two
+// neighbouring pixels. Pixels at odd places read a copy that is shifted by one element.
+template <typename T, int kBlocksM>
+struct SortedHalo {
+  const Params& params;
+  unsigned char* halo;
+  // One channel of one row of x, its columns by residue modulo the stride.
+  const int32_t plane;
+  // Where an element of a halo row belongs: by channel, residue and column.
+  unsigned short* place;
+  HaloLoader<T> loader;
+  // Where the elements of this lane's rows lie for the halo tile's first pixel.
+  uint32_t row_address[kBlocksM * 2];
+
+  // `m`: the warp's first row.
+  __device__ __forceinline__ SortedHalo(const Params& p, const T* x, unsigned char* shared,
+                                        int32_t m)
+      : params(p),
+        halo(shared),
+        plane(p.columns.stride * p.pitch),
+        place(reinterpret_cast<unsigned short*>(shared + 2 * p.halo_bytes)),
+        loader(p, x) {
+    const auto row_pairs = static_cast<int32_t>(params.halo_row_divmod.divisor);
+    for (int32_t i = threadIdx.x; i < row_pairs * 2; i += kThreads) {
+      int32_t column, channel, j, residue;
+      params.c_divmod.Divmod(max(0, i - params.halo_lead), &column, &channel);
+      params.column_stride_divmod.Divmod(column, &j, &residue);
+      // Pairs at either end may hold elements that no window wants.
+      const bool wanted = i >= params.halo_lead && j < params.pitch;
+      place[i] = static_cast<unsigned short>(wanted ? channel * plane + residue * params.pitch + j
+                                                    : params.halo_spare);
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kBlocksM * 2; ++i) {
+      const int32_t row = RowOf(params, m + i * 8 + lane / 4);
+      int32_t tap, channel;
+      params.c_divmod.Divmod(max(row, 0), &tap, &channel);
+      const int32_t r = tap / params.columns.filter, s = tap % params.columns.filter;
+      int32_t j, residue;
+      params.column_stride_divmod.Divmod(s * params.columns.dilation, &j, &residue);
+      const int32_t at =
+          (r * params.rows.dilation * params.c + channel) * plane + residue * params.pitch + j;
+      row_address[i] = SharedAddress(halo) +
+                       (j % 2 == 0 ? at * 2 : params.copy_bytes + at * 2 - 2) + lane % 4 * 4;
+    }
+  }
+  // Row m of the GEMM as a row of dw, or -1.
+  static __device__ __forceinline__ int32_t RowOf(const Params& params, int32_t m) {
+    return m < params.rows.filter * params.columns.filter * params.c ? m : -1;
+  }
+  // The loader's pairs -> a buffer.
+  __device__ __forceinline__ void Store(int buffer) {
+    unsigned char* to = halo + buffer * params.halo_bytes;
+    loader.Store([this, to](int32_t row, int32_t pair, uint32_t value) {
+      const uint32_t places = reinterpret_cast<const uint32_t*>(place)[pair];
+      auto* low = reinterpret_cast<unsigned short*>(to) + row * params.c * plane;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        auto* at = low + (e == 0 ? places & 0xffff : places >> 16);
+        const auto half = static_cast<unsigned short>(e == 0 ? value : value >> 16);
+        *at = half;
+        // The copy is shifted by one element.
+        if (params.copy_bytes > 0) at[params.copy_bytes / 2 - 1] = half;
+      }
+    });
+  }
+  __device__ __forceinline__ void LoadFirst(const PixelTile& tile) {
+    for (loader.Begin(tile); loader.More();) {
+      loader.Load();
+      Store(0);
+    }
+  }
+  // Of a block of 16 pixels.
+  __device__ __forceinline__ uint32_t Offset(int buffer, int32_t down, int32_t column) const {
+    return buffer * params.halo_bytes + (down * params.rows.stride * params.c * plane + column) * 2;
+  }
+  __device__ __forceinline__ void Fragment(int i, uint32_t offset, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) a[e] = LoadWord(row_address[i * 2 + e % 2] + offset + e / 2 * 16);
+  }
+};
+
+// The halo tile as it lies in x, copied by chunks of 16 bytes. A word is two neighbouring elements
+// of a pixel's window, and the words of two pixels are exchanged into two fragments: of the even
+// elements, which are rows 0 to 7 of a block of the GEMM, and of the odd ones, rows 8 to 15. So the
+// rows are runs of a filter row's elements, padded to pairs; the sums of padding are dropped.
+template <typename T, int kBlocksM>
+struct PlainHalo {
+  const Params& params;
+  const uint32_t halo;
+  const ChunkLoader<T> loader;
+  const uint32_t pixel_bytes;  // from one pixel's window to the next
+  uint32_t pair_address[kBlocksM];
+
+  __device__ __forceinline__ PlainHalo(const Params& p, const T* x, unsigned char* shared,
+                                       int32_t m)
+      : params(p),
+        halo(SharedAddress(shared)),
+        loader(p, x),
+        pixel_bytes(p.columns.stride * p.c * 2) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kBlocksM; ++i) {
+      int32_t run, pair;
+      params.pairs_of_run.Divmod(m / 2 + i * 8 + lane / 4, &run, &pair);
+      if (run >= params.runs) run = pair = 0;
+      const int32_t r = run / params.runs_of_row, s = run % params.runs_of_row;
+      const int32_t at = r * params.rows.dilation * params.pitch +
+                         s * params.columns.dilation * params.c + pair * 2 + params.halo_lead -
+                         params.run_lead;
+      pair_address[i] = halo + at * 2 + lane % 4 * 2 * pixel_bytes;
+    }
+  }
+  static __device__ __forceinline__ int32_t RowOf(const Params& params, int32_t m) {
+    int32_t run, pair;
+    params.pairs_of_run.Divmod(m / 16 * 8 + m % 8, &run, &pair);
+    const int32_t element = pair * 2 + m / 8 % 2 - params.run_lead;
+    const bool valid = run < params.runs &&
+                       static_cast<uint32_t>(element) < static_cast<uint32_t>(params.run_elements);
+    return valid ? run * params.run_elements + element : -1;
+  }
+  __device__ __forceinline__ void Load(const PixelTile& tile, int buffer) const {
+    loader.Load(tile, halo + buffer * params.halo_bytes);
+  }
+  __device__ __forceinline__ void LoadFirst(const PixelTile& tile) const { Load(tile, 0); }
+  __device__ __forceinline__ uint32_t Offset(int buffer, int32_t down, int32_t column) const {
+    return buffer * params.halo_bytes + down * params.rows.stride * params.pitch * 2 +
+           column * pixel_bytes;
+  }
+  __device__ __forceinline__ void Fragment(int i, uint32_t offset, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t from = pair_address[i] + offset + half * 8 * pixel_bytes;
+      const uint32_t first = LoadWord(from), second = LoadWord(from + pixel_bytes);
+      a[half * 2] = __byte_perm(first, second, 0x5410);
+      a[half * 2 + 1] = __byte_perm(first, second, 0x7632);
+    }
+  }
+};
 
 template <class Tag>
 __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
@@ -54,41 +197,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   params.column_parts.Divmod(blockIdx.y, &rest, &n_part);
   params.row_parts.Divmod(rest, &batch, &m_part);
   const int n_first = n_part * 64, m_first = m_part * kRows;
-  const int32_t m_end = params.rows.filter * params.columns.filter * params.c;
+  using Source =
+      std::conditional_t<Tag::kByChunks, PlainHalo<T, kBlocksM>, SortedHalo<T, kBlocksM>>;
   const T* x = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
   const T* dy = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
-  // One channel of one row of x, its columns by residue modulo the stride.
-  const int32_t plane = params.columns.stride * params.pitch;
-
-  // Where an element of a halo row belongs: by channel, residue and column.
-  auto* place = reinterpret_cast<unsigned short*>(halo + 2 * params.halo_bytes);
-  const auto row_pairs = static_cast<int32_t>(params.halo_row_divmod.divisor);
-  for (int32_t i = threadIdx.x; i < row_pairs * 2; i += kThreads) {
-    int32_t column, channel, j, residue;
-    params.c_divmod.Divmod(max(0, i - params.halo_lead), &column, &channel);
-    params.column_stride_divmod.Divmod(column, &j, &residue);
-    // Pairs at either end may hold elements that no window wants.
-    const bool wanted = i >= params.halo_lead && j < params.pitch;
-    place[i] = static_cast<unsigned short>(wanted ? channel * plane + residue * params.pitch + j
-                                                  : params.halo_spare);
-  }
-  __syncthreads();
-  HaloLoader<T> loader(params, x);
-  auto store_to = [&](int buffer) {
-    unsigned char* to = halo + buffer * params.halo_bytes;
-    return [&params, to, place, plane](int32_t row, int32_t pair, uint32_t value) {
-      const uint32_t places = reinterpret_cast<const uint32_t*>(place)[pair];
-      auto* low = reinterpret_cast<unsigned short*>(to) + row * params.c * plane;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        auto* at = low + (e == 0 ? places & 0xffff : places >> 16);
-        const auto half = static_cast<unsigned short>(e == 0 ? value : value >> 16);
-        *at = half;
-        // The copy is shifted by one element.
-        if (params.copy_bytes > 0) at[params.copy_bytes / 2 - 1] = half;
-      }
-    };
-  };
   // Pass u of the gradient's copy is block u of 16 pixels.
   const uint32_t gradient =
       SharedAddress(shared) + Gradient::Offset(threadIdx.x / 8, threadIdx.x % 8);
@@ -114,87 +226,97 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int warp_m = threadIdx.x / 32 / (kWarpsN * kWarpsK);
   const int warp_k = threadIdx.x / 32 / kWarpsN % kWarpsK;
   const int warp_column = threadIdx.x / 32 % kWarpsN * kBlocksN * 8;
-  // Where the elements of this lane's rows lie for the halo tile's first pixel.
-  uint32_t row_address[kBlocksM * 2];
-#pragma unroll
-  for (int i = 0; i < kBlocksM * 2; ++i) {
-    const int32_t m = m_first + (warp_m * kBlocksM * 2 + i) * 8 + g;
-    int32_t tap, channel;
-    params.c_divmod.Divmod(m < m_end ? m : 0, &tap, &channel);
-    const int32_t r = tap / params.columns.filter, s = tap % params.columns.filter;
-    int32_t j, residue;
-    params.column_stride_divmod.Divmod(s * params.columns.dilation, &j, &residue);
-    const int32_t at =
-        (r * params.rows.dilation * params.c + channel) * plane + residue * params.pitch + j;
-    row_address[i] =
-        SharedAddress(halo) + (j % 2 == 0 ? at * 2 : params.copy_bytes + at * 2 - 2) + t * 4;
-  }
+  Source source(params, x, halo, m_first + warp_m * kBlocksM * 16);
   const FragmentReader<T, Gradient, true> reader(SharedAddress(shared), warp_column);
 
   float acc[kBlocksM][kBlocksN][4] = {};
   int32_t index = blockIdx.x;
   PixelTile tile(params, index);
+  // A k-block of 16 pixels.
+  auto multiply = [&](int32_t k_block, int buffer) {
+    const int32_t down = k_block >> params.log2_across;
+    const int32_t column = (k_block - (down << params.log2_across)) * 16;
+    // Pixels that y does not have: their gradients are zeros, their x may be NaN.
+    const int32_t left = params.columns.out - tile.column - column;
+    if (tile.row + down >= params.rows.out || left <= 0) return;
+    uint32_t b[kBlocksN / 2][4];
+    reader.Read(buffer * (kPixels / 16) + k_block, b);
+    auto rows = [&](auto whole) {
+      uint32_t mask[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t pair_left = left - half * 8 - t * 2;
+        mask[half] = decltype(whole)::value || pair_left >= 2 ? 0xffffffffu
+                     : pair_left == 1                         ? 0xffffu
+                                                              : 0;
+      }
+      const uint32_t offset = source.Offset(buffer, down, column);
+#pragma unroll
+      for (int i = 0; i < kBlocksM; ++i) {
+        uint32_t a[4];
+        source.Fragment(i, offset, a);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] &= mask[e / 2];
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+          MultiplyAdd<T>(acc[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    };
+    if (Tag::kByChunks && left >= 16) {
+      rows(std::true_type());
+    } else {
+      rows(std::false_type());
+    }
+  };
   if (index < params.tiles) {
     load_gradient(tile, 0);
-    for (loader.Begin(tile); loader.More();) {
-      loader.Load();
-      loader.Store(store_to(0));
-    }
+    source.LoadFirst(tile);
   }
   int buffer = 0;
   for (; index < params.tiles; index += gridDim.x) {
     CopyAsyncWait<0>();
     __syncthreads();
     const PixelTile next(params, index + gridDim.x);
-    if (index + gridDim.x < params.tiles) {
-      load_gradient(next, 1 - buffer);
-      loader.Begin(next);
-    }
-    int k_block = warp_k;
-    // The next halo tile arrives in parts, each while some k-blocks are multiplied.
-    do {
-      if (loader.More()) loader.Load();
-      const int end = loader.Last()
-                          ? kPixels / 16
-                          : min(kPixels / 16, k_block + params.blocks_per_fetch * kWarpsK);
+    const bool more = index + gridDim.x < params.tiles;
+    if (more) load_gradient(next, 1 - buffer);
+    if constexpr (Tag::kByChunks) {
+      if (more) source.Load(next, 1 - buffer);
 #pragma unroll 1
-      for (; k_block < end; k_block += kWarpsK) {
-        const int32_t down = k_block >> params.log2_across;
-        const int32_t column = (k_block - (down << params.log2_across)) * 16;
-        // Pixels that y does not have: their gradients are zeros, their x may be NaN.
-        const int32_t left = params.columns.out - tile.column - column;
-        if (tile.row + down >= params.rows.out || left <= 0) continue;
-        uint32_t mask[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int32_t pair_left = left - half * 8 - t * 2;
-          mask[half] = pair_left >= 2 ? 0xffffffffu : pair_left == 1 ? 0xffffu : 0;
-        }
-        uint32_t b[kBlocksN / 2][4];
-        reader.Read(buffer * (kPixels / 16) + k_block, b);
-        const uint32_t offset = buffer * params.halo_bytes +
-                                (down * params.rows.stride * params.c * plane + column) * 2;
-#pragma unroll
-        for (int i = 0; i < kBlocksM; ++i) {
-          uint32_t a[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            a[e] = LoadWord(row_address[i * 2 + e % 2] + offset + e / 2 * 16) & mask[e / 2];
-          }
-#pragma unroll
-          for (int j = 0; j < kBlocksN; ++j) {
-            MultiplyAdd<T>(acc[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-          }
-        }
+      for (int k_block = warp_k; k_block < kPixels / 16; k_block += kWarpsK) {
+        multiply(k_block, buffer);
       }
-      if (loader.More()) loader.Store(store_to(1 - buffer));
-    } while (loader.More() || k_block < kPixels / 16);
+    } else {
+      HaloLoader<T>& loader = source.loader;
+      if (more) loader.Begin(next);
+      int k_block = warp_k;
+      // The next halo tile arrives in parts, each while some k-blocks are multiplied.
+      do {
+        if (loader.More()) loader.Load();
+        const int end = loader.Last()
+                            ? kPixels / 16
+                            : min(kPixels / 16, k_block + params.blocks_per_fetch * kWarpsK);
+#pragma unroll 1
+        for (; k_block < end; k_block += kWarpsK) multiply(k_block, buffer);
+        if (loader.More()) source.Store(1 - buffer);
+      } while (loader.More() || k_block < kPixels / 16);
+    }
     buffer = 1 - buffer;
     tile = next;
   }
 
   float* out =
       static_cast<float*>(params.out) + blockIdx.x * params.out_elements + batch * params.out_batch;
+  // Where column 0 of a row of dw lies, and how far the columns are apart.
+  const int32_t step = Tag::kNarrow ? params.c : 1;
+  auto row_of = [&](int32_t m) -> float* {
+    if constexpr (!Tag::kNarrow) return out + int64_t{m} * params.k;
+    // dw is (tap, column, c), from its last tap on.
+    int32_t tap, channel;
+    params.c_divmod.Divmod(m, &tap, &channel);
+    tap = params.rows.filter * params.columns.filter - 1 - tap;
+    return out + int64_t{tap} * params.k * params.c + channel;
+  };
   if constexpr (kWarpsK > 1) {
     // The warps' sums are added in order, through shared memory.
     static_assert(kWarpsK * kRows * 64 * 4 <= 2 * kGradientBytes);
@@ -215,29 +337,38 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       float sum = 0;
 #pragma unroll
       for (int from = 0; from < kWarpsK; ++from) sum += sums[from * kRows * 64 + i];
-      const int32_t m = m_first + i / 64, n = n_first + i % 64;
-      if (m < m_end && n < params.k) out[int64_t{m} * params.k + n] = sum;
+      const int32_t m = Source::RowOf(params, m_first + i / 64), n = n_first + i % 64;
+      if (m >= 0 && n < params.k) row_of(m)[n * step] = sum;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kBlocksM * 2; ++i) {
-      const int32_t m = m_first + (warp_m * kBlocksM * 2 + i) * 8 + g;
-      if (m >= m_end) continue;
+      const int32_t m = Source::RowOf(params, m_first + (warp_m * kBlocksM * 2 + i) * 8 + g);
+      if (m < 0) continue;
+      float* const row = row_of(m);
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
         const int32_t n = n_first + warp_column + j * 8 + t * 2;
         if (n >= params.k) continue;
-        *reinterpret_cast<float2*>(out + int64_t{m} * params.k + n) =
-            make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+        const float2 pair = make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+        if constexpr (Tag::kNarrow) {
+          row[n * step] = pair.x;
+          row[(n + 1) * step] = pair.y;
+        } else {
+          *reinterpret_cast<float2*>(row + n) = pair;
+        }
       }
     }
   }
 }
 
 // kWarpsM x kWarpsN x kWarpsK warps: of rows, of output channels and of the pixels of a tile.
-template <Op kOp, DType kType, int kRows, int kCtasPerSm_, int kWarpsM_, int kWarpsN_, int kWarpsK_>
+template <Op kOp, DType kType, int kRows, int kCtasPerSm_, bool kByChunks_, int kWarpsM_,
+          int kWarpsN_, int kWarpsK_>
 struct Wgrad {
   static_assert(kOp == Op::kWgrad);
+  static constexpr bool kNarrow = false;
+  static constexpr bool kByChunks = kByChunks_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
   static constexpr int kBlocksM = kRows / 16 / kWarpsM;  // of one MMA, of a warp
@@ -248,8 +379,8 @@ struct Wgrad {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
     const auto& launch = plan.As<LaunchParams>();
     Params params = launch.kernel;
-    params.lhs = operands.lhs;
-    params.rhs = operands.rhs;
+    params.lhs = Tag::kNarrow ? operands.rhs : operands.lhs;
+    params.rhs = Tag::kNarrow ? operands.lhs : operands.rhs;
     params.out = operands.workspace;
     BindEpilogue(operands, &params.epilogue);
     JAXCONV_RETURN_IF_ERROR(
@@ -258,6 +389,13 @@ struct Wgrad {
                                                 params.out_elements, plan.slices, params.k,
                                                 params.epilogue, operands.out, kType, stream);
   }
+};
+
+// Of few output channels and stride 1: dy is the tensor of few channels, and x the other.
+template <Op kOp, DType kType, int kRows, int kCtasPerSm, bool kByChunks, int kWarpsM, int kWarpsN,
+          int kWarpsK>
+struct NarrowWgrad : Wgrad<kOp, kType, kRows, kCtasPerSm, kByChunks, kWarpsM, kWarpsN, kWarpsK> {
+  static constexpr bool kNarrow = true;
 };
 
 }  // namespace jaxconv::few_channels
