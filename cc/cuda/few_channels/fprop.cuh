@@ -156,7 +156,7 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
   }
 }
 
-// An epilogue of scale, bias and a clamp (FusedEpilogue::Clamps), on the accumulators, which are then
+// An epilogue of scale, bias and a clamp (Clamps), on the accumulators, which are then
 // stored as a plain tile's: half the bytes through shared memory. For even K.
 __device__ __forceinline__ void ClampPixels(const Params& params, const FusedEpilogue& epilogue,
                                             int n_first, float (&acc)[2][8][4]) {
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     bool finished = Tag::Epilogue::kPlain;
     if constexpr (!Tag::Epilogue::kPlain && Tag::kByChunks) {
       // (The pairs in flight leave no registers for this.)
-      if (params.k_vector && epilogue.Clamps() && params.epilogue.residual == nullptr) {
+      if (params.k_vector && Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
         ClampPixels(params, epilogue, n_first, acc);
         finished = true;
       }
