@@ -302,7 +302,7 @@ EDGE = [
 
 
 def _depthwise_problems() -> list[Problem]:
-    """Of every window for which there are kernels of their own, four each."""
+    """Of every window for which there are kernels of their own, six each."""
     found = []
     for window, stride in (
         ((3, 3), 1),
@@ -322,6 +322,9 @@ def _depthwise_problems() -> list[Problem]:
             make(f"{name}_odd_channels", (9, 34), c=35, k=35, groups=35),
             make(f"{name}_multiplier", (11, 12), c=6, k=12, groups=6),
             make(f"{name}_batched", (10, 13), n=1, c=8, k=8, groups=8, batch=3),
+            # Several tiles of the channels; maps of which a tile has several.
+            make(f"{name}_wide", (5, 40), n=1, c=136, k=136, groups=136),
+            make(f"{name}_small_maps", (6, 7), n=5, c=16, k=16, groups=16),
         ]
     return found
 

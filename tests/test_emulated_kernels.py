@@ -74,6 +74,17 @@ DEPTHWISE = [
         padding=((1, 0), (4, 4), (9, 10)),
     ),
 ]
+# Of the instances that copy by TMA: channels in multiples of 8, several tiles a CTA, tiles of
+# several images, a batch of filters.
+DEPTHWISE_TMA = [
+    problem("3x3", (9, 31), 3, n=3, c=72, k=72, groups=72, padding=1),
+    problem("3x3", 7, 3, n=3, c=40, k=40, groups=40, padding=((0, 2), (1, 1)), batch=2),
+    problem("3x3_stride2", (9, 44), 3, n=3, c=72, k=72, groups=72, padding=1, stride=2),
+    problem("5x5", (15, 20), 5, n=3, c=40, k=40, groups=40, padding=((0, 4), (2, 1))),
+    problem("7x7", (9, 30), 7, n=5, c=40, k=40, groups=40, padding=3),
+    problem("1x3", (2, 131), (1, 3), c=136, k=136, groups=136, padding=(0, 1)),
+    problem("1x4", (1, 333), (1, 4), c=72, k=72, groups=72, padding=((0, 0), (3, 0))),
+]
 # What the other instances do not take: dilation, two outputs of each channel, dilated inputs.
 DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
@@ -257,6 +268,12 @@ EPILOGUES = {
     "fprop_few_channels_bf16_128x64": [(IMAGE_ODD, "bias residual sigmoid pre", "")],
     "fprop_depthwise_bf16_64ch_3x3": [(DEPTHWISE[0], "scale bias residual relu6 pre", "")],
     "fprop_depthwise_f16_64ch_any": [(DEPTHWISE_ANY, "bias gelu", "")],
+    "fprop_depthwise_bf16_64ch_3x3_tma": [(DEPTHWISE_TMA[0], "scale bias relu6", "")],
+    "fprop_depthwise_f16_32ch_7x7_tma": [
+        (DEPTHWISE_TMA[4], "bias", ""),
+        (DEPTHWISE_TMA[4], "scale residual silu pre", ""),
+    ],
+    "fprop_depthwise_bf16_32ch_7x7": [(DEPTHWISE[4], "scale bias relu", "")],
     "fprop_depthwise_f32_32ch_5x5_stride2": [(DEPTHWISE[3], "scale residual hard_swish", "")],
 }
 
@@ -287,6 +304,10 @@ def lines_of(family: str) -> list[str]:
 
 def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
     op, _, _, _, filter_and_stride = instance.split("_", 4)
+    if filter_and_stride.endswith("_tma"):
+        of_name = filter_and_stride.removesuffix("_tma")
+        yield from ((p, "") for p in DEPTHWISE_TMA if p.name == of_name)
+        return
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
         # dgrad of a stride also takes kernels that put zeros into dy's box.
         names = {p.name, p.name.removesuffix("_stride2") if op == "dgrad" else p.name}

@@ -11,8 +11,6 @@ constexpr int64_t kReservedBytesOfCta = 1024;
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxSlices = 1024;
-// A slice shorter than this spends more time on filling its stages than on its sums.
-constexpr int64_t kMinItemsOfSlice = 4;
 
 // The slices whose waves of CTAs take the least time together; more slices than another number only
 // where they are 5 % faster, since their sums are added as well.
@@ -117,14 +115,14 @@ int64_t ShareItems(int64_t resident, HaloParams* params) {
 }
 
 Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
-                     HaloParams* params, int64_t* ctas, Plan* plan) {
+                     HaloParams* params, int64_t* ctas, Plan* plan, int64_t min_items) {
   if (slices < 0 || slices > params->items) {
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(params->items) +
                                    ", got " + std::to_string(slices));
   }
   const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};
-  const int64_t most = std::max<int64_t>(1, std::min({kMaxSlices, params->items / kMinItemsOfSlice,
-                                                      kMaxWorkspaceBytes / bytes_of_slice}));
+  const int64_t most = std::max<int64_t>(
+      1, std::min({kMaxSlices, params->items / min_items, kMaxWorkspaceBytes / bytes_of_slice}));
   plan->slices = slices > 0 ? slices : ChooseSlices(parts, resident, most);
   plan->workspace_bytes = plan->slices * bytes_of_slice;
   params->slices = static_cast<int32_t>(plan->slices);

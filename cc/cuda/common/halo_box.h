@@ -76,6 +76,9 @@ struct HaloLaunch {
   DType out_dtype = DType::kF32;
 };
 
+// A slice shorter than this spends more time on filling its stages than on its sums.
+inline constexpr int64_t kMinItemsOfSlice = 4;
+
 // Fills what the problem alone decides and all families have alike: the axes, whose tiles are not
 // shaped but along the depth, where a tile is one position; the batch, the output.
 void DescribeAxes(const ConvProblem& problem, HaloParams* params);
@@ -98,9 +101,10 @@ Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams*
 int64_t ShareItems(int64_t resident, HaloParams* params);
 
 // How a wgrad of `parts` CTAs a slice is cut, whose items are counted: as asked, or into as many slices
-// as fill `resident` CTAs. Fills plan->slices and the workspace, and the CTAs.
+// as fill `resident` CTAs, of min_items at least. Fills plan->slices and the workspace, and the CTAs.
 Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
-                     HaloParams* params, int64_t* ctas, Plan* plan);
+                     HaloParams* params, int64_t* ctas, Plan* plan,
+                     int64_t min_items = kMinItemsOfSlice);
 
 // CTAs that share an SM, at most `most`.
 int64_t CtasOfSm(int64_t most, int64_t shared_bytes, const Gpu& gpu);

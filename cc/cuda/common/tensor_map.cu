@@ -73,18 +73,20 @@ Status EncodeIm2col(const DenseTensor& tensor, const Layout& layout, const int32
 
 }  // namespace
 
-Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap* map) {
+Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap* map,
+                      bool swizzled) {
   static const auto encode =
       EntryPoint<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return Status::Internal("the driver has no cuTensorMapEncodeTiled");
   const Layout layout = LayoutOf(tensor);
   cuuint32_t box_extent[5], element_stride[5];
   for (int i = 0; i < tensor.rank; ++i) box_extent[i] = box[i], element_stride[i] = 1;
-  return Check("cuTensorMapEncodeTiled",
-               encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address),
-                      layout.extent, layout.stride, box_extent, element_stride,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, SwizzleOf(box[0] * ByteWidth(tensor.dtype)),
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+  return Check(
+      "cuTensorMapEncodeTiled",
+      encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address), layout.extent,
+             layout.stride, box_extent, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzled ? SwizzleOf(box[0] * ByteWidth(tensor.dtype)) : CU_TENSOR_MAP_SWIZZLE_NONE,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 Status EncodeIm2colMap(const DenseTensor& tensor, const int32_t* lower, const int32_t* upper,

@@ -30,7 +30,6 @@
 #define JAXCONV_CUDA_DEPTHWISE_DIRECT_CUH_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
@@ -38,13 +37,14 @@
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
 #include "cuda/depthwise/params.h"
+#include "cuda/depthwise/store_block.cuh"
 #include "cuda/depthwise/warp_block.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace jaxconv::depthwise {
 
 // The taps of a step as float32: taps[tap][channel of the tile].
-template <typename T, int kChannels>
+template <typename T, int kChannels, int kCtaThreads = kThreads>
 __device__ __forceinline__ void FillTaps(const Params& params, const TilePlace& tile,
                                          const Step& step, int32_t rows, float* taps) {
   const int32_t columns = params.axis[2].taps, count = rows * columns;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void FillTaps(const Params& params, const TilePlace& 
   const int32_t all = params.axis[0].taps * params.axis[1].taps * columns;
   const T* filter = static_cast<const T*>(params.filter) +
                     params.images_divmod.Div(tile.image) * params.filter_stride;
-  for (int32_t i = threadIdx.x; i < count * kChannels; i += kThreads) {
+  for (int32_t i = threadIdx.x; i < count * kChannels; i += kCtaThreads) {
     const int32_t channel = tile.first_channel + i % kChannels;
     const int32_t tap = first + i / kChannels;
     const int64_t at = int64_t{params.flip ? all - 1 - tap : tap} * params.tap_stride +
@@ -125,121 +125,6 @@ __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigne
         for (int v = 0; v < kVec; ++v) sums[p][q][v] = fmaf(pixel[v], tap[v], sums[p][q][v]);
       }
     }
-  }
-}
-
-// Stores the lane's channels of a warp's block, whose first output is `first`, and clears the sums. kPairs:
-// both channels of a lane exist or neither, and are stored together.
-template <typename Out, bool kPairs, class Tag, class Epilogue>
-__device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue& epilogue,
-                                           const TilePlace& first, int32_t channel,
-                                           float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
-  constexpr int kVec = Tag::kVec;
-  const int32_t height = params.axis[1].out, width = params.axis[2].out;
-  const bool exists = first.exists && channel < params.channels;
-  // A tile of a spread instance may begin before the first output.
-  auto inside = [](int32_t at, int32_t extent) {
-    return Tag::kSpread == 1 ? at < extent : Inside(at, extent);
-  };
-  const int64_t pixel =
-      ((int64_t{first.image} * params.axis[0].out + first.depth) * height + first.row) * width +
-      first.column;
-  Out* line = static_cast<Out*>(params.out) + pixel * params.channels + channel;
-#pragma unroll
-  for (int p = 0; p < Tag::kRows; ++p) {
-    const bool row_inside = exists && inside(first.row + p, height);
-    Out* at = line;
-#pragma unroll
-    for (int q = 0; q < Tag::kStrip; ++q) {
-      Out elements[kVec];
-      const int64_t row = pixel + int64_t{p} * width + q;
-      const bool stored = row_inside && inside(first.column + q, width);
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        const OutputPlace place{row * params.channels + channel + v, static_cast<int32_t>(row),
-                                channel + v, stored && channel + v < params.channels};
-        elements[v] = FromFloat<Out>(epilogue.template operator()<Out>(sums[p][q][v], place));
-        sums[p][q][v] = 0;
-      }
-      if (stored) {
-        if constexpr (kPairs) {
-          using Pair = std::conditional_t<sizeof(Out) == 4, uint2, uint32_t>;
-          Pair packed;
-          memcpy(&packed, elements, sizeof(packed));
-          *reinterpret_cast<Pair*>(at) = packed;
-        } else {
-#pragma unroll
-          for (int v = 0; v < kVec; ++v) {
-            if (v == 0 || channel + v < params.channels) at[v] = elements[v];
-          }
-        }
-      }
-      at += params.channels;
-    }
-    line += int64_t{width} * params.channels;
-  }
-}
-
-// The same with the fused epilogue, a row of the block after another: the loop over them is not
-// unrolled, so that there is one copy of it, and a uniform branch picks the sums. Both channels of a
-// lane exist or neither.
-template <typename T, class Tag>
-__device__ __forceinline__ void StoreFusedBlock(const Params& params, const FusedEpilogue& epilogue,
-                                                const TilePlace& first, int32_t channel,
-                                                float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
-  constexpr int kVec = Tag::kVec, kStrip = Tag::kStrip;
-  constexpr int kPart = kVec == 2 ? (kStrip + 1) / 2 : kStrip;  // under way at a time
-  static_assert(Tag::kSpread == 1);
-  const int32_t height = params.axis[1].out, width = params.axis[2].out;
-  const bool exists = first.exists && channel < params.channels;
-  const int64_t pixel =
-      ((int64_t{first.image} * params.axis[0].out + first.depth) * height + first.row) * width +
-      first.column;
-  ChannelTerms<kVec> terms;
-#pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    const ChannelTerms<1> of = epilogue.Terms<1>(exists ? channel + v : 0);
-    terms.scale[v] = of.scale[0], terms.bias[v] = of.bias[0];
-  }
-#pragma unroll 1
-  for (int p = 0; p < Tag::kRows; ++p) {
-    const int columns = exists && first.row + p < height ? width - first.column : 0;
-    const int64_t line = (pixel + int64_t{p} * width) * params.channels + channel;
-#pragma unroll
-    for (int q0 = 0; q0 < kStrip; q0 += kPart) {
-      const int64_t at = line + q0 * params.channels;
-      Neighbours<T, kVec> residual[kPart];
-      if (epilogue.params.residual != nullptr) {
-#pragma unroll
-        for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
-          if (q0 + q < columns) residual[q] = epilogue.Residual<T, kVec>(at + q * params.channels);
-        }
-      }
-      float values[kPart][kVec];
-#pragma unroll
-      for (int k = 0; k < Tag::kRows; ++k) {
-        if (k != p) continue;
-#pragma unroll
-        for (int i = 0; i < kPart * kVec; ++i) {
-          values[i / kVec][i % kVec] =
-              q0 + i / kVec < kStrip ? sums[k][(q0 + i / kVec) % kStrip][i % kVec] : 0;
-        }
-      }
-#pragma unroll
-      for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
-        epilogue.Scale(terms, values[q]);
-        if (q0 + q < columns) epilogue.Add<T>(values[q], residual[q], at + q * params.channels);
-        Activate(epilogue.params.activation, epilogue.params.negative_slope, values[q]);
-        if (q0 + q < columns) {
-          Neighbours<T, kVec>::Rounded(values[q]).Store(static_cast<T*>(params.out) + at +
-                                                        q * params.channels);
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < Tag::kRows * kStrip * kVec; ++i) {
-    sums[i / (kStrip * kVec)][i / kVec % kStrip][i % kVec] = 0;
   }
 }
 
@@ -318,7 +203,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         }
       };
       if constexpr (!Epilogue::kPlain) {
-        StoreFusedBlock<T, Tag>(params, epilogue, first, channel, sums);
+        // More sums, and the two ways to store them, would not fit in the registers.
+        constexpr bool kFew = Tag::kRows * Tag::kStrip * kVec <= 28;
+        if (kFew && LaneClamp<kVec>::Takes(epilogue)) {
+          const bool exists = first.exists && channel < params.channels;
+          const LaneClamp<kVec> clamp(epilogue, LaneTerms<kVec>(epilogue, exists ? channel : 0));
+          StoreInside<T, Tag>(params, first, channel, sums, clamp);
+          ClearSums<Tag>(sums);
+        } else {
+          StoreFusedBlock<T, Tag>(params, epilogue, first, channel, sums);
+        }
       } else if (kVec == 2 && params.channels % 2 == 0) {
         store(std::bool_constant<kVec == 2>());
       } else {

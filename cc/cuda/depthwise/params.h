@@ -21,6 +21,8 @@ struct Params : HaloParams {
   // next; where the band lies in shared memory.
   int32_t stage_rows = 0, plane_bytes = 0, plane_row_bytes = 0, band_offset = 0;
   int32_t tap_parts = 1;  // wgrad: groups of taps, each with CTAs of its own
+  // direct_tma_sm90.cuh and wgrad_tma_sm90.cuh; where dy lies in a stage.
+  int32_t stages = 2, walked_offset = 0;
 };
 
 // hankel.cuh. box_columns divides by the words of a row of x.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "cuda/common/instances.h"
 #include "cuda/depthwise/hankel_plan.h"
@@ -17,9 +18,11 @@ namespace {
 // A line of kernels.def, of direct.cuh and wgrad.cuh.
 struct Instance {
   int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm, lanes = 32;
+  bool tma = false;
+  int64_t threads = kThreads;  // of a CTA
   bool any() const { return filter_rows == 0; }
   int64_t channels() const { return lanes * vec; }
-  int64_t blocks() const { return kThreads / lanes; }  // of a tile
+  int64_t blocks() const { return threads / lanes; }  // of a tile
   // Whether it is written for dy of a strided convolution (Axis::halved).
   bool spread(Op op) const { return op == Op::kDgrad && stride == 2; }
 };
@@ -29,6 +32,30 @@ struct Instance {
 // bytes of a box and for an output, latencies included.
 constexpr double kIssueShare = 0.84;
 constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
+// The same of kernels whose boxes TMA copies, to 38 times, and the microseconds until the first boxes are
+// there, which small layers see.
+constexpr double kTmaIssueShare = 0.7, kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11,
+                 kTmaStart = 1.5;
+
+// Of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh.
+// A slice of wgrad has at least two items: both are copied from the start.
+constexpr int64_t kMinTmaItems = 2;
+constexpr int64_t kMostStages = 4, kMostBoxPixels = 256, kCopyAlignment = 128;
+
+// What a tiled copy can bring.
+Status CheckTma(const ConvProblem& problem, const Params& params) {
+  bool dilated = false;
+  for (const Axis& axis : params.axis) dilated = dilated || axis.in_dilation.divisor != 1;
+  if (!params.vector || dilated || problem.filter[0] != 1) {
+    return Status::Unimplemented(
+        "expected as many outputs as inputs, channels in multiples of 8, inputs without dilation "
+        "and a filter without depth");
+  }
+  if (params.out_is_f32 && problem.op != Op::kWgrad) {
+    return Status::Unimplemented("stores results of the operands' type");
+  }
+  return {};
+}
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -50,30 +77,45 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
   return CheckStride(problem, 1);
 }
 
-// Pixels of a stage: of the images' boxes, and of wgrad's tiles of dy.
-int64_t StagePixels(const Params& params, bool wgrad) {
-  const Axis &rows = params.axis[1], &columns = params.axis[2];
-  return params.tile_images *
-         (int64_t{rows.box} * columns.box + (wgrad ? int64_t{rows.tile} * columns.tile : 0));
+// Shared memory beside the stages: two buffers of taps, or wgrad's sums, which lie over the stages. With
+// TMA taps, scale and bias, and the barriers of the stages.
+int64_t TapBytes(const Instance& instance, const Params& params, bool wgrad) {
+  const int64_t barriers = instance.tma ? 2 * kMostStages * 8 : 0;
+  if (wgrad) return barriers;
+  const int64_t row_taps = instance.any() ? 1 : params.axis[1].taps;
+  const int64_t bytes =
+      row_taps * params.axis[2].taps * instance.channels() * int64_t{sizeof(float)};
+  if (!instance.tma) return 2 * bytes;
+  return bytes + 2 * instance.channels() * int64_t{sizeof(float)} + barriers;
 }
 
-// Shared memory beside the stages: two buffers of taps, or wgrad's sums, which lie over the stages.
-int64_t TapBytes(const Instance& instance, const Params& params, bool wgrad) {
-  if (wgrad) return 0;
-  const int64_t row_taps = instance.any() ? 1 : params.axis[1].taps;
-  return 2 * row_taps * params.axis[2].taps * instance.channels() * int64_t{sizeof(float)};
+// Where wgrad's tiles of dy begin in a stage.
+int64_t BoxBytes(const Instance& instance, const Params& params, int64_t width) {
+  const int64_t bytes = params.tile_images * int64_t{params.axis[1].box} * params.axis[2].box *
+                        instance.channels() * width;
+  return instance.tma ? CeilDiv(bytes, kCopyAlignment) * kCopyAlignment : bytes;
+}
+
+int64_t StageBytes(const Instance& instance, const Params& params, int64_t width, bool wgrad) {
+  const int64_t boxes = BoxBytes(instance, params, width);
+  if (!wgrad) return boxes;
+  const int64_t bytes = params.tile_images * int64_t{params.axis[1].tile} * params.axis[2].tile *
+                        instance.channels() * width;
+  return boxes + (instance.tma ? CeilDiv(bytes, kCopyAlignment) * kCopyAlignment : bytes);
 }
 
 int64_t SharedBytes(const Instance& instance, const Params& params, int64_t width, bool wgrad) {
-  const int64_t stages = 2 * StagePixels(params, wgrad) * instance.channels() * width;
-  if (!wgrad) return stages + TapBytes(instance, params, wgrad);
+  const int64_t stages = params.stages * StageBytes(instance, params, width, wgrad) +
+                         TapBytes(instance, params, wgrad);
+  if (!wgrad) return stages;
   const int64_t taps =
       instance.any() ? instance.filter_columns : instance.filter_rows * instance.filter_columns;
   return std::max(stages, kWarps * taps * instance.channels() * int64_t{sizeof(float)});
 }
 
 // Tiles of 8 blocks: side by side, below each other, of several images. The shape that copies and
-// computes least of those that fit, an SM with a single CTA counted as half as fast again.
+// computes least of those that fit, an SM with a single CTA counted as half as fast again. Warps do
+// nothing for a pixel that TMA copies.
 Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t width,
                  const Gpu& gpu, Params* params) {
   const bool wgrad = problem.op == Op::kWgrad;
@@ -89,14 +131,16 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
     shape.blocks_across = static_cast<int32_t>(across);
     shape.blocks_down = static_cast<int32_t>(down);
     shape.tile_images = static_cast<int32_t>(images);
+    if (instance.tma && std::max(rows.box, columns.box) > kMostBoxPixels) return;
     const int64_t bytes = SharedBytes(instance, shape, width, wgrad);
     fewest_bytes = std::min(fewest_bytes, bytes);
     const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
     if (ctas == 0) return;
     // Of one image. An output costs about as much as a pixel of the box.
+    const double pixel = instance.tma ? 0.25 : 1;
     const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
                         columns.tiles.divisor *
-                        (static_cast<double>(rows.box) * columns.box +
+                        (pixel * static_cast<double>(rows.box) * columns.box +
                          static_cast<double>(tile_rows * tile_columns));
     if (work >= least) return;
     least = work;
@@ -111,7 +155,7 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
   }
   if (least == HUGE_VAL) {
     return Status::Unimplemented(fewest_bytes == INT64_MAX
-                                     ? "the window is wider than 32,767 pixels"
+                                     ? "the window is wider than a box may be"
                                      : "two boxes of pixels need " + std::to_string(fewest_bytes) +
                                            " bytes of shared memory, the GPU has " +
                                            std::to_string(gpu.smem_per_block_optin));
@@ -126,8 +170,8 @@ double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage
   const bool wgrad = problem.op == Op::kWgrad;
   const auto vec = static_cast<double>(instance.vec);
   const auto outputs = static_cast<double>(instance.rows * instance.strip);
-  const double item =
-      kItemSlots + static_cast<double>(stage_bytes) / (16 * 32 * kWarps) * kCopySlots;
+  const double copied = static_cast<double>(stage_bytes) / (16 * 32 * kWarps);
+  const double item = kItemSlots + (instance.tma ? 0 : copied * kCopySlots);
   if (instance.any()) {
     const double taps = wgrad ? static_cast<double>(instance.filter_columns) : params.axis[2].taps;
     return item + taps * outputs * (2 + 2 * vec);
@@ -142,7 +186,10 @@ double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage
   const double multiplications =
       outputs * vec * static_cast<double>(instance.filter_rows * instance.filter_columns) /
       static_cast<double>(spread * spread);
-  return item + window * (1 + vec) + multiplications + (wgrad ? 0 : outputs * kStoreSlots);
+  const double stored = outputs * (!instance.tma ? kStoreSlots
+                                   : spread > 1  ? kTmaSpreadStoreSlots
+                                                 : kTmaStoreSlots);
+  return item + window * (1 + vec) + multiplications + (wgrad ? 0 : stored);
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -155,16 +202,23 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   DescribeOperands(problem, kernel.dtype, &params);
   params.epilogue = EpilogueParams(problem.epilogue);
   if (instance.spread(problem.op)) HalveBoxes(&params);
+  if (instance.tma) JAXCONV_RETURN_IF_ERROR(CheckTma(problem, params));
   const int64_t width = ByteWidth(kernel.dtype);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, problem, width, gpu, &params));
 
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  const int64_t stage_bytes = StagePixels(params, wgrad) * instance.channels() * width;
+  const int64_t stage_bytes = StageBytes(instance, params, width, wgrad);
   params.stage_bytes = static_cast<int32_t>(stage_bytes);
+  params.walked_offset = static_cast<int32_t>(BoxBytes(instance, params, width));
   launch->shared_bytes = SharedBytes(instance, params, width, wgrad);
 
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
+  while (instance.tma && params.stages < kMostStages &&
+         CtasOfSm(ctas_of_sm, launch->shared_bytes + stage_bytes, gpu) == ctas_of_sm) {
+    ++params.stages;
+    launch->shared_bytes = SharedBytes(instance, params, width, wgrad);
+  }
   const int64_t resident = gpu.sm_count * ctas_of_sm;
   const int64_t row_taps = instance.any() ? rows.taps : 1;
   int64_t longest;  // steps of a CTA
@@ -174,8 +228,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     const int64_t parts = params.axis[0].taps * row_taps * column_parts;
     params.tap_parts = static_cast<int32_t>(parts);
     const int64_t ctas = params.channel_tiles.divisor * parts * problem.batch;
-    JAXCONV_RETURN_IF_ERROR(
-        CutIntoSlices(problem, ctas, resident, slices, &params, &launch->ctas, plan));
+    JAXCONV_RETURN_IF_ERROR(CutIntoSlices(problem, ctas, resident, slices, &params, &launch->ctas,
+                                          plan, instance.tma ? kMinTmaItems : kMinItemsOfSlice));
     launch->out_elements = problem.w_elements();
     longest = CeilDiv(params.items, plan->slices) * CeilDiv(launch->ctas, resident);
   } else {
@@ -184,20 +238,34 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     longest = CeilDiv(params.items, launch->ctas) * params.axis[0].taps * row_taps * params.reduce;
   }
   launch->out_dtype = problem.output_dtype();
+  // Tiles that TMA fills in part are slower than their share of work says (3x3 of stride 2 on 96 channels:
+  // 333 us in tiles of 64); why is not known.
+  const double waste = instance.tma ? static_cast<double>(params.channel_tiles.divisor) *
+                                          instance.channels() / params.channels
+                                    : 1;
   const double bytes = static_cast<double>(width) *
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
   const auto warps = static_cast<double>(
-      longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * kWarps);
-  const double issue = warps * SlotsOfStep(instance, params, stage_bytes, problem) /
-                       (4.0 * gpu.cycles_per_us() * kIssueShare);
-  const double copy = bytes / (gpu.dram_bytes_per_us * kDramShare);
+      longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * instance.threads / 32);
+  const double issue = waste * warps * SlotsOfStep(instance, params, stage_bytes, problem) /
+                       (4.0 * gpu.cycles_per_us() * (instance.tma ? kTmaIssueShare : kIssueShare));
+  const double copy = waste * bytes / (gpu.dram_bytes_per_us * kDramShare);
   // Near the balance neither bound is reached.
-  plan->microseconds =
-      gpu.launch_us * (wgrad ? 2 : 1) + std::pow(std::pow(issue, 4) + std::pow(copy, 4), 0.25);
+  plan->microseconds = gpu.launch_us * (wgrad ? 2 : 1) + (instance.tma ? kTmaStart : 0) +
+                       std::pow(std::pow(issue, 4) + std::pow(copy, 4), 0.25);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};
+}
+
+// The first and last compute capability of an instance.
+template <class Of>
+std::pair<int, int> CapabilitiesOf(const Of&) {
+  return {80, 1000};
+}
+std::pair<int, int> CapabilitiesOf(const Instance& instance) {
+  return instance.tma ? std::pair(90, 90) : std::pair(80, 1000);
 }
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
@@ -205,19 +273,29 @@ PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
 using DirectInstance = Instance;
+using DirectTmaInstance = Instance;
 using WgradInstance = Instance;
+using WgradTmaInstance = Instance;
 
 }  // namespace
 
 const std::vector<KernelDesc>& Kernels() {
   static const std::vector<KernelDesc> kernels = [] {
     std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                      \
-  JAXCONV_ADD_KERNELS(all, ops, types, depthwise, variant, 80, 1000, PlanOf(instance), \
-                      form##Instance, JAXCONV_UNPACK __VA_ARGS__)
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                          \
+  JAXCONV_ADD_KERNELS(all, ops, types, depthwise, variant, CapabilitiesOf(instance).first, \
+                      CapabilitiesOf(instance).second, PlanOf(instance), form##Instance,   \
+                      JAXCONV_UNPACK __VA_ARGS__)
 #define FUSED(...)
 #include "cuda/depthwise/kernels.def"
-    for (KernelDesc& kernel : all) kernel.epilogue_cost.terms = kernel.epilogue_cost.clamps = 0.2;
+    for (KernelDesc& kernel : all) {
+      const bool direct = kernel.plan == MakePlan;
+      const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
+      kernel.epilogue_cost.terms = 0.2;
+      // StoreInside, where the registers allow it beside the other ways.
+      const bool inside = direct && (instance->tma || instance->vec == 1) && !instance->any();
+      kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
+    }
     return all;
   }();
   return kernels;

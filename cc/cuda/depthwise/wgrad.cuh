@@ -36,6 +36,84 @@
 
 namespace jaxconv::depthwise {
 
+// A block's gradients, as float32.
+template <typename T, class Tag>
+__device__ __forceinline__ void LoadGradient(
+    int32_t tile_columns, const unsigned char* walked,
+    float (&gradient)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
+#pragma unroll
+  for (int p = 0; p < Tag::kRows; ++p) {
+#pragma unroll
+    for (int q = 0; q < Tag::kStrip; ++q) {
+      LoadLane<T>(walked + (p * tile_columns + q) * Pixel<T, Tag::kVec>::kBytes, gradient[p][q]);
+    }
+  }
+}
+
+// Adds the block's share to the sums of a filter that is known.
+template <typename T, class Tag>
+__device__ __forceinline__ void AddToTaps(
+    int32_t box_columns, const unsigned char* box,
+    const float (&gradient)[Tag::kRows][Tag::kStrip][Tag::kVec],
+    float (&sums)[Tag::kFilterRows][Tag::kFilterColumns][Tag::kVec]) {
+  constexpr int kVec = Tag::kVec, kBytes = Pixel<T, kVec>::kBytes;
+  constexpr int kR = Tag::kFilterRows, kS = Tag::kFilterColumns, kStride = Tag::kStride;
+  constexpr int kColumns = (Tag::kStrip - 1) * kStride + kS;
+  constexpr int kWindowRows = (Tag::kRows - 1) * kStride + kR;
+#pragma unroll
+  for (int i = 0; i < kWindowRows; ++i) {
+    float pixel[kColumns][kVec];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      LoadLane<T>(box + (i * box_columns + c) * kBytes, pixel[c]);
+    }
+#pragma unroll
+    for (int p = 0; p < Tag::kRows; ++p) {
+      const int r = i - p * kStride;
+      if (r < 0 || r >= kR) continue;
+#pragma unroll
+      for (int q = 0; q < Tag::kStrip; ++q) {
+#pragma unroll
+        for (int s = 0; s < kS; ++s) {
+#pragma unroll
+          for (int v = 0; v < kVec; ++v) {
+            sums[r][s][v] = fmaf(pixel[q * kStride + s][v], gradient[p][q][v], sums[r][s][v]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Stores the CTA's sums of kR x kS taps from tap `before` on: those of the warps, in their order, through
+// `shared` as [warp][tap][channel]. Of taps of a row those before `taps` exist.
+template <int kR, int kS, int kVec>
+__device__ __forceinline__ void StoreTaps(const Params& params, const Share& share,
+                                          const float (&sums)[kR][kS][kVec], float* shared,
+                                          int32_t before, int32_t taps) {
+  constexpr int kChannels = 32 * kVec, kTaps = kR * kS;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 0; i < kTaps; ++i) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      shared[(warp * kTaps + i) * kChannels + lane * kVec + v] = sums[i / kS][i % kS][v];
+    }
+  }
+  __syncthreads();
+  const int32_t all_taps = params.axis[0].taps * params.axis[1].taps * params.axis[2].taps;
+  float* out = static_cast<float*>(params.out) +
+               (int64_t{share.slice} * params.filters + share.filter) * all_taps * params.channels;
+  for (int i = threadIdx.x; i < kTaps * kChannels; i += kThreads) {
+    const int32_t tap = i / kChannels, channel = share.first_channel + i % kChannels;
+    if (channel >= params.channels || tap >= taps) continue;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += shared[w * kTaps * kChannels + i];
+    out[int64_t{before + tap} * params.channels + channel] = sum;
+  }
+}
+
 template <class Tag>
 __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     WgradKernel(const __grid_constant__ Params params) {
@@ -44,9 +122,6 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   constexpr bool kGeneral = Tag::kFilterRows == 0;
   constexpr int kR = kGeneral ? 1 : Tag::kFilterRows;
   constexpr int kS = kGeneral ? Tag::kPartTaps : Tag::kFilterColumns;
-  constexpr int kStride = kGeneral ? 1 : Tag::kStride;
-  constexpr int kColumns = (Tag::kStrip - 1) * kStride + kS;
-  constexpr int kWindowRows = (Tag::kRows - 1) * kStride + kR;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const Share share(params, params.tap_parts, kChannels);
@@ -98,13 +173,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     __syncthreads();
     const unsigned char* box = dynamic + stage * params.stage_bytes;
     float gradient[Tag::kRows][Tag::kStrip][kVec];
-#pragma unroll
-    for (int p = 0; p < Tag::kRows; ++p) {
-#pragma unroll
-      for (int q = 0; q < Tag::kStrip; ++q) {
-        LoadLane<T>(box + walked_at + (p * columns.tile + q) * kBytes, gradient[p][q]);
-      }
-    }
+    LoadGradient<T, Tag>(columns.tile, box + walked_at, gradient);
     if constexpr (kGeneral) {
       // Taps past the filter's last read pixels of the box or behind it; their sums are not stored.
 #pragma unroll
@@ -126,58 +195,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         }
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < kWindowRows; ++i) {
-        float pixel[kColumns][kVec];
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          LoadLane<T>(box + box_at + (i * columns.box + c) * kBytes, pixel[c]);
-        }
-#pragma unroll
-        for (int p = 0; p < Tag::kRows; ++p) {
-          const int r = i - p * kStride;
-          if (r < 0 || r >= kR) continue;
-#pragma unroll
-          for (int q = 0; q < Tag::kStrip; ++q) {
-#pragma unroll
-            for (int s = 0; s < kS; ++s) {
-#pragma unroll
-              for (int v = 0; v < kVec; ++v) {
-                sums[r][s][v] = fmaf(pixel[q * kStride + s][v], gradient[p][q][v], sums[r][s][v]);
-              }
-            }
-          }
-        }
-      }
+      AddToTaps<T, Tag>(columns.box, box + box_at, gradient, sums);
     }
     // The next pass fills this stage.
     __syncthreads();
   }
 
-  // The sums of the warps, in their order: [warp][tap][channel].
   CopyAsyncWait<0>();
-  auto* shared_sums = reinterpret_cast<float*>(dynamic);
-  constexpr int kTaps = kR * kS;
-#pragma unroll
-  for (int i = 0; i < kTaps; ++i) {
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      shared_sums[(warp * kTaps + i) * kChannels + lane * kVec + v] = sums[i / kS][i % kS][v];
-    }
-  }
-  __syncthreads();
   const int32_t before = (step.depth_tap * rows.taps + step.row_tap) * columns.taps + first_tap;
-  const int32_t all_taps = params.axis[0].taps * rows.taps * columns.taps;
-  float* out = static_cast<float*>(params.out) +
-               (int64_t{share.slice} * params.filters + share.filter) * all_taps * params.channels;
-  for (int i = threadIdx.x; i < kTaps * kChannels; i += kThreads) {
-    const int32_t tap = i / kChannels, channel = share.first_channel + i % kChannels;
-    if (channel >= params.channels || (kGeneral && first_tap + tap >= columns.taps)) continue;
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared_sums[w * kTaps * kChannels + i];
-    out[int64_t{before + tap} * params.channels + channel] = sum;
-  }
+  StoreTaps(params, share, sums, reinterpret_cast<float*>(dynamic), before,
+            kGeneral ? columns.taps - first_tap : kR * kS);
 }
 
 // kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any, kFilterColumns at a time.

@@ -1,0 +1,60 @@
+// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers.
+#ifndef JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
+#define JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/tensor_map.h"
+#include "cuda/depthwise/params.h"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+
+namespace jaxconv::depthwise {
+
+// Boxes of `channels` channels: of the gathered tensor, or tiles of the walked one. `images`: of all
+// filters.
+inline Status EncodeBoxes(const Params& params, DType dtype, const void* address, int32_t channels,
+                          int64_t images, bool walked, CUtensorMap* map) {
+  DenseTensor tensor;
+  tensor.dtype = dtype;
+  tensor.rank = 5;
+  tensor.address = address;
+  tensor.extent[0] = walked ? params.channels : params.gathered_channels;
+  int32_t box[5] = {channels, 1, 1, 1, params.tile_images};
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = params.axis[a];
+    tensor.extent[3 - a] = walked ? axis.out : axis.in;
+    box[3 - a] = walked ? axis.tile : axis.box;
+  }
+  tensor.extent[4] = images;
+  return EncodeTiledMap(tensor, box, map, /*swizzled=*/false);
+}
+
+// One thread, before all others pass a barrier: a stage is full when its bytes are there, and empty when
+// every warp has read it.
+__device__ __forceinline__ void InitStages(uint32_t full, uint32_t empty, int32_t stages,
+                                           int warps) {
+  for (int32_t s = 0; s < stages; ++s) {
+    BarrierInit(full + s * 8, 1);
+    BarrierInit(empty + s * 8, warps);
+  }
+  BarrierInitFence();
+}
+
+// Of one thread: copies the boxes of a tile's images.
+__device__ __forceinline__ void CopyBoxes(const Params& params, const CUtensorMap* map,
+                                          const TilePlace& tile, uint32_t shared,
+                                          uint32_t barrier) {
+  const Axis &depths = params.axis[0], &rows = params.axis[1], &columns = params.axis[2];
+  CopyTile5d(shared, map, barrier, tile.first_channel,
+             (tile.column * columns.stride - columns.pad) >> columns.halved,
+             (tile.row * rows.stride - rows.pad) >> rows.halved,
+             tile.depth * depths.stride - depths.pad, tile.image);
+}
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_

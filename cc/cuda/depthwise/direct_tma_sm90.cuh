@@ -1,0 +1,166 @@
+// depthwise, fprop and dgrad: direct.cuh's sums of boxes that TMA copies (sm_90a).
+//
+//     stage 0 | ... | stages - 1 | taps | scale and bias of the channels | barriers
+//
+// A stage: the boxes of a tile's images, [image][row][column][channel], one copy each tile; what lies
+// outside of the tensor arrives as zeros. Nothing of it is computed by the warps, which in direct.cuh
+// take a fifth of their instructions, and 40 % of their time, to copy and to store.
+//
+// Full(s): thread 0 announces a stage's bytes, TMA delivers them, every warp waits. Empty(s): every warp
+// arrives when it has read its window; thread 0, having stored its block, waits and copies the item that is
+// `stages` later. So no barrier of the CTA stands between items, unless taps change: then all wait, and
+// fill them.
+//
+// Refused, with a reason (plan.cc): what TMA cannot walk (channels that are not a multiple of 8, K other
+// than C, dilated inputs, boxes of more than 256 pixels along an axis), filters with a depth.
+#ifndef JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
+#define JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/depthwise/boxes_sm90.cuh"
+#include "cuda/depthwise/direct.cuh"
+#include "cuda/depthwise/params.h"
+#include "cuda/depthwise/store_block.cuh"
+#include "cuda/depthwise/warp_block.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+
+namespace jaxconv::depthwise {
+
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
+    DirectTmaKernel(const __grid_constant__ Params params,
+                    const __grid_constant__ CUtensorMap map) {
+  using T = typename Tag::T;
+  using Epilogue = typename Tag::Epilogue;
+  using Pixels = typename Tag::Pixels;
+  constexpr int kVec = Tag::kVec, kChannels = Pixels::kChannels;
+  constexpr int kTaps = Tag::kFilterRows * Tag::kFilterColumns;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  auto* const taps = reinterpret_cast<float*>(dynamic + params.stages * params.stage_bytes);
+  float* const terms = taps + kTaps * kChannels;  // scale, then bias
+  const uint32_t ring = SharedAddress(dynamic);
+  const uint32_t full = SharedAddress(terms + 2 * kChannels);
+  const uint32_t empty = full + params.stages * 8;
+  const int lane = threadIdx.x % Tag::kLanes;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  const WarpBlock block(params, threadIdx.x / Tag::kLanes, Tag::kRows, Tag::kStrip);
+  const int32_t box_bytes = params.axis[1].box * params.axis[2].box * Pixels::kBytes;
+  const int32_t box_at = block.image * box_bytes +
+                         (block.row * params.axis[1].stride / Tag::kSpread * params.axis[2].box +
+                          block.column * params.axis[2].stride / Tag::kSpread) *
+                             Pixels::kBytes +
+                         lane * kVec * int32_t{sizeof(T)};
+  const uint32_t copied = params.tile_images * box_bytes;
+  const Epilogue epilogue(params.epilogue);
+
+  // Of one thread.
+  auto copy = [&](int32_t item, int32_t stage) {
+    BarrierArriveExpect(full + stage * 8, copied);
+    CopyBoxes(params, &map, TilePlace(params, item, kChannels), ring + stage * params.stage_bytes,
+              full + stage * 8);
+  };
+  if (warp == 0 && ElectOne()) {
+    InitStages(full, empty, params.stages, Tag::kCtaThreads / 32);
+    PrefetchTensorMap(&map);
+  }
+  __syncthreads();
+  WaitForInputs();
+  const Cursor share(params);
+  if (warp == 0 && ElectOne()) {
+    for (int32_t s = 0; s < params.stages && share.item + s < share.end; ++s) {
+      copy(share.item + s, s);
+    }
+  }
+  __syncwarp();
+
+  int64_t held = -1;
+  int32_t stage = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int32_t item = share.item; item < share.end; ++item) {
+    TilePlace first = TilePlace(params, item, kChannels);
+    const int64_t wanted =
+        int64_t{params.images_divmod.Div(first.image)} * params.channels + first.first_channel;
+    if (wanted != held) {
+      held = wanted;
+      __syncthreads();
+      FillTaps<T, kChannels, Tag::kCtaThreads>(params, first, Step(), Tag::kFilterRows, taps);
+      if constexpr (!Epilogue::kPlain) {
+        for (int32_t i = threadIdx.x; i < kChannels; i += Tag::kCtaThreads) {
+          const int32_t channel = min(first.first_channel + i, params.channels - 1);
+          const ChannelTerms<1> of = epilogue.template Terms<1>(channel);
+          terms[i] = of.scale[0], terms[kChannels + i] = of.bias[0];
+        }
+      }
+      __syncthreads();
+    }
+    BarrierWait(full + stage * 8, parity);
+    float sums[Tag::kRows][Tag::kStrip][kVec] = {};
+    AddWindow<T, Tag>(params, dynamic + stage * params.stage_bytes + box_at, taps + lane * kVec,
+                      sums);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) BarrierArrive(empty + stage * 8);
+
+    first = first.OfImage(block.image, params.images);
+    first.row += block.row, first.column += block.column;
+    const int32_t channel = first.first_channel + lane * kVec;
+    if constexpr (Epilogue::kPlain) {
+      StoreInside<T, Tag>(params, first, channel, sums, [](float sum, int) { return sum; });
+    } else if (LaneClamp<kVec>::Takes(epilogue)) {
+      ChannelTerms<kVec> of_lane;
+      const auto* at = reinterpret_cast<const unsigned char*>(terms + lane * kVec);
+      LoadLane<float>(at, of_lane.scale);
+      LoadLane<float>(at + kChannels * sizeof(float), of_lane.bias);
+      StoreInside<T, Tag>(params, first, channel, sums, LaneClamp<kVec>(epilogue, of_lane));
+    } else {
+      StoreFusedBlock<T, Tag>(params, epilogue, first, channel, sums);
+    }
+    __syncwarp();
+    if (warp == 0 && item + params.stages < share.end && ElectOne()) {
+      BarrierWait(empty + stage * 8, parity);
+      copy(item + params.stages, stage);
+    }
+    __syncwarp();
+    if (++stage == params.stages) stage = 0, parity ^= 1;
+  }
+}
+
+// Direct's arguments; the filter is known, operands have 16 bits.
+template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
+          int kRows_, int kStrip_, int kCtasPerSm_, int kLanes_ = 32, int kCtaThreads_ = kThreads>
+struct DirectTma : Direct<kOp, kType, kFilterRows_, kFilterColumns_, kConvStride, kVec_, kRows_,
+                          kStrip_, kCtasPerSm_, kLanes_> {
+  static_assert(kFilterRows_ > 0 && kType != DType::kF32);
+  static constexpr int kCtaThreads = kCtaThreads_;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& launch = plan.As<LaunchParams>();
+    Params params = launch.kernel;
+    params.filter = operands.rhs;
+    params.out = operands.out;
+    BindEpilogue(operands, &params.epilogue);
+    CUtensorMap map;
+    JAXCONV_RETURN_IF_ERROR(EncodeBoxes(params, kType, operands.lhs, Tag::Pixels::kChannels,
+                                        params.images, /*walked=*/false, &map));
+    LaunchConfig config;
+    config.grid = static_cast<unsigned>(launch.ctas);
+    config.threads = Tag::kCtaThreads;
+    config.shared_bytes = launch.shared_bytes;
+    config.overlaps = true;
+    return ::jaxconv::Launch<DirectTmaKernel<Tag>>(plan.kernel->name, config, stream, params, map);
+  }
+};
+
+}  // namespace jaxconv::depthwise
+
+#endif  // JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
