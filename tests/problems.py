@@ -351,6 +351,20 @@ FEW_OUTPUTS = [
     problem("outputs_8_batched", (6, 9), 2, n=1, c=48, k=8, batch=2),
     problem("outputs_7_padded", (4, 5), 3, c=16, k=7, padding=5),
 ]
+# Windows that do not overlap, whose rows have whole 16 bytes.
+PATCHES = [
+    problem("patches_2x2", (8, 10), 2, c=8, k=40, stride=2),
+    problem("patches_4x4", (12, 16), 4, c=4, k=72, stride=4),
+    problem("patches_2x3", (6, 15), (2, 3), n=3, c=16, k=136, stride=(2, 3)),
+    problem("patches_16x16", (32, 48), 16, n=2, c=3, k=24, stride=16),
+]
+# Up to 16 output channels of many input channels, stride 1.
+NARROW = [
+    problem("narrow_3x3", (9, 21), 3, c=24, k=3, padding=1),
+    problem("narrow_1x1", (8, 19), 1, c=40, k=2),
+    problem("narrow_5x3", (11, 18), (5, 3), n=3, c=64, k=1, padding=((2, 2), (0, 2))),
+    problem("narrow_wide", (7, 33), 3, c=48, k=8, padding=1),
+]
 
 # For kernels of groups of few channels only: 2 to 32 channels, tails of a tile of 64.
 SMALL_GROUPS = [

@@ -15,6 +15,8 @@ from problems import (
     DTYPES,
     FEW_OUTPUTS,
     LAYOUTS,
+    NARROW,
+    PATCHES,
     PROBLEMS,
     REPRESENTATIVE,
     SMALL_GROUPS,
@@ -27,13 +29,15 @@ from jaxconv._src import native
 from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op
 
-# Problems for the kernels of one family.
+# Problems for the kernels of one family, or with this part in their names.
 OF_FAMILY = {
     "depthwise": DEPTHWISE,
     "block_diagonal": SMALL_GROUPS,
     "winograd": WINOGRAD,
     "few_pixels": WHOLE_WINDOW,
     "few_outputs": FEW_OUTPUTS,
+    "patches": PATCHES,
+    "narrow": NARROW,
 }
 
 # A kernel that takes fewer of the problems than this would pass the test below by refusing.
@@ -73,7 +77,7 @@ def test_exact_or_refused(platform_name, instance):
     op = Op(instance.split("_")[0])
     device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform_name])[0]
     failures, calls = [], []
-    own = (found for family, found in OF_FAMILY.items() if f"_{family}_" in instance)
+    own = (found for family, found in OF_FAMILY.items() if f"_{family}_" in f"{instance}_")
     for problem in [*PROBLEMS, *next(own, [])]:
         for dtype, (operand, result) in DTYPES.items():
             for layout in LAYOUTS if problem in REPRESENTATIVE else ("last", "krsc"):

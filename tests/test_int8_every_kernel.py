@@ -50,7 +50,8 @@ def case(p: Problem, x_dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def layouts(p: Problem) -> tuple[str, ...]:
-    return ("nhwc", "nchw32") if p.rank == 2 and p.groups != p.c else ("nhwc",)
+    packs = p.rank == 2 and p.groups != p.c and p.k % 32 == 0
+    return ("nhwc", "nchw32") if packs else ("nhwc",)
 
 
 def spec_of(p: Problem, instance: str, layout: str, out: str, *, whole: bool, of_image: bool):

@@ -225,7 +225,7 @@ def depthwise_problems(each: Instance) -> list[Problem]:
     Of wide Toeplitz strips a map is two tiles, and a CTA has its SM alone. Of wgrad by Hankel
     matrices a map is one tile: three tiles of channels, and many images.
     """
-    channels, form = re.match(r"(\d+)ch_(.*)", each.variant).groups()
+    channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma)?$", each.variant).groups()
     if form.startswith("hankel"):
         window = {"hankel_16x16": (9, 13), "hankel_32x32": (17, 31)}[form]
         pads = tuple((r // 2, (r - 1) // 2) for r in window)
@@ -319,8 +319,9 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     if each.family == "igemm_wgmma" and "cluster" not in each.variant:
         slices = 4
         tiles_m = -(-TILES // (2 * slices))
+        inner = 40 if each.variant.endswith("_c48") else contracted(each, 6)
         return (
-            _gather(each, "split", (3, 3), contracted(each, 6), tile_n + tail, tiles_m),
+            _gather(each, "split", (3, 3), inner, tile_n + tail, tiles_m),
             range(2 * slices, slices - 1, -1),
         )
     return (
