@@ -319,9 +319,11 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     if each.family == "igemm_wgmma" and "cluster" not in each.variant:
         slices = 4
         tiles_m = -(-TILES // (2 * slices))
-        inner = 40 if each.variant.endswith("_c48") else contracted(each, 6)
+        # Of 48 channels at most: as many k-blocks by more taps.
+        long = each.variant.endswith("_c48")
+        window, inner = ((5, 9), 40) if long else ((3, 3), contracted(each, 6))
         return (
-            _gather(each, "split", (3, 3), inner, tile_n + tail, tiles_m),
+            _gather(each, "split", window, inner, tile_n + tail, tiles_m),
             range(2 * slices, slices - 1, -1),
         )
     return (
