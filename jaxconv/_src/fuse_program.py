@@ -450,14 +450,8 @@ def _with_calls(
 
 def _statistics(graph: Graph, conv: Convolution) -> Var:
     """A variable for the statistics of a convolution's call."""
-    whole = type_of(graph.eqns[conv.position].outvars[0])
-    kind = whole.update(
-        shape=(2, whole.shape[conv.channel_axis]),
-        dtype=np.dtype(np.float32),
-        weak_type=False,
-        sharding=fused_partition.moments_sharding(conv.spec, whole.sharding),
-    )
-    return compat.variable(kind)
+    y = type_of(graph.eqns[conv.position].outvars[0])
+    return compat.variable(fused_partition.moments_type(conv.spec, y, np.dtype(np.float32)))
 
 
 # --- constants ---

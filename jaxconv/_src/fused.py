@@ -180,14 +180,7 @@ def _abstract_eval(x, w, *terms, spec: ConvSpec, epilogue: Epilogue, out_dtype: 
     y = x.update(shape=spec.shape("y", sizes), dtype=out_dtype, weak_type=False, sharding=sharding)
     results = [y] * (1 + epilogue.pre)
     if epilogue.statistics:
-        results.append(
-            x.update(
-                shape=(2, sizes.k),
-                dtype=accumulator_dtype(out_dtype),
-                weak_type=False,
-                sharding=fused_partition.moments_sharding(spec, sharding),
-            )
-        )
+        results.append(fused_partition.moments_type(spec, y, accumulator_dtype(out_dtype)))
     return results
 
 

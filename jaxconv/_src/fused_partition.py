@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -47,11 +48,16 @@ def _specs(ranks: Sequence[int], factors: Sequence[dict[str, int]], split: Split
     return found
 
 
-def moments_sharding(spec: ConvSpec, y: NamedSharding) -> NamedSharding:
-    """The sharding of the statistics of a y of this sharding."""
-    axes = tuple(y.spec)
-    at = spec.axis("y", "k")
-    return NamedSharding(y.mesh, PartitionSpec(None, axes[at] if at < len(axes) else None))
+def moments_type(spec: ConvSpec, y: jax.core.ShapedArray, dtype: np.dtype) -> jax.core.ShapedArray:
+    """The type of the statistics of a y of this type, with their own dtype."""
+    at, axes = spec.axis("y", "k"), tuple(y.sharding.spec)
+    split = PartitionSpec(None, axes[at] if at < len(axes) else None)
+    return y.update(
+        shape=(2, y.shape[at]),
+        dtype=dtype,
+        weak_type=False,
+        sharding=NamedSharding(y.sharding.mesh, split),
+    )
 
 
 def _merged(moments: jax.Array, names: tuple[str, ...], parts: int, count: int) -> jax.Array:
