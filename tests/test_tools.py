@@ -18,7 +18,7 @@ from jaxconv import doctor
 from jaxconv._src import native, winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
-from jaxconv.bench import environment, layers, networks, progress, regret
+from jaxconv.bench import environment, layers, network_layers, networks, progress, regret
 from jaxconv.bench.problem import Problem
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -68,6 +68,30 @@ def test_bench_measures_a_layer_and_writes_what_it_found(tmp_path, capsys):
         kernels = native.load("cuda" if jax.default_backend() == "gpu" else "cpu")
         if not isinstance(kernels, native.Refusal):
             assert row["kernel"] in kernels.kernels()
+
+
+def test_bench_finds_the_layers_of_a_network():
+    found = network_layers.layers_of("convnext_t", batch=2)
+    assert found.left_out == 0
+    assert list(map(str, found.layers.values()))[:3] == [
+        "2x224x224 3->96 4x4 /4",
+        "2x56x56 96->96 7x7 g96",
+        "2x56x56 96->192 2x2 /2",
+    ]
+    assert len(found.layers) == 8  # of 22 convolutions
+    assert network_layers.layers_of("wavenet").left_out == 31  # padded on one side
+
+
+def test_bench_leaves_out_what_xla_computes(tmp_path, monkeypatch, native_cpu):
+    if environment.kernel_platform() != "cpu":
+        pytest.skip("what is left to XLA on a GPU depends on the GPU")
+    monkeypatch.setenv("JAXCONV_ALGORITHM", "auto")
+    taken, left = "2,8,8,8,8,3,3,1,1", "1,1,1,8,8,1,1,1,0"
+    arguments = ["--op", "fprop", "--dtype", "f32", "--reps", "1", "--seconds", "0"]
+    out = tmp_path / "rows.json"
+    layers_given = ["--layer", taken, "--layer", left]
+    assert bench.main([*arguments, *layers_given, "--only-kernels", "--json", str(out)]) == 0
+    assert [row["layer"] for row in json.loads(out.read_text())["rows"]] == [taken]
 
 
 @pytest.mark.optimized

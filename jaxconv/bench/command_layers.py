@@ -13,6 +13,7 @@ from jaxconv._src.spec import Op
 from jaxconv.bench import (
     environment,
     layers,
+    network_layers,
     options,
     peer,
     peer_cudnn,
@@ -24,6 +25,7 @@ from jaxconv.bench import (
 from jaxconv.bench.measure import measure
 from jaxconv.bench.networks import NETWORKS
 from jaxconv.bench.problem import DTYPES, Problem, Row
+from jaxconv.bench.program import selection
 from jaxconv.bench.progress import INTERRUPTED, Progress, each
 
 _CPU_BATCH = 4
@@ -51,8 +53,11 @@ wrong, a kernel fails, or nothing could be measured.
 and lax, in fprop also with the filter prepared before, and ends with a table by problem.
 "direct/it" above 1 means that a variant takes less time than the direct kernel.
 
+--layers-of takes every distinct convolution of built-in networks, in their usual batches.
+
 --algorithm auto takes XLA's own convolution where it is predicted to be faster than every kernel;
-native takes it only where no kernel accepts the problem.
+native takes it only where no kernel accepts the problem. Both sides of such a row are the same
+program; --only-kernels leaves it out.
 
 --device-time takes times from a profiler's trace of a GPU: for how long kernels run, without the
 host's time and the gaps between kernels. The operands of a program are several times as large as
@@ -84,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--set", nargs="+", choices=layers.SETS, metavar="SET", help="layer sets (default: all)")
+    add("--layers-of", nargs="+", choices=NETWORKS, metavar="NETWORK", help="a network's layers")
     add("--name", nargs="+", metavar="PATTERN", help="only layers whose name contains a pattern")
     add("--layer", type=_layer, action="append", default=[], help="a layer, see below; repeatable")
     add("--batch", type=options.count, help=f"largest batch (default on a CPU: {_CPU_BATCH})")
@@ -92,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=DTYPES, help="operands (default: f32 on a CPU, else bf16)")
     add("--precision", choices=["default", "high", "highest"], help="for f32, of both libraries")
     add("--algorithm", default="auto", help="auto, native, a family or an instance")
+    add("--only-kernels", action="store_true", help="no rows that are left to XLA, see below")
     add("--device-time", action="store_true", help="the device's own time, see below; on GPUs")
     add("--reps", type=options.count, help="least runs of each program (default: 10)")
     add("--seconds", type=options.seconds, help="to spend on each program (default: 0.4, GPU 0.1)")
@@ -120,13 +127,19 @@ def _list() -> None:
 def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
     """Every row to measure, each once, layer by layer."""
     selections = [layers.SETS[name] for name in arguments.set or ()]
-    if not selections and not arguments.layer and not arguments.random:
+    of_networks = arguments.layers_of or ()
+    if not (selections or of_networks or arguments.layer or arguments.random):
         selections = [layers.SETS["all"]]
     named = [(entry, s) for s in selections for entry in s.layers()]
     named += [(entry, None) for entry in arguments.layer]
     drawn = regret.random_layers(arguments.random, arguments.seed)
     named += [(entry, None) for entry in drawn.items()]
     batch = arguments.batch or (_CPU_BATCH if platform == "cpu" else None)
+    for network in of_networks:
+        found = network_layers.layers_of(network, batch)
+        named += [(entry, None) for entry in found.layers.items()]
+        if found.left_out:
+            print(f"{network}: {found.left_out} transposed or unequally padded layers left out")
     problems: dict[Problem, None] = {}
     for (name, layer), chosen in named:
         if arguments.name and not any(fnmatch.fnmatch(name, f"*{p}*") for p in arguments.name):
@@ -147,9 +160,13 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
                 if chosen and chosen.variants and arguments.algorithm == "auto":
                     problem = dataclasses.replace(problem, algorithm="native")
                     problems |= dict.fromkeys(variants.of(problem, platform))
-                else:
+                elif not (arguments.only_kernels and _left_to_xla(problem, platform)):
                     problems[problem] = None
     return list(problems)
+
+
+def _left_to_xla(problem: Problem, platform: str) -> bool:
+    return not selection(problem, platform).instance
 
 
 def _label(problem: Problem) -> str:
