@@ -1,14 +1,17 @@
 """Random problems at scale on the CPU: those of ``test_fuzz``, for as long as one likes.
 
-    python tests/cpu_fuzz.py --problems 10000 --processes 2 --seed 7 --record tests/cpu_fuzz.json
+    python tests/cpu_fuzz.py --problems 100000 --processes 16 --seed 7 --record tests/cpu_fuzz.json
     python tests/cpu_fuzz.py --total tests/cpu_fuzz.json
 
-A problem is a function of (seed, index). By its index it is a call of ``conv_general_dilated`` with
-its gradients, one of ``lax`` under ``override``, or a primitive alone; the first two are judged by
-``lax`` and float64 in NumPy, the last by NumPy alone, exactly. Every problem runs twice. Processes
-take the indices in segments, each in an interpreter of its own: one that dies is a failure of its
-segment. A failure is one line with its repro, ``python -m pytest tests/test_fuzz.py --seed S
---problem I``.
+A problem is a function of (seed, index). The forms take turns by the index: a call of
+``conv_general_dilated`` with its gradients, one of ``lax`` under ``override``, a primitive alone;
+the first two are judged by ``lax`` and float64 in NumPy, the last by NumPy alone, exactly. Every
+problem runs twice. Processes take the indices in segments, each in an interpreter of its own: one
+that dies is a failure of its segment. A failure is one line with its repro, ``python -m pytest
+tests/test_fuzz.py --seed S --problem I``.
+
+Nearly all of the time is XLA's: it compiles the copies around the kernels, and lax's convolutions.
+The flags below make that several times faster and leave the kernels as they are.
 
 The record is a list of runs; a seed that is in it already is refused, so that no problem counts
 twice.
@@ -19,23 +22,32 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
-SEGMENT = 250
+SEGMENT = 500
 SHOWN = 40  # failures printed and recorded in full
+FORMS = ("calls", "override", "primitives")
+
+# XLA's emitters before those through MLIR, which take 15 times as long for a copy; one module for
+# LLVM; one device of the eight that the tests of sharding have.
+XLA_FLAGS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_force_host_platform_device_count=1"
+)
 
 
-def work(seed: int, begin: int, end: int) -> None:
+def work(seed: int, begin: int, end: int, forms: tuple[str, ...]) -> None:
     """Judges one segment and prints what it found as JSON, in the last line."""
     import conftest  # noqa: F401 (the tests' settings of JAX)
     import jax
     from fuzz_calls import draw_call
     from jax import lax
-    from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitive
+    from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitives
 
     import jaxconv
     from jaxconv._src import native
@@ -43,34 +55,41 @@ def work(seed: int, begin: int, end: int) -> None:
     kernels = native.load("cpu")
     if isinstance(kernels, native.Refusal):
         raise SystemExit(f"no CPU kernels: {kernels.reason}")
+    jax.config.update("jax_disable_most_optimizations", True)  # on a GPU machine too
     device, counts, failures = jax.devices("cpu")[0], collections.Counter(), []
-    overridden = Side(lax.conv_general_dilated, jaxconv.override)
-    for form, side in enumerate((OURS, overridden)):
-        calls = [draw_call(seed, i) for i in range(begin, end) if i % 3 == form]
-        complaints, seen = judge_all(side, calls, device)
+    drawn = {form: range(begin + at, end, len(forms)) for at, form in enumerate(forms)}
+    sides = {"calls": OURS, "override": Side(lax.conv_general_dilated, jaxconv.override)}
+    for form, indices in drawn.items():
+        if form in sides:
+            calls = [draw_call(seed, i) for i in indices]
+            complaints, seen = judge_all(sides[form], calls, device)
+            counts.update(seen)
+        else:
+            with jax.default_device(device):
+                complaints = judge_primitives(seed, indices)
         failures += complaints
-        counts.update(seen)
-    primitives = [i for i in range(begin, end) if i % 3 == 2]
-    with jax.default_device(device):
-        for i in primitives:
-            failures += judge_primitive(seed, i)
-    counts["primitives, exact"] += len(primitives)
     normal = counts[BEYOND] + counts["normal results within twice lax's error"]
     if counts[BEYOND] > max(2, BEYOND_SHARE * normal):
         failures.append(f"--seed {seed}, {begin} to {end - 1}: {counts[BEYOND]} {BEYOND}")
-    print(json.dumps({"counts": counts, "failures": failures, "jax": jax.__version__}))
+    found = {"counts": counts, "failures": failures, "jax": jax.__version__}
+    print(json.dumps(found | {"forms": {form: len(indices) for form, indices in drawn.items()}}))
 
 
-def judged(seed: int, begin: int, end: int) -> dict:
+def judged(seed: int, begin: int, end: int, forms: tuple[str, ...]) -> dict:
     """A segment's findings, from an interpreter of its own."""
     where = f"--seed {seed}, problems {begin} to {end - 1}"
     command = [sys.executable, __file__, "--seed", str(seed), "--segment", str(begin), str(end)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--forms", *forms], capture_output=True, text=True, env=os.environ | settings
+    )
     try:
         found = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         told = done.stderr.strip().splitlines()[-1:]
-        return {"counts": {}, "failures": [f"{where}: exit {done.returncode}, {told}"], "jax": ""}
+        failures = [f"{where}: exit {done.returncode}, {told}"]
+        return {"counts": {}, "forms": {}, "failures": failures, "jax": ""}
     if done.returncode:
         found["failures"].append(f"{where}: exit {done.returncode}")
     return found
@@ -81,22 +100,31 @@ def run(options) -> int:
     runs = recorded(options.record)
     if options.seed in [each["seed"] for each in runs]:
         raise SystemExit(f"seed {options.seed} is in {options.record} already")
-    began, shown = time.time(), 0.0
+    began, shown, longest = time.time(), 0.0, 0.0
     until = began + options.seconds
-    counts, failures, problems, version = collections.Counter(), [], 0, ""
+    counts, forms, failures, version = collections.Counter(), collections.Counter(), [], ""
+    problems = 0
     segments = [
         (at, min(at + SEGMENT, options.problems)) for at in range(0, options.problems, SEGMENT)
     ]
 
     def one(segment):
-        return segment, judged(options.seed, *segment) if time.time() < until else None
+        nonlocal longest
+        start = time.time()
+        if start + longest > until:
+            return segment, None
+        found = judged(options.seed, *segment, options.forms)
+        longest = max(longest, time.time() - start)
+        return segment, found
 
     with ThreadPoolExecutor(options.processes) as pool:
-        for (begin, end), found in pool.map(one, segments):
+        for future in as_completed([pool.submit(one, segment) for segment in segments]):
+            (begin, end), found = future.result()
             if found is None:
                 continue
             problems += end - begin
             counts.update(found["counts"])
+            forms.update(found["forms"])
             version = found["jax"] or version
             for failure in found["failures"]:
                 print(f"FAILED {failure}", flush=True)
@@ -107,6 +135,7 @@ def run(options) -> int:
             result = {
                 "seed": options.seed,
                 "problems": problems,
+                "forms": dict(forms),
                 "wrong": len(failures),
                 "seconds": round(time.time() - began),
                 "processes": options.processes,
@@ -140,7 +169,13 @@ def total(path: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none later")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no segment that would end later, by the longest so far",
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="PATH", help="add the run to this file")
@@ -150,7 +185,7 @@ def main() -> int:
     if options.total:
         return total(options.total)
     if options.segment:
-        work(options.seed, *options.segment)
+        work(options.seed, *options.segment, options.forms)
         return 0
     return run(options)
 

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from fuzz_calls import PREFERRED, Call, draw_call
 from jax import lax
 from numerics import (
     EXACT_LIMIT,
+    TOGETHER,
     error,
     error_in_order,
     exact_operands,
@@ -436,21 +437,43 @@ def test_problems_are_reproducible_and_varied():
     assert any(min(lo for lo, _ in p.padding) < 0 for p, *_ in drawn)
 
 
-def judge_primitive(seed: int, index: int) -> list[str]:
-    """What is wrong with one operation on small integers, run twice on the default device."""
+def judge_primitives(seed: int, indices: Sequence[int], together: int = TOGETHER) -> list[str]:
+    """What is wrong with operations on small integers, run twice on the default device.
+
+    ``together`` of them are one program: what surrounds a kernel takes longer to compile.
+    """
+    failures = []
+    for at in range(0, len(indices), together):
+        some = [_primitive(seed, index) for index in indices[at : at + together]]
+        operations, operands, judges = zip(*some, strict=True)
+        program = jax.jit(
+            lambda arrays, operations=operations: [
+                f(*each) for f, each in zip(operations, arrays, strict=True)
+            ]
+        )
+        for judge, *results in zip(judges, *(program(operands) for _ in range(2)), strict=True):
+            failures += judge(*results)
+    return failures
+
+
+def _primitive(seed: int, index: int) -> tuple[Callable, list[np.ndarray], Callable]:
+    """One operation, its operands, and what says what is wrong with two results."""
     problem, op, dtype, layout = draw_problem(seed, index)
     lhs, rhs, expected = exact_operands(op, problem, dtype, seed=index)
     arrays = [
         problem.to_layout(role, a, layout) for role, a in zip(op.roles[:2], (lhs, rhs), strict=True)
     ]
-    call = problem.operation(op, dtype, layout=layout)
-    once, twice = (problem.to_canonical(op.roles[2], call(*arrays), layout) for _ in range(2))
     where = f"{layout}, {jax.default_backend()}"
     repro = f"--seed {seed} --problem {index} ({where}): {problem.line(op, dtype)}"
-    found = mismatch(once, expected, repro), mismatch(twice, once, f"second run, {repro}")
-    return [failure for failure in found if failure]
+
+    def judge(*results) -> list[str]:
+        once, twice = (problem.to_canonical(op.roles[2], each, layout) for each in results)
+        found = mismatch(once, expected, repro), mismatch(twice, once, f"second run, {repro}")
+        return [failure for failure in found if failure]
+
+    return problem.operation(op, dtype, layout=layout), arrays, judge
 
 
 def test_primitives_are_exact_and_repeatable(platform, part, seed):
-    failures = [failure for index in part for failure in judge_primitive(seed, index)]
+    failures = judge_primitives(seed, part)
     assert not failures, "\n".join(failures)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
+import types
 
 import cpu_fuzz
 import memory_flat
@@ -34,6 +36,7 @@ def test_a_leak_is_seen(monkeypatch, capsys):
 
 def options(**changes) -> argparse.Namespace:
     given = dict(problems=3, seconds=float("inf"), processes=1, seed=5, record=None)
+    given["forms"] = cpu_fuzz.FORMS
     return argparse.Namespace(**(given | changes))
 
 
@@ -44,6 +47,8 @@ def test_random_problems_are_recorded_once(native_cpu, tmp_path, capsys):
         cpu_fuzz.run(options(record=path))
     assert cpu_fuzz.total(path) == 0
     assert "3 problems in 1 runs, 0 wrong; seeds 5" in capsys.readouterr().out
+    (run,) = cpu_fuzz.recorded(path)
+    assert run["forms"] == dict.fromkeys(cpu_fuzz.FORMS, 1)
 
 
 def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
@@ -52,5 +57,17 @@ def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "false")
     assert cpu_fuzz.run(options(record=str(path))) == 1
     (run,) = json.loads(path.read_text())
-    assert run["wrong"] == 2 and "problems 2 to 2: exit 1" in run["failures"][1]
+    assert run["wrong"] == 2 and "problems 2 to 2: exit 1" in "".join(run["failures"])
     assert cpu_fuzz.total(str(path)) == 1
+
+
+def test_no_segment_begins_that_would_end_late(monkeypatch, tmp_path):
+    found = {"counts": {}, "forms": {}, "failures": [], "jax": ""}
+    clock = itertools.count(step=10)
+    monkeypatch.setattr(cpu_fuzz, "SEGMENT", 1)
+    monkeypatch.setattr(cpu_fuzz, "judged", lambda *arguments: found)
+    monkeypatch.setattr(cpu_fuzz, "time", types.SimpleNamespace(time=lambda: next(clock)))
+    path = tmp_path / "record.json"
+    assert cpu_fuzz.run(options(problems=9, seconds=100, record=str(path))) == 0
+    (run,) = json.loads(path.read_text())
+    assert 1 <= run["problems"] < 9
