@@ -27,6 +27,10 @@ POISON_BYTE = 0xFE
 M_PERTURB = -6  # from malloc.h; the fill is the complement of the parameter
 POISONED = sys.platform == "linux" and ctypes.CDLL(None).mallopt(M_PERTURB, POISON_BYTE ^ 0xFF) == 1
 
+import gpus  # noqa: E402
+
+gpus.spread_workers()  # no test needs several GPUs: several_gpus.py is a program of its own
+
 import gpu_report  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -160,8 +164,9 @@ def mesh():
 class GpuRecord:
     """Collects what the tests marked gpu did; with pytest-xdist, in the controlling process."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, gpu_count: int):
         self.path = path
+        self.gpu_count = gpu_count
         self.outcomes: dict[str, tuple[str, str]] = {}
         self.seconds: dict[str, float] = {}
 
@@ -174,7 +179,7 @@ class GpuRecord:
             self.seconds[report.nodeid] = report.duration
 
     def pytest_sessionfinish(self):
-        gpu_report.update(self.path, self.outcomes, self.seconds)
+        gpu_report.update(self.path, self.outcomes, self.seconds, gpu_count=self.gpu_count)
 
 
 def pytest_configure(config):
@@ -185,7 +190,8 @@ def pytest_configure(config):
         if gpu_missing():
             raise pytest.UsageError(f"--record-gpu-report: {gpu_missing()}")
         gpu_report.commit()  # raises now, not after the tests
-        config.pluginmanager.register(GpuRecord(path))
+        used = min(config.getoption("numprocesses", None) or 1, max(1, len(gpus.visible())))
+        config.pluginmanager.register(GpuRecord(path, used))
 
 
 @pytest.fixture

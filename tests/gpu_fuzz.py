@@ -14,6 +14,7 @@ hangs counts as a failure of the problem it was at, and is replaced.
 
 A failure is one line that begins with its repro: ``python tests/gpu_fuzz.py --seed S --problem I``
 runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's kernels.
+Processes take the GPUs in turn: those that ``--gpus``, CUDA_VISIBLE_DEVICES or nvidia-smi names.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import gpu_fuzz_fused
 import gpu_fuzz_int8
 import gpu_report
+import gpus
 import jax
 import jax.numpy as jnp
 import kernel_tables
@@ -62,7 +64,7 @@ WORKER_ENVIRONMENT = {
 }
 SILENCE_S = 240  # a worker that says nothing for so long hangs; the start takes 20 s
 SHOWN = 100  # failures that are printed and recorded
-FORCED = 8  # instances by name, a problem
+FORCED = 10  # instances by name, a problem
 CLEAR_EVERY = 100  # problems between two clearings of JAX's caches
 NATIVE = "native"
 START = "start of a worker"
@@ -73,7 +75,7 @@ POISON_BYTES = 1 << 27  # freed before each run: workspaces, up to 64 MB, are cu
 
 
 def accepting(case: Case, platform: str) -> list[str]:
-    """Every instance that takes the primitive, by name."""
+    """What computes the primitive: "native", unless it leaves it to XLA, and instances by name."""
     if case.int8:
         return gpu_fuzz_int8.accepting(case.problem, case.int8, case.dtype, platform)
     if case.fused:
@@ -85,12 +87,13 @@ def accepting(case: Case, platform: str) -> list[str]:
     shapes = [_array(case, role, np.empty(p.canonical_shape(role))).shape for role in case.op.roles]
     sizes = spec.sizes(case.op, *shapes[:2])
     names = [n for n in native.load(platform).kernels() if n.startswith(f"{case.op.value}_")]
-    specs = (dataclasses.replace(spec, algorithm=(name,) * 3) for name in names)
-    return [
-        name
-        for name, forced in zip(names, specs, strict=True)
-        if select(platform, case.op, forced, sizes, *dtypes)[0].instance == name
-    ]
+    accepted = []
+    for algorithm in (NATIVE, *names):
+        forced = dataclasses.replace(spec, algorithm=(algorithm,) * 3)
+        chosen = select(platform, case.op, forced, sizes, *dtypes)[0].instance
+        if chosen and algorithm in (NATIVE, chosen):
+            accepted.append(algorithm)
+    return accepted
 
 
 def _array(case: Case, role: str, canonical: np.ndarray) -> np.ndarray:
@@ -158,10 +161,8 @@ def _convolution(case: Case) -> Callable:
     return convolve if p.batch is None else jax.vmap(convolve)
 
 
-def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
+def _programs(case: Case, algorithms: list[str]) -> tuple[list[str], Callable]:
     """What computes every result, and the function of (operands, poison) that does."""
-    if case.int8:
-        return [NATIVE, *forced], gpu_fuzz_int8.calls(case.int8, [NATIVE, *forced])
     if case.op is None:
         convolution = _convolution(case)
 
@@ -171,9 +172,9 @@ def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
             return y, dx, dw
 
         return [op.value for op in Op], with_gradients
-
+    if case.int8:
+        return algorithms, gpu_fuzz_int8.calls(case.int8, algorithms)
     if case.fused:
-        algorithms = [NATIVE, *forced]
         return algorithms, gpu_fuzz_fused.calls(
             case.problem, case.fused, case.dtype, case.precision, case.layout, algorithms
         )
@@ -187,10 +188,10 @@ def _programs(case: Case, forced: list[str]) -> tuple[list[str], Callable]:
                 case.problem.spec(algorithm=a, precision=case.precision, layout=case.layout),
                 case.result_dtype,
             )
-            for a in (NATIVE, *forced)
+            for a in algorithms
         )
 
-    return [NATIVE, *forced], primitive
+    return algorithms, primitive
 
 
 def _poison(shapes: list, platform: str) -> list[jax.Array]:
@@ -198,6 +199,19 @@ def _poison(shapes: list, platform: str) -> list[jax.Array]:
     if platform == "cuda":
         jnp.full(POISON_BYTES // 4, jnp.nan, jnp.float32).block_until_ready().delete()
     return jax.device_put(poison(shapes))
+
+
+def least_run(
+    case: Case, accepted: list[str], ran: collections.Counter[str], forced: int | None
+) -> list[str]:
+    """ "native" if it is among the accepted, and so many of the instances, or all of them.
+
+    They are those that ``ran`` counts least often; of equals any, so that workers differ.
+    """
+    names = [name for name in accepted if name != NATIVE]
+    order = np.random.default_rng([case.seed, case.index, 3]).permutation(len(names))
+    least = sorted((names[i] for i in order), key=lambda name: ran[name])[:forced]
+    return [NATIVE] * (NATIVE in accepted) + least
 
 
 def judge(
@@ -208,11 +222,13 @@ def judge(
     With ``forced`` instances by name, or all: those that ``ran`` counts least often.
     """
     counts: collections.Counter[str] = collections.Counter()
+    algorithms = least_run(case, accepting(case, platform), ran, forced) if case.op else []
+    if case.op and not algorithms:
+        counts["problems left to XLA"] += 1
+        return counts, []
+    ran.update(algorithms)
     arrays, expected = _operands(case)
-    names = accepting(case, platform) if case.op else []
-    names = sorted(names, key=lambda name: ran[name])[:forced]
-    ran.update(names)
-    labels, function = _programs(case, names)
+    labels, function = _programs(case, algorithms)
     scope = jaxconv.override(algorithm=NATIVE) if case.under_lax else contextlib.nullcontext()
     shapes = jax.eval_shape(function, *arrays)
     jitted = jax.jit(
@@ -316,6 +332,7 @@ class Worker:
 
     def __init__(self, options: argparse.Namespace, start: int, until: float, events: queue.Queue):
         self.options, self.until, self.events = options, until, events
+        self.gpu = gpus.of_process(start, options.gpus)
         self.spawn(start)
 
     def spawn(self, start: int) -> None:
@@ -329,9 +346,10 @@ class Worker:
         }
         command = [sys.executable, __file__]
         command += [text for key, value in arguments.items() for text in (f"--{key}", str(value))]
-        environment = {**os.environ, **WORKER_ENVIRONMENT}
+        environment = {**os.environ, **WORKER_ENVIRONMENT, **self.gpu}
         environment["JAX_PLATFORMS"] = {"cuda": "cuda,cpu", "cpu": "cpu"}[o.platform]
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / o.processes:.3f}"
+        of_a_gpu = -(-o.processes // max(1, len(o.gpus)))
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / of_a_gpu:.3f}"
         self.index, self.case, self.heard = start, START, time.time()
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         self.process = subprocess.Popen(
@@ -421,6 +439,7 @@ def report(options, counts: collections.Counter, failures: list[str], seconds: f
             "poisoned_results": counts["poisoned results"],
             "seconds": round(seconds),
             "processes": options.processes,
+            "gpus": max(1, len(options.gpus)),
             "seed": options.seed,
             "instances": len(ran),
             "fewest_results_of_an_instance": min(ran.values(), default=0),
@@ -433,10 +452,16 @@ def report(options, counts: collections.Counter, failures: list[str], seconds: f
     return int(bool(failures) or not counts["results"])
 
 
-def main() -> int:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument(
+        "--gpus",
+        type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+        metavar="0,1",
+        help="the GPUs that processes take in turn; all that are visible",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--problem", type=int, help="this problem alone, on every instance")
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
@@ -444,7 +469,14 @@ def main() -> int:
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)  # a worker: its first problem
     parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(given)
+    if options.gpus is None:
+        options.gpus = gpus.visible() if options.platform == "cuda" else []
+    return options
+
+
+def main() -> int:
+    options = arguments()
     if options.problem is not None:
         return reproduce(options)
     return supervise(options) if options.start is None else work(options)

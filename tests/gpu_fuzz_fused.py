@@ -68,21 +68,22 @@ def results(form: Epilogue, given: dict[str, np.ndarray], sums: np.ndarray) -> l
 def accepting(
     p: Problem, form: Epilogue, dtype: str, precision: str, layout: str, platform: str
 ) -> list[str]:
-    """Every instance that takes the problem with its epilogue, by name."""
+    """What computes the problem with its epilogue: "native", if it does, and instances by name."""
     spec = p.spec(precision=precision, layout=layout)
     shapes = [p.to_layout(r, np.empty(p.canonical_shape(r)), layout).shape for r in "xw"]
     sizes = spec.sizes(Op.FPROP, *shapes)
+    names = [name for name in native.load(platform).kernels() if name.startswith("fprop_")]
     return [
-        name
-        for name in native.load(platform).kernels()
-        if name.startswith("fprop_") and _takes(platform, spec, sizes, name, form, dtype)
+        algorithm
+        for algorithm in ("native", *names)
+        if _takes(platform, spec, sizes, algorithm, form, dtype)
     ]
 
 
-def _takes(platform: str, spec, sizes, name: str, form: Epilogue, dtype: str) -> bool:
-    forced = dataclasses.replace(spec, algorithm=(name,) * 3)
+def _takes(platform: str, spec, sizes, algorithm: str, form: Epilogue, dtype: str) -> bool:
+    forced = dataclasses.replace(spec, algorithm=(algorithm,) * 3)
     chosen, _ = select(platform, forced, sizes, DTYPES[dtype][0], form, DTYPES[dtype][1])
-    return chosen.instance == name
+    return bool(chosen.instance) and algorithm in ("native", chosen.instance)
 
 
 def calls(

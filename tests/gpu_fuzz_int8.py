@@ -40,7 +40,8 @@ def draw_channels(rng: np.random.Generator, p: Problem, most: int) -> Problem:
 
 def draw_call(rng: np.random.Generator, p: Problem) -> tuple[Int8Spec, str]:
     """(a call that computes the problem, dtype of x): plain sums, some terms, or all of them."""
-    layout = str(rng.choice(["nhwc", "nchw32"])) if p.rank == 2 else "nhwc"
+    blocks = p.rank == 2 and p.groups != p.c  # depthwise convolutions are of NHWC alone
+    layout = str(rng.choice(["nhwc", "nchw32"])) if blocks else "nhwc"
     x_dtype, out = str(rng.choice(list(X_DTYPES))), str(rng.choice(list(OUT_DTYPES)))
     spec = Int8Spec(conv=p.spec(algorithm="native"), layout=layout, out_dtype=OUT_DTYPES[out])
     kind = rng.choice(["plain", "some", "all"], p=[0.2, 0.4, 0.4])
@@ -96,15 +97,13 @@ def forced(spec: Int8Spec, algorithm: str) -> Int8Spec:
 
 
 def accepting(p: Problem, spec: Int8Spec, x_dtype: str, platform: str) -> list[str]:
-    """Every instance that takes the call, by name."""
+    """What computes the call: "native", unless it leaves it to XLA, and every instance by name."""
     names = [n for n in native.load(platform).kernels() if n.startswith(f"{Op.FPROP.value}_")]
-    sizes = _sizes(p, spec)
-    return [
-        name
-        for name in names
-        if int8_primitive.select(platform, forced(spec, name), sizes, X_DTYPES[x_dtype])[0].instance
-        == name
-    ]
+    sizes, dtype = _sizes(p, spec), X_DTYPES[x_dtype]
+    chosen = (int8_primitive.select(platform, forced(spec, n), sizes, dtype)[0] for n in names)
+    accepted = [n for n, each in zip(names, chosen, strict=True) if each.instance == n]
+    by_itself, _ = int8_primitive.select(platform, spec, sizes, dtype)
+    return ["native"] * bool(by_itself.instance) + accepted
 
 
 def arrays(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import gpu_fuzz_fused
 import gpu_fuzz_int8
+import gpu_fuzz_kinds
 import numpy as np
 from problems import DTYPES, Problem, problem, xla_aborts
 
@@ -28,7 +29,8 @@ DTYPE_CHOICES = (
     *(("f16", "default"),) * 4,
 )
 LAYOUT_CHOICES = ("last", "last", "krsc", "first")
-INT8_SHARE = 0.2  # of the problems
+INT8_SHARE, LARGE_SHARE = 0.2, 0.15  # of the problems
+OF_A_KIND, EVERY = 3, 5  # so many of so many problems are of the kinds of gpu_fuzz_kinds.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,40 +164,68 @@ def draw(seed: int, index: int, platform: str) -> Case:
     if index < 2 * len(FIXED):  # as a gradient through lax, and as the primitive
         fixed, op = FIXED[index // 2], None if index % 2 == 0 else Op.DGRAD
         return Case(seed, index, fixed, op, True, "bf16", "bf16", "default", "krsc")
-    if np.random.default_rng([seed, index, 8]).random() < INT8_SHARE:
-        return _draw_int8(seed, index, platform)
+    turn = index // EVERY * OF_A_KIND + index % EVERY
+    kind = gpu_fuzz_kinds.kind_of(seed, turn) if index % EVERY < OF_A_KIND else None
+    share = np.random.default_rng([seed, index, 8]).random()
+    if kind.op == gpu_fuzz_kinds.INT8 if kind else share < INT8_SHARE:
+        return _draw_int8(seed, index, platform, kind)
     fused = np.random.default_rng([seed, index, 9])
-    if fused.random() < gpu_fuzz_fused.SHARE:
-        return _draw_fused(seed, index, platform, gpu_fuzz_fused.draw(fused))
+    share = fused.random()
+    if kind.op == gpu_fuzz_kinds.FUSED if kind else share < gpu_fuzz_fused.SHARE:
+        return _draw_fused(seed, index, platform, gpu_fuzz_fused.draw(fused), kind)
     rng = np.random.default_rng([seed, index])
-    dtype, precision = DTYPE_CHOICES[rng.integers(len(DTYPE_CHOICES))]
-    op = None if rng.random() < 0.4 else Op(rng.choice([op.value for op in Op]))
+    dtype, precision = _draw_dtype(rng, kind)
+    op = None if rng.random() < (0.1 if kind else 0.4) else Op(rng.choice([o.value for o in Op]))
+    if op and kind:
+        op = Op(kind.op)
     under_lax = bool(rng.random() < 0.75)
-    result = "f32" if op and rng.random() < 0.2 else dtype
+    result = "f32" if op and rng.random() < (0.05 if kind else 0.2) else dtype
     layout = str(rng.choice(LAYOUT_CHOICES))
-    large = platform == "cuda" and rng.random() < 0.15
-    p = _draw_fitting(large, lambda: _draw_problem(rng, large))
+    p = _draw_float(rng, platform, kind)
     return Case(seed, index, p, op, under_lax, dtype, result, precision, layout)
 
 
-def _draw_fused(seed: int, index: int, platform: str, form: Epilogue) -> Case:
+def _draw_fused(
+    seed: int, index: int, platform: str, form: Epilogue, kind: gpu_fuzz_kinds.Kind | None
+) -> Case:
     rng = np.random.default_rng([seed, index])
-    dtype, precision = DTYPE_CHOICES[rng.integers(len(DTYPE_CHOICES))]
+    dtype, precision = _draw_dtype(rng, kind)
     layout = str(rng.choice(("last", "last", "first")))
-    large = platform == "cuda" and rng.random() < 0.15
-    p = _draw_fitting(large, lambda: dataclasses.replace(_draw_problem(rng, large), batch=None))
+    p = dataclasses.replace(_draw_float(rng, platform, kind), batch=None)
     return Case(seed, index, p, Op.FPROP, False, dtype, dtype, precision, layout, fused=form)
 
 
-def _draw_int8(seed: int, index: int, platform: str) -> Case:
-    rng = np.random.default_rng([seed, index])
-    large = platform == "cuda" and rng.random() < 0.15
+def _draw_dtype(rng: np.random.Generator, kind: gpu_fuzz_kinds.Kind | None) -> tuple[str, str]:
+    """(dtype, precision)"""
+    of_kind = [pair for pair in DTYPE_CHOICES if kind is None or pair[0] == kind.dtype]
+    return of_kind[rng.integers(len(of_kind))]
+
+
+def _draw_float(
+    rng: np.random.Generator, platform: str, kind: gpu_fuzz_kinds.Kind | None
+) -> Problem:
+    large = platform == "cuda" and bool(rng.random() < LARGE_SHARE)
 
     def one() -> Problem:
+        if kind is None:
+            return _draw_problem(rng, large)
+        return gpu_fuzz_kinds.draw(rng, kind.form, LARGE_PIXELS if large else None)
+
+    return _draw_fitting(large, one)
+
+
+def _draw_int8(seed: int, index: int, platform: str, kind: gpu_fuzz_kinds.Kind | None) -> Case:
+    rng = np.random.default_rng([seed, index])
+    large = platform == "cuda" and bool(rng.random() < LARGE_SHARE)
+
+    def one() -> Problem:
+        if kind:
+            return gpu_fuzz_kinds.draw(rng, kind.form, LARGE_PIXELS if large else None)
         return gpu_fuzz_int8.draw_channels(rng, _draw_problem(rng, large), 128 if large else 512)
 
     p = _draw_fitting(large, one)
     spec, dtype = gpu_fuzz_int8.draw_call(rng, p)
+    dtype = kind.dtype if kind else dtype
     result = spec.out_dtype.name
     return Case(seed, index, p, Op.FPROP, False, dtype, result, "default", spec.layout, spec)
 

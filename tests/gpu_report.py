@@ -30,6 +30,7 @@ HASHED = ("cc/core", "cc/cuda", "cc/ffi")  # everything that ends up in the CUDA
 WATCHED = ("jaxconv", "tests")  # changes here are listed, not refused
 ORIGIN = ("sources_sha256", "commit", "gpu", "driver", "jax")  # what one record has one of
 OUTCOMES = ("passed", "failed", "skipped")
+GPUS = "gpus_of_the_tests"  # over which they were spread, of those that "gpu" says are there
 SLOWEST, SLOWEST_COUNT = "slowest_seconds", 12  # tests, with other tests beside them
 
 
@@ -146,11 +147,13 @@ def update(
     path: str | pathlib.Path,
     session: dict[str, tuple[str, str]],
     seconds: dict[str, float] | None = None,
+    gpu_count: int = 0,
     **summaries: dict,
 ) -> None:
     """Merges a session's outcomes, (outcome, reason) by test id, and summaries into the report.
 
-    Of the ``seconds`` that tests took, by test id, the report keeps the largest.
+    Of the ``seconds`` that tests took, by test id, the report keeps the largest. ``gpu_count`` says
+    over how many GPUs a session of tests was spread.
 
     Raises:
         RuntimeError: there is no GPU, or the commit is not known.
@@ -174,6 +177,7 @@ def update(
         **origin,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **{outcome: counts[outcome] for outcome in OUTCOMES},
+        **({GPUS: most} if (most := max(gpu_count, old.get(GPUS, 0))) else {}),
         **({SLOWEST: dict(slowest)} if slowest else {}),
         **dict(sorted((kept | summaries).items())),
         "tests": _group(merged),

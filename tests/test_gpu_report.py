@@ -125,7 +125,9 @@ def test_what_a_run_writes_passes_the_check(tmp_path, a_gpu):
     assert (report["passed"], report["failed"], report["skipped"]) == (2, 0, 1)
     assert not complaint(report, gpu_report.sources_sha256(), set(OUTCOMES))
     assert max(map(len, path.read_text().splitlines())) <= 100
-    gpu_report.update(path, {"tests/test_a.py::test_c": ("failed", "")})
+    gpu_report.update(path, {"tests/test_a.py::test_c": ("failed", "")}, gpu_count=2)
+    gpu_report.update(path, {}, fuzz={"failed": 0})
+    assert json.loads(path.read_text())[gpu_report.GPUS] == 2
     assert "1 failures" in complaint(json.loads(path.read_text()), gpu_report.sources_sha256(), IDS)
 
 

@@ -1,0 +1,232 @@
+"""Problems of the GPU fuzz that are like a network's layers: what specialised kernels are for.
+
+Random extents seldom meet a kernel of one filter, stride, number of groups or of channels. A kind
+here fixes those, for one operation and type of operands, and leaves the rest to chance. Problems
+take the kinds in turn, so that each has its share of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from problems import Problem
+
+Form = Callable[[np.random.Generator], dict]
+
+BITS_16 = ("bf16", "f16")
+FLOATS = (*BITS_16, "f32")
+OPS = ("fprop", "dgrad", "wgrad")
+FUSED, INT8 = "fused", "int8"  # fprop with an epilogue, and of 8-bit operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    form: Form
+    op: str  # one of OPS, FUSED or INT8
+    dtype: str
+
+
+def _of(rng: np.random.Generator, *choices):
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _between(rng: np.random.Generator, low: int, high: int) -> int:
+    return int(rng.integers(low, high, endpoint=True))
+
+
+# --- forms: window, stride, channels and groups; two spatial axes ---------------------------------
+
+
+def _depthwise(rng: np.random.Generator, window: tuple[int, int], stride: int) -> dict:
+    """Mostly channels that 16-byte copies take."""
+    c = 8 * _between(rng, 1, 18) - (_between(rng, 1, 7) if rng.random() < 0.1 else 0)
+    k = 2 * c if rng.random() < 0.1 else c
+    return dict(window=window, stride=(stride, stride), c=c, k=k, groups=c)
+
+
+def _long_depthwise(rng: np.random.Generator, low: int, high: int) -> dict:
+    """Filter rows of so many taps, products by Toeplitz and Hankel matrices."""
+    c = 8 * _between(rng, 1, 6)
+    window = (_of(rng, 1, 5, 9, 17, 31), _between(rng, low, high))
+    return dict(window=window, c=c, k=c, groups=c)
+
+
+def _small_groups(rng: np.random.Generator, widths: tuple[int, ...], stride: int) -> dict:
+    """Groups of a few channels, as many out as in; 3x3, seldom another filter."""
+    width = _of(rng, *widths)
+    least = max(2, 8 // width)  # groups, of together 8 channels or a multiple of them
+    groups = least * _between(rng, 1, max(1, 200 // (least * width)))
+    window = (3, 3) if rng.random() < 0.85 else (_between(rng, 1, 5), _between(rng, 1, 7))
+    c = width * groups
+    return dict(window=window, stride=(stride, stride), c=c, k=c, groups=groups)
+
+
+def _image(rng: np.random.Generator, elements: int) -> dict:
+    """A stem: a few input channels, and windows whose rows have up to so many elements."""
+    c = _of(rng, 1, 2, 3, 3, 4)
+    columns = max(1, min(15, elements // c))
+    window = (_of(rng, 1, 3, 5, 7), _of(rng, columns, _between(rng, 1, columns)))
+    stride = (_of(rng, 1, 2, 2, 4),) * 2
+    return dict(window=window, stride=stride, c=c, k=8 * _between(rng, 1, 20), even=True)
+
+
+def _narrow(rng: np.random.Generator, elements: int) -> dict:
+    """A few output channels of many, stride 1."""
+    k = _of(rng, 1, 2, 3, 3, 4)
+    columns = max(1, min(15, elements // k))
+    window = (_of(rng, 1, 3, 5), _of(rng, columns, _between(rng, 1, columns)))
+    return dict(window=window, c=8 * _between(rng, 1, 16), k=k)
+
+
+def _patches(rng: np.random.Generator) -> dict:
+    """Windows that do not overlap, whose rows have whole 16 bytes."""
+    window, c = _of(
+        rng,
+        ((2, 2), 4 * _between(rng, 1, 16)),
+        ((4, 4), 2 * _between(rng, 1, 8)),
+        ((2, 3), 8 * _between(rng, 1, 6)),
+        ((16, 16), _of(rng, 1, 3)),
+    )
+    return dict(window=window, stride=window, c=c, k=8 * _between(rng, 1, 20), padding="none")
+
+
+def _winograd(rng: np.random.Generator) -> dict:
+    """3x3, stride 1; channels in multiples of 8, mostly of 16, and at times in groups."""
+    unit, groups = _of(rng, 8, 16, 16), _of(rng, 1, 1, 1, 2, 3)
+    c, k = (groups * unit * _between(rng, 1, 96 // unit) for _ in range(2))
+    return dict(window=(3, 3), c=c, k=k, groups=groups)
+
+
+def _channels(rng: np.random.Generator, padded: bool) -> dict:
+    """Of aligned rows, or such as have to be padded."""
+    if padded:
+        return {name: _between(rng, 5, 120) for name in "ck"}
+    return {name: 8 * _of(rng, 1, 4, 6, 8, 8, 9, 16, 17, 24) for name in "ck"}
+
+
+def _pointwise(rng: np.random.Generator) -> dict:
+    return dict(window=(1, 1)) | _channels(rng, False)
+
+
+def _rows(rng: np.random.Generator, padded: bool) -> dict:
+    """Filters of a few taps, of which shared memory keeps the small ones."""
+    return dict(window=_of(rng, (1, 2), (1, 3), (3, 3), (3, 3), (2, 3))) | _channels(rng, padded)
+
+
+def _int8_depthwise(rng: np.random.Generator, stride: int) -> dict:
+    c = 16 * _between(rng, 1, 12)
+    window = _of(rng, (3, 3), (5, 5), (_between(rng, 1, 5), _between(rng, 1, 7)))
+    return dict(window=window, stride=(stride, stride), c=c, k=c, groups=c)
+
+
+def _int8_image(rng: np.random.Generator, window: int, stride: int) -> dict:
+    """Images of 4 channels."""
+    return dict(window=(window, window), stride=(stride, stride), c=4, k=32 * _between(rng, 1, 6))
+
+
+def _int8_small(rng: np.random.Generator) -> dict:
+    """Filters that shared memory keeps."""
+    window = _of(rng, (3, 3), (1, 3), (2, 2))
+    return dict(window=window, c=32 * _between(rng, 1, 3), k=32 * _between(rng, 1, 2))
+
+
+# --- the kinds ------------------------------------------------------------------------------------
+
+
+def _kinds() -> list[Kind]:
+    def each(form: Form, ops: tuple[str, ...], dtypes: tuple[str, ...], times: int = 1):
+        return [Kind(form, *pair) for pair in itertools.product(ops, dtypes)] * times
+
+    of = functools.partial
+    found = []
+    for window, stride in (
+        ((3, 3), 1),
+        ((3, 3), 2),
+        ((5, 5), 1),
+        ((5, 5), 2),
+        ((7, 7), 1),
+        ((1, 3), 1),
+        ((1, 4), 1),
+    ):
+        form = of(_depthwise, window=window, stride=stride)
+        found += each(form, OPS, (*BITS_16, *FLOATS))
+        found += each(form, (FUSED,), (*BITS_16, *FLOATS)) * (window[0] > 1)
+    for low, high in ((8, 9), (10, 17), (18, 33)):
+        found += each(of(_long_depthwise, low=low, high=high), OPS, BITS_16)
+    for stride in (1, 2):
+        for widths in ((2, 4, 8, 16), (32,)):
+            found += each(of(_small_groups, widths=widths, stride=stride), OPS, BITS_16, 2)
+        found += each(of(_small_groups, widths=(4, 16, 32), stride=stride), (FUSED,), FLOATS)
+    for elements in (16, 24, 40, 48):
+        found += each(of(_image, elements=elements), ("dgrad",), BITS_16)
+    found += each(of(_image, elements=48), ("fprop", "wgrad", FUSED), BITS_16, 3)
+    for elements in (16, 48):
+        found += each(of(_narrow, elements=elements), (*OPS, FUSED), BITS_16)
+    found += each(_patches, ("fprop", "wgrad", FUSED), BITS_16) + each(
+        _patches, ("dgrad",), BITS_16, 3
+    )
+    found += each(_winograd, ("fprop", "dgrad"), BITS_16, 10)
+    found += each(_pointwise, ("fprop", "dgrad", FUSED), BITS_16, 4)
+    found += each(of(_rows, padded=False), (*OPS, FUSED), FLOATS, 4)
+    found += each(of(_rows, padded=True), OPS, BITS_16, 2)
+    found += each(of(_int8_depthwise, stride=1), (INT8,), ("s8", "u8"), 5)
+    found += each(of(_int8_depthwise, stride=2), (INT8,), ("s8", "u8"), 5)
+    for window, stride in ((3, 1), (3, 2), (5, 2), (7, 1), (7, 2)):
+        found += each(of(_int8_image, window=window, stride=stride), (INT8,), ("s8", "u8"))
+    return found + each(_int8_small, (INT8,), ("s8", "u8"), 3)
+
+
+KINDS = _kinds()
+
+
+def kind_of(seed: int, turn: int) -> Kind:
+    """The kinds in turn, in an order of the seed's."""
+    return KINDS[_order(seed)[turn % len(KINDS)]]
+
+
+@functools.lru_cache(maxsize=1)
+def _order(seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, 7]).permutation(len(KINDS))
+
+
+def draw(rng: np.random.Generator, form: Form, pixels: int | None) -> Problem:
+    """A problem of the form; with ``pixels``, of about so many outputs or more."""
+    drawn = {"stride": (1, 1), "groups": 1, "padding": _of(rng, "same", "same", "near")}
+    drawn |= form(rng)
+    window, stride = drawn["window"], drawn["stride"]
+    if pixels:
+        n = _of(rng, 1, 3, 8, 32)
+        extent = (pixels * float(rng.uniform(1, 2)) / n) ** 0.5
+        out = [max(1, round(extent * float(rng.uniform(0.8, 1.25)))) for _ in stride]
+    else:
+        n, most = _between(rng, 1, 5), _of(rng, 8, 16, 33)
+        out = [_between(rng, 1, most) for _ in stride]
+    spatial = [e * s for e, s in zip(out, stride, strict=True)]
+    if drawn["padding"] != "none":  # else the windows cover the input
+        spatial = [
+            max(1, e - _between(rng, 0, s - 1)) for e, s in zip(spatial, stride, strict=True)
+        ]
+    if drawn.get("even") and rng.random() < 0.6:  # rows of whole 16 bytes
+        spatial[1] = -(-spatial[1] // 8) * 8
+    padding = {
+        "same": lambda r: (r // 2, (r - 1) // 2),
+        "near": lambda r: (_between(rng, -1, r), _between(rng, -1, r)),
+        "none": lambda r: (0, 0),
+    }[drawn["padding"]]
+    return Problem(
+        name="large" if pixels else "small",
+        spatial=tuple(spatial),
+        window=window,
+        n=n,
+        c=drawn["c"],
+        k=drawn["k"],
+        stride=stride,
+        padding=tuple(padding(r) for r in window),
+        lhs_dilation=(1, 1),
+        dilation=(1, 1),
+        groups=drawn["groups"],
+    )
