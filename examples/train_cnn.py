@@ -7,12 +7,17 @@ The data are scikit-learn's bundled digits: 1797 real scans of 8x8 pixels, nothi
 network is written in Flax; handing ``jaxconv.conv_general_dilated`` to ``nnx.Conv`` is all it takes
 to use jaxconv. The same network with the same seed is then trained with ``jax.lax``'s convolution,
 and the two loss curves are compared. Exits with status 1 where the test accuracy is below 97 %.
+
+    python examples/train_cnn.py --algorithm winograd_f4x4 --dtype bf16
+
+trains with Winograd forwards and backwards. The layers then have stride 1, with max pooling behind
+the last two, as Winograd takes no other stride; lax's convolution is direct as before.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -32,20 +37,31 @@ from tqdm import tqdm
 import jaxconv
 
 REQUIRED_ACCURACY = 0.97
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
 class CNN(nnx.Module):
-    """Three 3x3 convolutions, two of them of stride 2, and a linear classifier."""
+    """Three 3x3 convolutions, two of them halving the image, and a linear classifier."""
 
-    def __init__(self, conv_general_dilated: Callable, rngs: nnx.Rngs):
-        """Draws the initial weights; every convolution runs ``conv_general_dilated``."""
+    def __init__(
+        self, conv_general_dilated: Callable, rngs: nnx.Rngs, dtype: str, pooled: bool = False
+    ):
+        """Draws the initial weights.
+
+        Args:
+            conv_general_dilated: what every convolution runs.
+            rngs: the source of the weights.
+            dtype: of activations, of ``DTYPES``; parameters are float32.
+            pooled: the image is halved by max pooling, not by convolutions of stride 2.
+        """
 
         def conv(c: int, k: int, stride: int) -> nnx.Conv:
             return nnx.Conv(
                 c,
                 k,
                 kernel_size=(3, 3),
-                strides=stride,
+                strides=1 if pooled else stride,
+                dtype=DTYPES[dtype],
                 conv_general_dilated=conv_general_dilated,  # the one line that selects jaxconv
                 rngs=rngs,
             )
@@ -54,13 +70,18 @@ class CNN(nnx.Module):
         self.conv2 = conv(32, 64, stride=2)  # 4x4
         self.conv3 = conv(64, 64, stride=2)  # 2x2
         self.classify = nnx.Linear(2 * 2 * 64, 10, rngs=rngs)
+        self.pooled = pooled
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits (N, 10) of images (N, 8, 8, 1)."""
+
+        def halved(x: jax.Array) -> jax.Array:
+            return nnx.max_pool(x, (2, 2), (2, 2)) if self.pooled else x
+
         x = nnx.relu(self.conv1(images))
-        x = nnx.relu(self.conv2(x))
-        x = nnx.relu(self.conv3(x))
-        return self.classify(x.reshape(x.shape[0], -1))
+        x = nnx.relu(halved(self.conv2(x)))
+        x = nnx.relu(halved(self.conv3(x)))
+        return self.classify(x.reshape(x.shape[0], -1).astype(jnp.float32))
 
 
 @nnx.jit
@@ -118,7 +139,8 @@ def load_data(seed: int) -> Data:
 
 def train(name: str, conv_general_dilated: Callable, data: Data, args: argparse.Namespace) -> Run:
     """Trains one network; the seed fixes its initial weights and the order of the examples."""
-    model = CNN(conv_general_dilated, nnx.Rngs(args.seed))
+    pooled = args.algorithm != "auto"
+    model = CNN(conv_general_dilated, nnx.Rngs(args.seed), args.dtype, pooled)
     batches_per_epoch = len(data.train_labels) // args.batch_size
     learning_rate = optax.cosine_decay_schedule(4e-3, args.epochs * batches_per_epoch)
     optimizer = nnx.Optimizer(model, optax.adam(learning_rate), wrt=nnx.Param)
@@ -131,12 +153,11 @@ def train(name: str, conv_general_dilated: Callable, data: Data, args: argparse.
             images = np.roll(data.train_images[chosen], rng.integers(-1, 2), axis=2)
             yield images, data.train_labels[chosen]
 
-    # Compiled ahead of the first step, so that the time below is that of the steps alone. The
-    # lowered program names the kernels it is going to call.
+    # Compiled ahead of the first step, so that the time below is that of the steps alone.
     first = data.train_images[: args.batch_size], data.train_labels[: args.batch_size]
-    lowered = train_step.lower(model, optimizer, *first)
-    kernels = re.findall(r'instance = "(\w+)"', lowered.as_text())
-    compiled = lowered.compile()
+    explanation = jaxconv.explain(train_step, model, optimizer, *first)
+    kernels = [c.instance for c in explanation.convolutions if c.instance]
+    compiled = train_step.lower(model, optimizer, *first).compile()
 
     losses, accuracies, seconds = [], [], 0.0
     with tqdm(total=args.epochs * batches_per_epoch, desc=name, unit="step") as progress:
@@ -213,6 +234,10 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default: 30)")
     parser.add_argument("--batch-size", type=int, default=64, help="examples a step (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, split and order")
+    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="activations (default: f32)")
+    parser.add_argument(
+        "--algorithm", default="auto", help='jaxconv\'s, such as "winograd_f4x4" (default: auto)'
+    )
     parser.add_argument("--plot", metavar="PATH", default="train_cnn.png", help="where to draw")
     args = parser.parse_args()
     data = load_data(args.seed)
@@ -220,7 +245,8 @@ def main() -> int:
         parser.error(f"expected epochs >= 1 and a batch size of 1 to {len(data.train_labels)}")
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, jaxconv {jaxconv.__version__}")
 
-    ours = train("jaxconv", jaxconv.conv_general_dilated, data, args)
+    convolution = functools.partial(jaxconv.conv_general_dilated, algorithm=args.algorithm)
+    ours = train("jaxconv", convolution, data, args)
     theirs = train("lax", lax.conv_general_dilated, data, args)
 
     kernels = ", ".join(ours.kernels) or "none: XLA's convolution, see `python -m jaxconv.doctor`"

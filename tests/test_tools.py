@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxconv import doctor
+from jaxconv import doctor, winograd
 from jaxconv._src import native, winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
@@ -246,6 +246,38 @@ def test_bench_measures_a_network_and_draws_it(tmp_path, capsys, monkeypatch):
         assert "not available on this platform" in said
 
 
+def test_bench_measures_a_network_with_winograd(tmp_path, capsys, monkeypatch):
+    """Beside the direct kernels, also with prepared filters, and with the errors of all outputs."""
+    monkeypatch.setattr(networks.unet, "CHANNELS", (32,))
+    monkeypatch.setattr(networks.unet, "BLOCKS", 1)
+
+    def tile(x, w, **_):
+        """As by a prediction; a CPU runs the form in JAX."""
+        return "f4x4" if w.shape[:3] == (3, 3, 64) else None
+
+    monkeypatch.setattr(winograd, "faster_tile", tile)
+    out = tmp_path / "unet.json"
+    arguments = ["--network", "unet", "--mode", "infer", "--winograd", "winograd_f4x4"]
+    arguments += ["--size", "8", "--batch", "1", "--steps", "1", "--rounds", "1", "--dtype", "f16"]
+    assert bench.main([*arguments, "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    (row,) = json.loads(out.read_text())["rows"]
+    instances = row["prepared_kernels"]["instances"].items()
+    count = sum(n for name, n in instances if "_winograd_f16_4x4" in name)
+    assert 0 < count < row["convolutions"] == row["winograd_kernels"]["convolutions"]
+    pattern = (
+        rf"prepared for Winograd in {count} of {row['convolutions']} convolutions: [\d.]+x lax"
+    )
+    assert re.search(pattern + r" and [\d.]+x the direct kernels", said), said
+    errors = row["errors"]
+    assert set(errors) == {"lax", "jaxconv", "winograd", "prepared"}
+    assert 1e-5 < errors["jaxconv"] < 3e-3 and 1e-5 < errors["lax"] < 3e-3, errors
+    assert 1.2 * errors["jaxconv"] < errors["prepared"] < 2e-2, errors
+    assert "error of the output: Winograd " in said
+    with pytest.raises(SystemExit):
+        bench.main(["--network", "resnet50", "--mode", "infer", "--int8", "--winograd"])
+
+
 def test_every_layer_parses_back_from_its_numbers():
     for name, layer in layers.LAYERS.items():
         numbers = [layer.n, *layer.spatial, layer.c, layer.k, *layer.window]
@@ -275,6 +307,20 @@ def test_the_training_example_learns(tmp_path):
     assert float(accuracies["jaxconv"]) > 85, done.stdout
     assert abs(float(accuracies["jaxconv"]) - float(accuracies["lax"])) < 3, done.stdout
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_the_training_example_learns_with_winograd(tmp_path):
+    """Forwards and backwards; few epochs, and as far as lax's direct convolution."""
+    for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"the example needs {package}")
+    options = ["--epochs", "2", "--dtype", "bf16", "--algorithm", "winograd_f4x4"]
+    done = run(str(REPOSITORY / "examples" / "train_cnn.py"), *options, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    kernels = re.search(r"^kernels of a training step: (.*)$", said, re.MULTILINE)
+    assert kernels and kernels[1].count("fprop_winograd_bf16_4x4") == 3, said
+    assert kernels[1].count("dgrad_winograd_bf16_4x4") == 2, said
+    found = dict(re.findall(r"^(jaxconv|lax) .*test accuracy ([\d.]+)%", said, re.MULTILINE))
+    assert float(found["jaxconv"]) > max(60, float(found["lax"]) - 5), said
 
 
 def test_the_training_examples_plot_marks_what_is_equal(tmp_path, monkeypatch):

@@ -19,9 +19,12 @@ from numerics import error
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import winograd_filter
+from jaxconv._src import lowering, native, winograd_filter
+from jaxconv._src.spec import Op
+from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import DTYPES
 
+NHWC = ("NHWC", "HWIO", "NHWC")
 CC = pathlib.Path(__file__).resolve().parents[1] / "cc"
 
 
@@ -240,3 +243,113 @@ def test_it_has_no_derivative(argument):
         jax.grad(lambda x, p: jaxconv.conv(x, p).sum(), argument)(X, prepared)
     stopped = jax.tree.map(lax.stop_gradient, prepared)
     jax.grad(lambda b: (jaxconv.conv(lax.stop_gradient(X), stopped) * b).sum())(1.0)
+
+
+# --- where it is faster ---------------------------------------------------------------------------
+
+
+class Predicting:
+    """A GPU's kernels, of which only the predictions count: of the direct one, of tiles."""
+
+    def __init__(self, direct: float, **tiles: float):
+        self.direct, self.tiles, self.xla = direct, tiles, 0.0
+
+    def select(self, key: str, algorithm: str, target: str) -> native.Selection:
+        if algorithm in ("auto", "native"):
+            if 0 < self.xla < self.direct:
+                return native.Selection(None, microseconds=self.direct, xla_microseconds=self.xla)
+            return native.Selection("fprop_direct", microseconds=self.direct)
+        prepared = [t for t, word in winograd_filter.LAYOUTS.items() if key.endswith(f" {word}")]
+        names = [t for t in self.tiles if algorithm in ("winograd", f"winograd_{t}")]
+        names = [t for t in names if not prepared or t in prepared]
+        if not names:  # no such kernel in this build
+            raise ValueError(algorithm)
+        name = min(names, key=self.tiles.__getitem__)
+        # Without the transform of a filter in the call, half the time.
+        return native.Selection(
+            f"winograd_{name}", microseconds=self.tiles[name] / (1 + len(prepared))
+        )
+
+
+@pytest.fixture
+def predicting(monkeypatch):
+    platform = Predicting(10.0, f4x4=8.0, f6x6=6.0)
+    monkeypatch.setattr(native, "load", lambda name: platform)
+    monkeypatch.setenv("JAXCONV_ALGORITHM", "auto")
+    monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
+    return platform
+
+
+def _chosen(op: Op, algorithm: str, epilogue=()) -> str | None:
+    spec = Layer(2, (8, 8), 64, 64, (3, 3), (1, 1), (1, 1)).spec(algorithm=algorithm)
+    sizes = Layer(2, (8, 8), 64, 64, (3, 3), (1, 1), (1, 1)).sizes
+    half = np.dtype(np.float16)
+    return lowering.select_kernel("cuda", op, spec, sizes, half, half, epilogue)[0].instance
+
+
+def test_auto_takes_winograd_on_request_where_it_is_predicted_faster(predicting):
+    assert _chosen(Op.FPROP, "auto") == "fprop_direct"
+    assert _chosen(Op.FPROP, "auto+winograd") == "winograd_f6x6"
+    assert _chosen(Op.DGRAD, "auto+winograd_f4x4") == "winograd_f4x4"
+    assert _chosen(Op.WGRAD, "auto+winograd") == "fprop_direct"
+    assert _chosen(Op.FPROP, "auto+winograd", ("bias",)) == "fprop_direct"
+    assert _chosen(Op.FPROP, "auto+winograd_f2x3") == "fprop_direct"  # not in this build
+    predicting.direct = 7.0
+    assert _chosen(Op.FPROP, "auto+winograd") == "winograd_f6x6"
+    assert _chosen(Op.FPROP, "auto+winograd_f4x4") == "fprop_direct"
+    predicting.xla = 5.0
+    assert _chosen(Op.FPROP, "auto+winograd") is None  # XLA's own
+
+
+def test_fuse_leaves_apart_what_winograd_computes_faster(predicting):
+    def layer(x, w, bias):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+        return jax.nn.relu(y.astype(np.float32) + bias).astype(x.dtype)
+
+    operands = draw((2, 8, 8, 64), (3, 3, 64, 64), (64,), dtype=np.float16)
+
+    def fused(algorithm: str) -> bool:
+        with jaxconv.override(algorithm=algorithm):
+            jaxpr = jax.make_jaxpr(jaxconv.fuse(lambda *a: layer(*a)))(*operands)
+        return "jaxconv_fused" in str(jaxpr)
+
+    assert fused("auto") and not fused("auto+winograd")
+    predicting.direct = 5.0
+    assert fused("auto+winograd") and not fused("winograd")
+
+
+def test_with_auto_a_platform_without_its_kernels_stays_direct(native_cpu):
+    x, w = draw((2, 6, 6, 8), (3, 3, 8, 8))
+    (c,) = jaxconv.explain(
+        lambda x, w: jaxconv.conv(x, w, algorithm="auto+winograd"), x, w
+    ).convolutions
+    assert "winograd" not in (c.instance or "")
+    np.testing.assert_array_equal(jaxconv.conv(x, w, algorithm="auto+winograd"), jaxconv.conv(x, w))
+    with pytest.raises(ValueError, match=r"'auto\+winograd_f3x3' is not in this build"):
+        jaxconv.conv(x, w, algorithm="auto+winograd_f3x3")
+
+
+def test_the_tile_that_is_predicted_faster(predicting):
+    x, w = draw((2, 8, 8, 64), (3, 3, 64, 64), dtype=np.float16)
+    assert winograd.faster_tile(x, w) == "f6x6"
+    assert winograd.faster_tile(x, w, algorithm="winograd_f4x4") == "f4x4"
+    channels_first = [jax.ShapeDtypeStruct(s, "float16") for s in ((2, 64, 8, 8), (64, 64, 3, 3))]
+    assert winograd.faster_tile(*channels_first, padding=1, data_format="NCHW") == "f6x6"
+    predicting.direct = 3.5  # behind f6x6 with a prepared filter, 3.0
+    assert winograd.faster_tile(x, w) == "f6x6"
+    assert winograd.faster_tile(x, w, algorithm="winograd_f4x4") is None
+    assert winograd.faster_tile(x, w.astype(np.float32)) is None
+    assert winograd.faster_tile(*(a.astype(np.float32) for a in (x, w))) is None
+    assert winograd.faster_tile(x, w[:1]) is None
+    with pytest.raises(ValueError, match=r"expected winograd or one of .* got 'winograd_f2x3'"):
+        winograd.faster_tile(x, w, algorithm="winograd_f2x3")
+    with pytest.raises(ValueError, match="expected 4 dimensions, NHWC"):
+        winograd.faster_tile(x[0], w)
+
+
+def test_no_tile_is_faster_on_a_cpu(native_cpu, monkeypatch):
+    monkeypatch.delenv("JAXCONV_TARGET", raising=False)
+    if jax.default_backend() == "gpu":
+        pytest.skip("this process has a GPU")
+    x, w = draw((2, 8, 8, 64), (3, 3, 64, 64), dtype=np.float16)
+    assert winograd.faster_tile(x, w) is None

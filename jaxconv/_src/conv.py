@@ -129,10 +129,11 @@ def conv(
             ("igemm_simt", "onednn"); an instance name; "winograd", or with its tile
             "winograd_f2x2", "winograd_f4x4", "winograd_f6x6", "winograd_f2x3" or "winograd_f4x3"
             (both along W only), for 3x3 filters at stride 1 with fewer multiplications and a larger
-            error, which docs/winograd.md states; weight gradients are then "auto"; "im2col", XLA's
-            matrix product of a matrix of all windows; "xla", XLA's own convolution; or a mapping
-            with such an entry for some of the directions "fprop", "dgrad" and "wgrad" (the others
-            are "auto").
+            error, which docs/winograd.md states; weight gradients are then "auto"; "auto+winograd"
+            or "auto+winograd_f4x4" and so on, "auto" with Winograd's kernels as candidates too;
+            "im2col", XLA's matrix product of a matrix of all windows; "xla", XLA's own convolution;
+            or a mapping with such an entry for some of the directions "fprop", "dgrad" and "wgrad"
+            (the others are "auto").
         preferred_element_type: dtype of the result; by default that of the operands. int8 operands
             accumulate exactly into int32.
         scale, bias, residual, activation: the epilogue, of floating-point operands. With the sums

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxconv._src import canonical, compat, fused, lax_lowering, lowering, native
+from jaxconv._src import canonical, compat, fused, lax_lowering, lowering, native, winograd_jax
 from jaxconv._src.epilogue import Epilogue
 from jaxconv._src.fuse_graph import Graph, is_float, type_of
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.spec import ConvSpec, Op, Sizes
 
 # Primitives that convolve forward, or may.
 NAMES = ("conv_general_dilated", "jaxconv_fprop")
@@ -53,9 +54,22 @@ def find(graph: Graph, position: int) -> Convolution | str:
     if spec.batched:
         return "each example has a filter of its own"
     algorithm = spec.algorithm_of(Op.FPROP)
-    if algorithm not in (lowering.AUTO, lowering.NATIVE):
+    if algorithm in lowering.WITH_WINOGRAD:
+        if name := _by_winograd(spec, spec.sizes(Op.FPROP, *shapes[:2]), dtypes[1:]):
+            return f"{name} is predicted faster, and has no epilogue"
+    elif algorithm not in (lowering.AUTO, lowering.NATIVE):
         return f"algorithm={algorithm!r} was asked for"
     return Convolution(position, x, w, spec)
+
+
+def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> str:
+    """The kernel of Winograd's that is selected on one of the platforms, or ""."""
+    for platform in platforms():
+        if platform in native.PLATFORMS:
+            chosen, _ = lowering.select(platform, Op.FPROP, spec, sizes, *dtypes)
+            if winograd_jax.tile_named(chosen.instance or ""):
+                return str(chosen.instance)
+    return ""
 
 
 def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> ConvSpec | str:

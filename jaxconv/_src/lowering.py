@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +58,12 @@ IM2COL = "im2col"
 # ``explain``; and ``convolve``.
 IN_JAX = {IM2COL: im2col, **dict.fromkeys(winograd_jax.ALGORITHMS, winograd_jax)}
 
+# "auto" with the kernels of Winograd among the candidates, of any tile or of one, whatever their
+# error. Name -> the algorithm that is added.
+WITH_WINOGRAD = {f"{AUTO}+{name}": name for name in winograd_jax.ALGORITHMS}
+
 # The demands that every convolution can meet.
-UNCONDITIONAL = (AUTO, NATIVE, XLA, IM2COL)
+UNCONDITIONAL = (AUTO, NATIVE, XLA, IM2COL, *WITH_WINOGRAD)
 
 # Said of a convolution that has nothing to compute.
 EMPTY = "a tensor has no elements"
@@ -220,6 +225,9 @@ def select_kernel(
     algorithm = spec.algorithm_of(op)
     if reason := _no_kernel(algorithm, spec, sizes, operand_dtype, out_dtype):
         return refused(reason), ""
+    if algorithm in WITH_WINOGRAD:
+        problem = (platform, op, spec, sizes, operand_dtype, out_dtype)
+        return _select_with_winograd(*problem, epilogue)
     key = problem_key(op, spec, sizes, operand_dtype, out_dtype, epilogue=epilogue)
     if platform == "cuda" and np.dtype(operand_dtype) == np.int8:
         plan = _int8_plan(platform, op, spec, sizes, out_dtype)
@@ -246,8 +254,33 @@ def select_kernel(
     return chosen, key
 
 
+def _select_with_winograd(
+    platform: str, op: Op, spec: ConvSpec, sizes: Sizes, *rest: Any
+) -> tuple[native.Selection, str]:
+    """``select_kernel`` by "auto", or a kernel of Winograd's where that is predicted faster.
+
+    No kernel of Winograd's has an epilogue; a call with one is chosen by "auto".
+    """
+
+    def by(name: str) -> tuple[native.Selection, str]:
+        demand = dataclasses.replace(spec, algorithm=(name,) * 3)
+        return select_kernel(platform, op, demand, sizes, *rest)
+
+    *_, epilogue = rest
+    chosen, key = by(AUTO)
+    if epilogue or op not in winograd_jax.OPS:
+        return chosen, key
+    try:
+        winograd, its_key = by(WITH_WINOGRAD[spec.algorithm_of(op)])
+    except ValueError:  # no kernel of this name on the platform
+        return chosen, key
+    if winograd.instance and winograd.microseconds < chosen.expected_microseconds:
+        return winograd, its_key
+    return chosen, key
+
+
 def _int8_plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtype):
-    if not applies(spec.algorithm_of(op), op):
+    if not applies(spec.algorithm_of(op), op) or spec.algorithm_of(op) in WITH_WINOGRAD:
         spec = dataclasses.replace(spec, algorithm=(AUTO, AUTO, AUTO))
     return int8_lax.plan(platform, op, spec, sizes, out_dtype)
 
@@ -322,7 +355,8 @@ def select_explicit(
     explicit = explicit_input(spec)
     dilated = math.prod(dilated_extents(spec.in_spatial, spec.lhs_dilation))
     grown = dilated > EXPLICIT_GROWTH * math.prod(spec.in_spatial)
-    if explicit == spec or grown or spec.algorithm_of(op) not in (AUTO, NATIVE):
+    predicted = (AUTO, NATIVE, *WITH_WINOGRAD)
+    if explicit == spec or grown or spec.algorithm_of(op) not in predicted:
         return native.Selection(None), ""
     sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)
     return select(platform, op, explicit, sizes, *dtypes)

@@ -61,6 +61,11 @@ class Selection(NamedTuple):
         """True where a kernel accepts the problem, and XLA is predicted to be faster."""
         return self.instance is None and self.microseconds > 0 and self.xla_microseconds > 0
 
+    @property
+    def expected_microseconds(self) -> float:
+        """Predicted time of what computes the problem, 0 where unknown."""
+        return self.xla_microseconds if self.xla_is_faster else self.microseconds
+
 
 def runtime_ffi_version() -> tuple[int, int]:
     """The FFI API version of the installed jaxlib, read from the header it ships."""

@@ -33,8 +33,11 @@ def algorithm_of(algorithm: str, w: PreparedFilter) -> str:
         ValueError: another algorithm is asked for.
     """
     own = f"winograd_{w.tile}"
-    if algorithm in (lowering.AUTO, lowering.NATIVE, "winograd", own):
+    algorithm = lowering.WITH_WINOGRAD.get(algorithm, algorithm)
+    if algorithm in (lowering.AUTO, lowering.NATIVE):
         return own
+    if algorithm in ("winograd", own):
+        return algorithm
     if algorithm.startswith("fprop_winograd_"):
         return algorithm
     raise ValueError(
@@ -141,6 +144,7 @@ def choose(
     if chosen.instance is None and algorithm not in winograd_jax.ALGORITHMS:
         raise ValueError(f"algorithm {algorithm!r}: {lowering.reasons(chosen.refusals)}")
     if chosen.instance is None and not sizes.empty:
+        spec = dataclasses.replace(spec, algorithm=(f"winograd_{prepared.tile}",) * 3)
         name = winograd_jax.instance(Op.FPROP, spec, prepared.dtype)
         memory = winograd_jax.workspace_bytes(Op.FPROP, spec, sizes, prepared.dtype)
         chosen = native.Selection(name, memory, in_jax=True)

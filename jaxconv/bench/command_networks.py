@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxconv._src.winograd_filter import LAYOUTS
 from jaxconv.bench import environment, options, report_network
 from jaxconv.bench.measure_network import DTYPES, MODES, Result, Run, measure, warm_up
 from jaxconv.bench.networks import NETWORKS, programs
@@ -15,6 +16,9 @@ from jaxconv.bench.progress import INTERRUPTED, Progress, each
 
 _CPU_BATCH = 4
 _STEPS = {"cpu": 3, "cuda": 20}
+
+# Those for which filters can be prepared.
+_WINOGRAD = ("winograd", *(f"winograd_{tile}" for tile in LAYOUTS))
 
 _EPILOG = """
 A network is plain JAX on lax's convolutions; no line of it knows of jaxconv. Each step is compiled
@@ -33,6 +37,12 @@ status: 1 where a program fails or the two libraries do not agree.
 
 --fuse adds a line: the program that jaxconv.fuse makes of the same source, with the elementwise
 operations behind convolutions in their calls. Its "difference" and its last column are beside lax.
+
+--winograd adds a line: jaxconv with Winograd where it is predicted faster than the direct kernel,
+whatever its error (algorithm "auto+winograd", or with one tile "auto+winograd_f4x4"). Inference has
+a second line, "prepared": a filter is transformed beforehand where that makes its convolution
+faster. The filters of all sides are then stored in --dtype. The summary has the ratio to the direct
+kernels, and the errors of the outputs, ||y - r|| / ||r|| with r in float32 at precision HIGHEST.
 
 --int8 adds a line to inference: the network quantised by jaxconv.int8, calibrated on other
 random inputs. It takes the same float input and gives float32. Its "difference" is that of its
@@ -56,6 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="activations (default: f32 on a CPU, else bf16)")
     add("--int8", action="store_true", help="inference of the quantised network too, see below")
     add("--fuse", action="store_true", help="the program that jaxconv.fuse makes of it too")
+    add(
+        "--winograd",
+        nargs="?",
+        const="winograd",
+        default="",
+        choices=_WINOGRAD,
+        metavar="ALGORITHM",
+        help=f"with Winograd too, see below; of {', '.join(_WINOGRAD)}",
+    )
     add("--algorithm", choices=["auto", "native"], default="auto", help="of jaxconv.override")
     add("--steps", type=options.count, help="steps in a row (default: 20, on a CPU 3)")
     add("--rounds", type=options.count, default=3, help="runs of so many steps (default: 3)")
@@ -74,6 +93,8 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
     names = arguments.network or (quantized if arguments.int8 else NETWORKS)
     if arguments.int8 and ("infer" not in arguments.mode or set(names) - set(quantized)):
         parser.error(f"--int8: inference only, and of {', '.join(quantized)} only")
+    if arguments.int8 and arguments.winograd:
+        parser.error("--winograd: not beside --int8, whose filters are stored in float32")
     for name in dict.fromkeys(names):
         network = NETWORKS[name]
         batch = arguments.batch or (min(_CPU_BATCH, network.batch) if on_cpu else network.batch)
@@ -85,6 +106,7 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
             if mode in arguments.mode:
                 int8 = arguments.int8 and mode == "infer"
                 options = arguments.algorithm, arguments.seed, int8, arguments.fuse
+                options += (arguments.winograd,)
                 runs.append(Run(name, mode, shape, dtype, *options))
     return runs
 

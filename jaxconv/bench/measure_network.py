@@ -1,7 +1,8 @@
 """Measures a built-in network: the same source on lax's convolutions and on this library's.
 
-Two sides more are measured on request: the program that ``jaxconv.fuse`` makes of it, and in
-inference the same network, quantised to int8.
+More sides are measured on request: the program that ``jaxconv.fuse`` makes of it; the network with
+Winograd where that is predicted faster, in inference also with filters that are prepared for it;
+and in inference the same network, quantised to int8.
 
 Both programs are compiled, checked against each other, and run in turns as a program of a user
 runs: one step after the other without a wait between them, in training with the state donated and
@@ -24,7 +25,7 @@ from jax import lax
 
 import jaxconv
 from jaxconv._src import lowering
-from jaxconv.bench import trace
+from jaxconv.bench import prepared, trace
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.measure import first_line
 from jaxconv.bench.networks import NETWORKS, programs
@@ -33,6 +34,8 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 MODES = ("train", "infer")
 LIBRARIES = ("lax", "jaxconv")
 FUSED = "fused"  # jaxconv's side of what ``fuse`` makes of the program
+WINOGRAD = "winograd"  # jaxconv's side with Winograd where it is predicted faster
+PREPARED = "prepared"  # the same with filters that were prepared for it
 INT8 = "int8"  # jaxconv's side of the quantised network
 
 # Largest accepted ||a - b|| / ||b|| between the libraries. With random parameters lax's results in
@@ -46,6 +49,8 @@ _INT8_BOUND = 0.2
 
 # Images for calibration, drawn with another seed than those that are measured.
 _CALIBRATION_BATCH = 32
+
+_ON_REQUEST = (FUSED, WINOGRAD, PREPARED, INT8)
 
 _TRACED_STEPS = 5
 _KERNELS_KEPT = 40
@@ -63,11 +68,13 @@ class Run:
     seed: int = 0
     quantized: bool = False  # whether the quantised network is measured too
     fused: bool = False  # whether the fused program is measured too
+    winograd: str = ""  # an algorithm of Winograd's that is measured too, such as "winograd_f4x4"
 
     @property
     def libraries(self) -> tuple[str, ...]:
         """The sides, in the order in which they are shown."""
-        return (*LIBRARIES, *[FUSED] * self.fused, *[INT8] * self.quantized)
+        winograd = [WINOGRAD, PREPARED][: 2 if self.mode == "infer" else 1] if self.winograd else []
+        return (*LIBRARIES, *[FUSED] * self.fused, *winograd, *[INT8] * self.quantized)
 
     @property
     def input(self) -> jax.ShapeDtypeStruct:
@@ -112,8 +119,10 @@ class Result:
     # In training, of gradients. No test of anything: those of two 16-bit programs that are both
     # right differ by 0.1 to 1 where batch normalisation sees few pixels, as rounding is amplified.
     gradient_difference: float | None = None
-    fused_difference: float | None = None  # of the fused program's outputs, from lax's
-    int8_difference: float | None = None  # of the quantised network's outputs, from lax's
+    # Of the outputs (in training the losses) of the sides on request, from lax's.
+    differences: dict[str, float] = dataclasses.field(default_factory=dict)
+    # With Winograd, in inference: of the outputs, from those in float32 at precision HIGHEST.
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)  # of sides but lax's
 
     @property
@@ -121,10 +130,9 @@ class Result:
         """True where a library failed, or the two do not agree."""
         if self.difference is None or any(side.failure for side in self.sides.values()):
             return True
-        if self.run.fused and not (self.fused_difference or 0.0) <= _BOUND:
-            return True
-        if self.run.quantized and not (self.int8_difference or 0.0) <= _INT8_BOUND:
-            return True
+        for name, difference in self.differences.items():
+            if not difference <= (_INT8_BOUND if name == INT8 else _BOUND):  # also when it is NaN
+                return True
         return not self.difference <= _BOUND  # also when it is NaN
 
     @property
@@ -146,14 +154,18 @@ class Result:
             "wrong": self.wrong,
             "difference": self.difference,
             "gradient_difference": self.gradient_difference,
-            "fused_difference": self.fused_difference,
-            "int8_difference": self.int8_difference,
+            "errors": self.errors,
             "ratio": self.ratio,
-            "fused_ratio": self.ratio_of(FUSED) if self.run.fused else None,
-            "int8_ratio": self.ratio_of(INT8) if self.run.quantized else None,
             **dataclasses.asdict(self.kernels.get("jaxconv", Kernels())),
-            "fused_kernels": dataclasses.asdict(self.kernels.get(FUSED, Kernels())),
-            "int8_kernels": dataclasses.asdict(self.kernels.get(INT8, Kernels())),
+            **{f"{name}_difference": self.differences.get(name) for name in _ON_REQUEST},
+            **{
+                f"{name}_ratio": self.ratio_of(name) if name in self.run.libraries else None
+                for name in _ON_REQUEST
+            },
+            **{
+                f"{name}_kernels": dataclasses.asdict(self.kernels.get(name, Kernels()))
+                for name in _ON_REQUEST
+            },
             **{name: _side_as_json(side) for name, side in self.sides.items()},
         }
 
@@ -186,9 +198,12 @@ class _Program:
 
 
 def function(run: Run, library: str = "jaxconv") -> Callable:
-    """What one step computes, which is the same for lax, jaxconv and fused."""
+    """What one step computes, the same on every side but those that change the filters."""
     if library == INT8:
         return NETWORKS[run.name].quantized.forward
+    if library == PREPARED:
+        make_pass = functools.partial(prepared.Pass, run.winograd)
+        return programs.inference(NETWORKS[run.name], make_pass)
     make = programs.training_step if run.mode == "train" else programs.inference
     step = make(NETWORKS[run.name])
     return jaxconv.fuse(step) if library == FUSED else step
@@ -208,6 +223,8 @@ def warm_up() -> None:
 
 
 def _override(library: str, run: Run):
+    if library in (WINOGRAD, PREPARED):
+        return jaxconv.override(algorithm=f"auto+{run.winograd}")
     return jaxconv.override(library in ("jaxconv", FUSED), algorithm=run.algorithm)
 
 
@@ -234,7 +251,7 @@ def _kernels(run: Run, library: str, arguments: tuple) -> Kernels:
     """Counts the step's convolutions and the kernels that they take."""
     if kernel_platform() not in lowering.PLATFORMS:
         return Kernels()
-    with _override("jaxconv", run):
+    with _override(library, run):
         explanation = jaxconv.explain(function(run, library), *arguments)
     instances, refusals = collections.Counter(), collections.Counter()
     for convolution in explanation.convolutions:
@@ -256,6 +273,17 @@ def _difference(ours: Any, theirs: Any) -> jax.Array:
 
     difference = jax.tree.map(jnp.subtract, ours, theirs)
     return jnp.sqrt(squares(difference) / squares(theirs))
+
+
+def _reference(run: Run, state: Any, x: jax.Array) -> jax.Array:
+    """The outputs in float32, by lax at precision HIGHEST, with the filters of the run."""
+    infer = function(run, "lax")
+    wide = state._replace(parameters=[p.astype(jnp.float32) for p in state.parameters])
+    # Its time does not count: XLA need not search for the fastest way.
+    options = {"xla_gpu_autotune_level": 0} if kernel_platform() == "cuda" else {}
+    with jaxconv.override(False), jax.default_matmul_precision("highest"):
+        lowered = jax.jit(infer).lower(wide, x.astype(jnp.float32))
+        return lowered.compile(compiler_options=options)(wide, x.astype(jnp.float32))
 
 
 def _calibration_images(run: Run) -> list[jax.Array]:
@@ -284,6 +312,8 @@ def measure(
     state = programs.initial_state(network, run.input, run.seed)
     if not train:
         state = state._replace(velocity=[])
+    if not train and run.winograd:
+        state = prepared.stored(state, run.input.dtype)
     examples = programs.random_examples(network, run.shape, run.input.dtype, run.seed)
 
     def shapes(state: Any) -> tuple:
@@ -302,6 +332,9 @@ def measure(
             if library == INT8:
                 progress(f"{library}, calibrating")
                 held = network.quantized.parameters(state, _calibration_images(run))
+            if library == PREPARED:
+                progress(f"{library}, transforming filters")
+                held = prepared.prepare(network, state, run.input, run.winograd)
             progress(f"{library}, compiling")
             compiled, result.sides[library] = _compile(library, run, shapes(held))
             program = _Program(compiled, jax.device_put(held), examples, train)
@@ -313,12 +346,14 @@ def measure(
             result.sides.setdefault(library, Side()).failure = first_line(error)
     if len(running) < len(run.libraries):
         return result
-    if INT8 in running:
-        result.int8_difference = float(_difference(first.pop(INT8)[0], first["lax"][0]))
-        result.kernels[INT8] = _kernels(run, INT8, shapes(running[INT8].state))
-    if FUSED in running:
-        result.fused_difference = float(_difference(first.pop(FUSED)[0], first["lax"][0]))
-        result.kernels[FUSED] = _kernels(run, FUSED, shapes(state))
+    if not train and run.winograd:
+        progress("reference in float32")
+        exact = _reference(run, running["lax"].state, examples.x)
+        result.errors = {name: float(_difference(y, exact)) for name, (y, _) in first.items()}
+        del exact
+    for library in [name for name in _ON_REQUEST if name in running]:
+        result.differences[library] = float(_difference(first.pop(library)[0], first["lax"][0]))
+        result.kernels[library] = _kernels(run, library, shapes(running[library].state))
     outputs, gradients = zip(*(first.pop(library) for library in reversed(LIBRARIES)), strict=True)
     result.difference = float(_difference(*outputs))
     if train:

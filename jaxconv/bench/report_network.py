@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxconv.bench.measure_network import FUSED, INT8, MODES, Result, Run, Side
+from jaxconv.bench.measure_network import FUSED, INT8, MODES, PREPARED, WINOGRAD, Result, Run, Side
 from jaxconv.bench.report import geometric_mean
 
 _SHOWN_KERNELS, _SHOWN_REASONS = 10, 5
@@ -28,7 +28,7 @@ class Table:
             ("network", -max([7, *(len(run.name) for run in runs)])),
             ("mode", -5),
             ("input", -max(len(_input(run)) for run in runs)),
-            ("library", -7),
+            ("library", -8),
             ("step ms", 9),
             ("least-most", 17),
             ("conv ms", 9),
@@ -86,8 +86,7 @@ def _beside_lax(result: Result, library: str) -> list[str]:
     if library == "lax":
         return ["", "", ""]
     kernels = result.kernels.get(library)
-    of_side = {INT8: result.int8_difference, FUSED: result.fused_difference}
-    value = of_side.get(library, result.difference)
+    value = result.difference if library == "jaxconv" else result.differences.get(library)
     difference = "-" if value is None else f"{value:.1e}"
     ratio = result.ratio_of(library)
     return [
@@ -153,6 +152,8 @@ def summary(results: Sequence[Result], platform: str) -> list[str]:
                 f"{kernels.with_epilogue} of {kernels.convolutions} convolutions with an epilogue"
             )
     for result in results:
+        for library in (WINOGRAD, PREPARED):
+            lines += _winograd(result, library)
         if result.run.quantized and (ratio := result.ratio_of(INT8)):
             ours = result.sides["jaxconv"].median_s / result.sides[INT8].median_s
             lines.append(
@@ -160,6 +161,28 @@ def summary(results: Sequence[Result], platform: str) -> list[str]:
                 f"{result.run.dtype}"
             )
     return lines or ["nothing was measured"]
+
+
+def _winograd(result: Result, library: str) -> list[str]:
+    """The lines on one of the sides with Winograd, if it was timed: beside the direct kernels."""
+    if library not in result.run.libraries or not (ratio := result.ratio_of(library)):
+        return []
+    direct, side = result.sides["jaxconv"], result.sides[library]
+    kernels = result.kernels[library]
+    taken = sum(n for name, n in kernels.instances.items() if "_winograd_" in name)
+    alone = ""
+    if direct.device and side.device and side.device.convolutions:
+        alone = f" ({direct.device.convolutions / side.device.convolutions:.2f}x in convolutions)"
+    what = "filters prepared for Winograd" if library == PREPARED else "Winograd"
+    lines = [
+        f"{label(result.run)} with {what} in {taken} of {kernels.convolutions} convolutions: "
+        f"{ratio:.2f}x lax and {direct.median_s / side.median_s:.2f}x the direct kernels{alone}"
+    ]
+    if library in result.errors:
+        errors = {"Winograd": library, "direct kernels": "jaxconv", "lax": "lax"}
+        said = ", ".join(f"{of} {result.errors[name]:.2e}" for of, name in errors.items())
+        lines.append(f"    error of the output: {said}")
+    return lines
 
 
 def _parts(side: Side) -> list[tuple[str, float, str]]:

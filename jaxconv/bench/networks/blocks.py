@@ -85,17 +85,25 @@ class Pass:
         deviation = (2 / (window**rank * c)) ** 0.5  # He et al. 2015
         w = self.parameter((window,) * rank + (c, k), deviation=deviation)
         centred = dilation * (window - 1) // 2
-        axes = "DHW"[3 - rank :]
-        y = lax.conv_general_dilated(
+        y = self.convolve(
             x,
-            w.astype(x.dtype),
+            w,
             window_strides=(stride,) * rank,
             padding=[padding or (centred, centred)] * rank,
             rhs_dilation=(dilation,) * rank,
-            dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
             feature_group_count=groups,
         )
         return y + self.parameter((k,)).astype(y.dtype) if bias else y
+
+    def convolve(self, x: jax.Array, w: jax.Array, **window) -> jax.Array:
+        """The convolution of a layer; ``window`` holds lax's arguments."""
+        axes = "DHW"[5 - x.ndim :]
+        return lax.conv_general_dilated(
+            x,
+            w.astype(x.dtype),
+            dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+            **window,
+        )
 
     def conv_transpose(self, x: jax.Array, k: int, window: int) -> jax.Array:
         """Transposed convolution whose stride is its window: windows do not overlap."""

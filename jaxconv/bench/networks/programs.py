@@ -112,11 +112,13 @@ def random_examples(
     return Examples(network.draw(x_key, shape, dtype), target)
 
 
-def inference(network: Network) -> Callable[[State, jax.Array], jax.Array]:
-    """(state, x) -> y, float32, by the running statistics."""
+def inference(
+    network: Network, make_pass: Callable[..., Pass] = Pass
+) -> Callable[[State, jax.Array], jax.Array]:
+    """(state, x) -> y, float32, by the running statistics; ``make_pass`` is a kind of ``Pass``."""
 
     def infer(state: State, x: jax.Array) -> jax.Array:
-        net = Pass(state.parameters, state.statistics)
+        net = make_pass(state.parameters, state.statistics)
         return network.forward(net, x).astype(jnp.float32)
 
     return infer
