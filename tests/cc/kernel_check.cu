@@ -4,7 +4,8 @@
 //
 // PROBLEMS: a file of lines "name<TAB>key", the key as ConvProblem::ToString writes it (and as
 // `jaxconv.explain` shows it). KERNEL: part of an instance's name; "native", what selection takes;
-// or "family:NAME", the same within a family.
+// "family:NAME", the same within a family; or "listed", the instance that a line names in a third
+// field.
 //
 //     check  integers from -2 to 2, results and workspace filled with NaN before, compared exactly
 //            with the definition computed in double; with SLICES=n in the environment also in n
@@ -31,6 +32,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -323,7 +325,8 @@ struct Candidate {
 };
 
 std::vector<Candidate> Candidates(const ConvProblem& problem, const Gpu& gpu,
-                                  const std::vector<std::string>& wanted) {
+                                  const std::vector<std::string>& wanted,
+                                  const std::string& listed) {
   std::vector<Candidate> candidates;
   auto add = [&](const KernelDesc& kernel) {
     Plan plan;
@@ -334,6 +337,10 @@ std::vector<Candidate> Candidates(const ConvProblem& problem, const Gpu& gpu,
     }
   };
   for (const std::string& part : wanted) {
+    if (part == "listed") {
+      if (const KernelDesc* kernel = FindKernel(listed)) add(*kernel);
+      continue;
+    }
     const bool family = part.rfind("family:", 0) == 0;
     if (part == "native" || family) {
       Selection selection;
@@ -541,10 +548,13 @@ int Main(int argc, char** argv) {
   std::ifstream file(argv[2]);
   int problems = 0, kernels = 0, failures = 0;
   for (std::string line; std::getline(file, line);) {
-    const size_t tab = line.find('\t');
-    const std::string name = tab == std::string::npos ? "" : line.substr(0, tab);
+    std::istringstream fields(line);
+    std::string name, key, listed;
+    std::getline(fields, name, '\t');
+    std::getline(fields, key, '\t');
+    std::getline(fields, listed, '\t');
     ConvProblem problem;
-    if (Status status = ConvProblem::Parse(line.substr(tab + 1), &problem); !status.ok()) {
+    if (Status status = ConvProblem::Parse(key, &problem); !status.ok()) {
       std::printf("%s: %s\n", line.c_str(), status.message().c_str());
       return 2;
     }
@@ -554,7 +564,7 @@ int Main(int argc, char** argv) {
         return 2;
       }
     }
-    const auto candidates = Candidates(problem, gpu, {argv + 3, argv + argc});
+    const auto candidates = Candidates(problem, gpu, {argv + 3, argv + argc}, listed);
     ++problems;
     kernels += static_cast<int>(candidates.size());
     failures += mode == "check"  ? Check(line, problem, gpu, candidates, stream)

@@ -86,7 +86,8 @@ Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap
       encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address), layout.extent,
              layout.stride, box_extent, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzled ? SwizzleOf(box[0] * ByteWidth(tensor.dtype)) : CU_TENSOR_MAP_SWIZZLE_NONE,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+             swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 Status EncodeIm2colMap(const DenseTensor& tensor, const int32_t* lower, const int32_t* upper,

@@ -22,8 +22,9 @@ struct DenseTensor {
   int64_t stride[5] = {};  // elements, of every dimension but the innermost; 0: dense
 };
 
-// Boxes of `box` elements, zeros outside. Rows of 128, 64 or 32 bytes are swizzled, or, where they are
-// any multiple of 16, left as they lie. Takes about 0.1 us.
+// Boxes of `box` elements, zeros outside. Rows of 128, 64 or 32 bytes are swizzled, and fetched by whole
+// cache lines; or, where they are any multiple of 16, left as they lie, and fetched by sectors, as the
+// rest of their lines may be what a CTA reads much later. Takes about 0.1 us.
 Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap* map,
                       bool swizzled = true);
 

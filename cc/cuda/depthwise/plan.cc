@@ -37,6 +37,23 @@ constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
 constexpr double kTmaIssueShare = 0.7, kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11,
                  kTmaStart = 1.5;
 
+// What tiles of a part of a pixel's channels cost: memory moves 64 bytes at a time and caches lines of
+// 128, which such tiles share. Shares of the time of what is stored, and of what is read, measured with
+// 96, 144 and 192 channels.
+struct SharedLines {
+  double stored = 0, read = 0;
+  SharedLines(int64_t tile_bytes, int64_t pixel_bytes) {
+    if (pixel_bytes <= tile_bytes) return;
+    const bool aligned = pixel_bytes % 64 == 0;
+    if (tile_bytes < 128) {
+      stored = aligned ? 0.8 : 1.7;
+      read = aligned ? 0.2 : 0.3;
+    } else if (!aligned) {
+      stored = 0.6;
+    }
+  }
+};
+
 // Of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh.
 // A slice of wgrad has at least two items: both are copied from the start.
 constexpr int64_t kMinTmaItems = 2;
@@ -238,13 +255,15 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     longest = CeilDiv(params.items, launch->ctas) * params.axis[0].taps * row_taps * params.reduce;
   }
   launch->out_dtype = problem.output_dtype();
-  // Tiles that TMA fills in part are slower than their share of work says (3x3 of stride 2 on 96 channels:
-  // 333 us in tiles of 64); why is not known.
   const double waste = instance.tma ? static_cast<double>(params.channel_tiles.divisor) *
                                           instance.channels() / params.channels
                                     : 1;
-  const double bytes = static_cast<double>(width) *
-                           static_cast<double>(problem.x_elements() + problem.y_elements()) +
+  const auto x_bytes = static_cast<double>(width * problem.x_elements());
+  const auto y_bytes = static_cast<double>(width * problem.y_elements());
+  const double stored = wgrad ? 0 : problem.op == Op::kFprop ? y_bytes : x_bytes;
+  const SharedLines shared(instance.channels() * width, params.channels * width);
+  const double bytes = x_bytes + y_bytes + shared.stored * stored +
+                       shared.read * (x_bytes + y_bytes - stored) +
                        static_cast<double>(EpilogueBytes(problem));
   const auto warps = static_cast<double>(
       longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * instance.threads / 32);

@@ -47,6 +47,10 @@ constexpr double kTf32EpilogueBytesPerCycle = 17.6;
 // output whose sectors CTAs share, 128 bytes each, this much.
 constexpr double kSectorExcess = 0.84;
 constexpr double kSharedSectorExcess = 1.32;
+// Rows of the output that are longer than a cache line and no multiple of it, so that boxes of 64
+// columns share lines; with a filter that stays, whose CTAs have a single buffer to store from.
+constexpr double kSharedLineExcess = 0.6;
+constexpr double kSharedLineExcessC128 = 0.9;
 // Of gpu.dram_bytes_per_us: the model counts every tensor once, and a part of them lies in L2.
 constexpr double kDramShare = 18.5 * 132 * 1970 / 4.32e6;
 // Of DRAM's time, where tiles are scheduled dynamically and no SM is waited for.
@@ -195,9 +199,14 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
       n_tiles > 1 && traffic.pitch_out % 32 != 0
           ? kSharedSectorExcess * 128 / (static_cast<double>(instance.tile_n) * out_bytes)
           : 0;
+  const bool shares_lines =
+      stationary && instance.tile_n > 64 && traffic.pitch_out > 128 && traffic.pitch_out % 128 != 0;
+  const double shared_lines = !shares_lines                      ? 0
+                              : instance.stationary_k_blocks < 4 ? kSharedLineExcessC128
+                                                                 : kSharedLineExcess;
   const double dram =
-      DramCycles(traffic.tensors + shared_sectors * traffic.written + kSectorExcess * sector_bytes +
-                     static_cast<double>(partial_bytes),
+      DramCycles(traffic.tensors + (shared_sectors + shared_lines) * traffic.written +
+                     kSectorExcess * sector_bytes + static_cast<double>(partial_bytes),
                  gpu) *
       (dynamic ? kDynamicShare : 1);
   double cycles = std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles;

@@ -1,0 +1,139 @@
+"""compute-sanitizer over every device kernel, on a GPU.
+
+    python tests/sanitize.py racecheck --program build/kernel_check \
+        --int8-program build/int8_check --processes 4 --record tests/gpu_report.json
+
+Runs the cases of ``test_emulated_kernels.py``, small problems that reach each device kernel's file,
+by the programs ``tests/cc/kernel_check.cu`` and ``int8_check.cu`` (CONTRIBUTING.md says how they
+are built). They plan for a GPU of two SMs, so that a CTA processes several tiles. Each process has
+a part of the cases, and the GPUs take turns. Exit status 1: the sanitizer reports anything, or a
+program fails. ``--record`` adds a summary to the GPU record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import gpu_report
+from test_emulated_kernels import CASES, Case
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SUMMARY = re.compile(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) (?:hazards?|errors?)")
+KERNELS = re.compile(r"^\w+: \d+ problems, (\d+) kernels, (\d+) failures", re.MULTILINE)
+
+
+class Call(NamedTuple):
+    """A check program's arguments, and how many kernels it should run at least."""
+
+    command: list[str]
+    kernels: int
+
+
+class Outcome(NamedTuple):
+    """What one process found: reports of the sanitizer, or -1 where it ended without a summary."""
+
+    kernels: int
+    found: int
+    output: str
+
+
+def run(tool: str, call: Call, gpu: str | None, seconds: float) -> Outcome:
+    """Runs a check program under the sanitizer, for so long at most."""
+    environment = {**os.environ, "SMS": "2"}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    try:
+        ran = subprocess.run(
+            ["compute-sanitizer", "--tool", tool, *call.command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode(errors="replace")
+        return Outcome(0, -1, f"{output[-2000:]}\nno end after {seconds:.0f} s")
+    output = ran.stdout + ran.stderr
+    summary, kernels = SUMMARY.search(output), KERNELS.search(output)
+    count, failures = map(int, kernels.groups()) if kernels else (0, 0)
+    complete = summary and count >= call.kernels and not failures
+    return Outcome(count, int(summary[1]) if complete else -1, output[-4000:])
+
+
+def commands(
+    cases: Sequence[Case], program: str, int8_program: str, parts: int, folder: pathlib.Path
+) -> list[Call]:
+    """The programs' calls: of so many parts for the kernels of floats, one case a call for int8."""
+    floats = [case for case in cases if not case.eight_bit]
+    calls = []
+    for part in range(min(parts, len(floats))):
+        problems = folder / f"problems{part}.tsv"
+        lines = [f"{c.instance}\t{c.key}\t{c.instance}\n" for c in floats[part::parts]]
+        problems.write_text("".join(lines))
+        calls.append(Call([program, "hash", str(problems), "listed"], len(lines)))
+    return calls + [
+        Call([int8_program, "check", c.key, c.instance], 1) for c in cases if c.eight_bit
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("tool", choices=TOOLS)
+    add("--program", required=True, help="kernel_check")
+    add("--int8-program", required=True, help="int8_check")
+    add("--processes", type=int, default=4, help="at a time")
+    add("--parts", type=int, default=16, help="processes for the kernels of floats")
+    add("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES"), help="for example 0,1")
+    add("--select", default="", help="only instances whose name contains this")
+    add("--seconds", type=float, default=600, help="for one process")
+    add("--record", type=pathlib.Path, help="the GPU record to add a summary to")
+    options = parser.parse_args(argv)
+    gpus = options.gpus.split(",") if options.gpus else [None]
+    cases = [case for case in CASES if options.select in case.instance]
+    if not cases:
+        parser.error(f"--select {options.select}: no case's instance contains it")
+    start = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(options.processes) as pool,
+    ):
+        calls = commands(
+            cases, options.program, options.int8_program, options.parts, pathlib.Path(folder)
+        )
+        outcomes = list(
+            pool.map(
+                lambda i: run(options.tool, calls[i], gpus[i % len(gpus)], options.seconds),
+                range(len(calls)),
+            )
+        )
+    failed = [(c, o) for c, o in zip(calls, outcomes, strict=True) if o.found]
+    for call, outcome in failed:
+        print(f"FAILED {' '.join(call.command)}: {outcome.found} reports\n{outcome.output}")
+    summary = {
+        "failed": len(failed),
+        "reports": sum(max(o.found, 0) for o in outcomes),
+        "cases": len(cases),
+        "kernels": sum(o.kernels for o in outcomes),
+        "seconds": round(time.monotonic() - start),
+    }
+    print(json.dumps(summary))
+    if options.record:
+        gpu_report.update(options.record, {}, **{options.tool: summary})
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

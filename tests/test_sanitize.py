@@ -1,0 +1,64 @@
+"""sanitize.py judges what compute-sanitizer and the check programs print."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import sanitize
+
+SANITIZER = """#!/bin/sh
+shift 2
+"$@"
+echo "========= RACECHECK SUMMARY: {hazards} hazards displayed (0 errors, 0 warnings)"
+"""
+PROGRAM = """#!/bin/sh
+n=$(({kernels}))
+echo "$1: 3 problems, $n kernels, {failures} failures"
+"""
+LINES = '$([ -f "$2" ] && wc -l < "$2" || echo 1)'  # a kernel for each case
+
+
+@pytest.fixture
+def sanitized(tmp_path, monkeypatch, capsys):
+    """Runs sanitize.py with a sanitizer and a program that print so much: (status, summary)."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def run(hazards: int = 0, kernels: str = LINES, failures: int = 0) -> tuple[int, dict]:
+        texts = {
+            "compute-sanitizer": SANITIZER.format(hazards=hazards),
+            "check": PROGRAM.format(kernels=kernels, failures=failures),
+        }
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        program = str(tmp_path / "check")
+        arguments = ["--program", program, "--int8-program", program, "--select", "imma_wgmma"]
+        arguments += ["--gpus", "0,1"]
+        status = sanitize.main(["racecheck", *arguments])
+        return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+def test_every_case_runs(sanitized):
+    status, summary = sanitized()
+    assert status == 0
+    assert summary["failed"] == summary["reports"] == 0
+    assert summary["kernels"] == summary["cases"] > 0
+
+
+@pytest.mark.parametrize("fault", [{"hazards": 2}, {"kernels": "0"}, {"failures": 1}])
+def test_a_report_or_a_kernel_that_does_not_run_is_a_failure(sanitized, fault):
+    status, summary = sanitized(**fault)
+    assert status == 1
+    assert summary["failed"] == summary["cases"]
+    assert summary["reports"] == fault.get("hazards", 0) * summary["cases"]
+
+
+def test_floats_share_processes(tmp_path):
+    calls = sanitize.commands(sanitize.CASES, "check", "int8", 4, tmp_path)
+    floats = [call for call in calls if call.command[0] == "check"]
+    assert len(floats) == 4
+    assert sum(call.kernels for call in calls) == len(sanitize.CASES)
