@@ -44,13 +44,9 @@ struct SharedLines {
   double stored = 0, read = 0;
   SharedLines(int64_t tile_bytes, int64_t pixel_bytes) {
     if (pixel_bytes <= tile_bytes) return;
-    const bool aligned = pixel_bytes % 64 == 0;
-    if (tile_bytes < 128) {
-      stored = aligned ? 0.8 : 1.7;
-      read = aligned ? 0.2 : 0.3;
-    } else if (!aligned) {
-      stored = 0.6;
-    }
+    const bool aligned = pixel_bytes % 64 == 0, lines = tile_bytes % 128 == 0;
+    stored = !aligned ? 1.7 : lines ? 0 : 0.8;
+    read = lines ? 0 : aligned ? 0.2 : 0.3;
   }
 };
 
