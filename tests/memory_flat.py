@@ -7,8 +7,10 @@ so that what grows with the number of shapes shows: plans, selections, compiled 
 After every period the caches of JAX are cleared, and the process' resident memory is sampled. It is
 flat where its median over the last third of the periods exceeds that over the middle third by less
 than the limit; the first third fills the caches that are bounded (256 plans, 1,024 primitives of
-oneDNN's, 4,096 selections). With ``--repeat`` every period has the same shapes, and a few periods
-fill the caches. ``--side lax`` measures lax's convolution, and so what of a growth is JAX's own.
+oneDNN's, 4,096 selections, and as many problems that have brgemm kernels of oneDNN's, which it
+never frees). With ``--repeat`` every period has the same shapes, and a few periods fill the caches.
+``--side lax`` measures lax's convolution, and so what of a growth is JAX's own; ``--keep-caches``
+clears nothing, and JAX keeps up to 4,096 programs.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def one_program(convolve: Callable, rng: np.random.Generator, gradients: bool) -
 
 
 def samples(
-    convolve: Callable, calls: int, period: int, seed: int, repeat: bool
+    convolve: Callable, calls: int, period: int, seed: int, repeat: bool, clear: bool
 ) -> Iterator[float]:
     """Resident megabytes after every period."""
     rng = np.random.default_rng(seed)
@@ -93,7 +95,8 @@ def samples(
         rng = np.random.default_rng(seed) if repeat else rng
         for at in range(begin, min(begin + period, calls), PER_PROGRAM):
             one_program(convolve, rng, gradients=at // PER_PROGRAM % 3 == 2)
-        jax.clear_caches()
+        if clear:
+            jax.clear_caches()
         yield resident_mb()
 
 
@@ -108,6 +111,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--period", type=int, default=200, help="calls between clearings")
     parser.add_argument("--repeat", action="store_true", help="the same shapes in every period")
+    parser.add_argument("--keep-caches", action="store_true", help="do not clear JAX's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", choices=SIDES, default="jaxconv")
     parser.add_argument("--limit", type=float, default=LIMIT_MB, help="MB")
@@ -117,7 +121,12 @@ def main() -> int:
     found, began = [], time.time()
     with jax.default_device(jax.devices("cpu")[0]):
         for mb in samples(
-            SIDES[options.side], options.calls, options.period, options.seed, options.repeat
+            SIDES[options.side],
+            options.calls,
+            options.period,
+            options.seed,
+            options.repeat,
+            not options.keep_caches,
         ):
             found.append(round(mb, 1))
             if len(found) % 10 == 0:
@@ -129,6 +138,7 @@ def main() -> int:
         "calls": options.calls,
         "period": options.period,
         "repeat": options.repeat,
+        "cleared": not options.keep_caches,
         "seed": options.seed,
         "jax": jax.__version__,
         "first_mb": found[0],

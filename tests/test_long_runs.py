@@ -22,6 +22,13 @@ def test_memory_is_flat_over_repeated_shapes(native_cpu):
     assert json.loads(done.stdout.splitlines()[-1])["calls"] == 360
 
 
+@pytest.mark.slow  # a quarter of an hour
+def test_memory_is_flat_over_changing_shapes(native_cpu):
+    command = [sys.executable, memory_flat.__file__, "--calls", "20000"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_leak_is_seen(monkeypatch, capsys):
     leaked = []
 

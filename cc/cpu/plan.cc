@@ -146,7 +146,7 @@ class Planner {
       if ((plan_.requantizes || plan_.finishes) && !in_place) ReserveSums();
       if (onednn) {
         JAXCONV_RETURN_IF_ERROR(MakePrimitives(g, plan_.compute_dtype, plan_.result_dtype,
-                                               &plan_.tasks, &plan_.primitives));
+                                               kernel.brgemm, &plan_.tasks, &plan_.primitives));
         ReserveForPrimitives();
       }
       if (wgrad_) ReservePartials();

@@ -21,6 +21,7 @@ struct KernelDesc {
   Op op;
   DType dtype;  // of both operands; beside u8 images, filters are s8
   Family family;
+  bool brgemm = true;  // of kOnednn: whether oneDNN may compute it by its brgemm kernels
 };
 
 // Where a task adds up its part of the weight gradient of one independent convolution.

@@ -68,10 +68,12 @@ bool Contains(const std::string& name, const char* word) {
 
 class Maker {
  public:
-  Maker(const Geometry& geometry, DType operand, DType result, int64_t tasks, Primitives* made)
+  Maker(const Geometry& geometry, DType operand, DType result, bool brgemm, int64_t tasks,
+        Primitives* made)
       : geometry_(geometry),
         operand_(operand),
         result_(result),
+        brgemm_(brgemm),
         tasks_(tasks),
         wgrad_(geometry.p.op == Op::kWgrad),
         plain_(PlainFilter(geometry, wgrad_                  ? DType::kF32
@@ -123,7 +125,7 @@ class Maker {
       bool few_pixels = sub.n * sub.out_pixels() * tasks_ < 256;
       if (p.k > 128 && !few_pixels) return {};
       std::optional<ConvPrimitive> made = Make(sub, plain_, false);
-      return made && Contains(made->implementation, "brg") ? made : std::nullopt;
+      return made && UsesBrgemm(made->implementation) ? made : std::nullopt;
     }
     // The direct kernels fill a vector with input channels, the matrix product (im2col) does not.
     return p.op == Op::kDgrad && p.c < 8 ? Make(sub, plain_, true) : std::nullopt;
@@ -152,7 +154,9 @@ class Maker {
       while (pd) {
         std::string name = pd.impl_info_str();
         bool reference = name.rfind("ref", 0) == 0;
-        if (want_gemm ? Contains(name, "gemm") : !reference && !IsWrong(name, p, operand_)) {
+        const bool will_do =
+            want_gemm ? Contains(name, "gemm") : !reference && !IsWrong(name, p, operand_);
+        if (will_do && (brgemm_ || !UsesBrgemm(name))) {
           made.implementation = name;
           made.clear_scratch = ReadsUnwrittenScratch(p, operand_);
           made.primitive = dnnl::primitive(pd);
@@ -236,6 +240,7 @@ class Maker {
 
   const Geometry& geometry_;
   const DType operand_, result_;
+  const bool brgemm_;
   const int64_t tasks_;
   const bool wgrad_;
   const memory::desc plain_, any_;  // of the filter
@@ -245,8 +250,10 @@ class Maker {
 
 }  // namespace
 
-Status MakePrimitives(const Geometry& geometry, DType operand, DType result, Tasks* tasks,
-                      Primitives* primitives) {
+bool UsesBrgemm(const std::string& implementation) { return Contains(implementation, "brg"); }
+
+Status MakePrimitives(const Geometry& geometry, DType operand, DType result, bool brgemm,
+                      Tasks* tasks, Primitives* primitives) {
   // Largest first: the filter layout it prefers is then asked of the others, so that one packing
   // serves all.
   std::vector<Region*> regions;
@@ -258,7 +265,7 @@ Status MakePrimitives(const Geometry& geometry, DType operand, DType result, Tas
   std::stable_sort(regions.begin(), regions.end(), [](const Region* a, const Region* b) {
     return a->sub.y_elements() > b->sub.y_elements();
   });
-  Maker maker(geometry, operand, result, static_cast<int64_t>(tasks->size()), primitives);
+  Maker maker(geometry, operand, result, brgemm, static_cast<int64_t>(tasks->size()), primitives);
   std::map<std::array<int64_t, 5>, int> made;  // by what distinguishes regions
   for (Region* region : regions) {
     int a = geometry.axis;

@@ -40,10 +40,14 @@ struct Primitives {
   std::vector<PackedFilter> packed;
 };
 
+// Whether oneDNN's implementation of this name runs brgemm kernels: "brgconv:avx512_core".
+bool UsesBrgemm(const std::string& implementation);
+
 // Makes primitives for `operand` and `result` types, and sets Region::primitive in all of `tasks`.
-// Fails where oneDNN has no implementation that is fast and right.
-Status MakePrimitives(const Geometry& geometry, DType operand, DType result, Tasks* tasks,
-                      Primitives* primitives);
+// Without `brgemm`, of other implementations only. Fails where oneDNN has none that is fast and
+// right.
+Status MakePrimitives(const Geometry& geometry, DType operand, DType result, bool brgemm,
+                      Tasks* tasks, Primitives* primitives);
 
 }  // namespace jaxconv::cpu
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
+#include <set>
 #include <tuple>
 
 #include "cpu/few_outputs.h"
@@ -27,13 +29,19 @@ constexpr KernelDesc kKernels[] = {
     {"fprop_few_pixels_f32", Op::kFprop, DType::kF32, Family::kFewPixels},
     {"fprop_few_outputs_f32", Op::kFprop, DType::kF32, Family::kFewOutputs},
     {"fprop_onednn_f32", Op::kFprop, DType::kF32, Family::kOnednn},
+    {"fprop_onednn_f32_no_brgemm", Op::kFprop, DType::kF32, Family::kOnednn, false},
     {"fprop_onednn_bf16", Op::kFprop, DType::kBF16, Family::kOnednn},
+    {"fprop_onednn_bf16_no_brgemm", Op::kFprop, DType::kBF16, Family::kOnednn, false},
     {"fprop_onednn_f16", Op::kFprop, DType::kF16, Family::kOnednn},
+    {"fprop_onednn_f16_no_brgemm", Op::kFprop, DType::kF16, Family::kOnednn, false},
     {"fprop_onednn_s8", Op::kFprop, DType::kS8, Family::kOnednn},
     {"fprop_onednn_u8", Op::kFprop, DType::kU8, Family::kOnednn},
     {"dgrad_onednn_f32", Op::kDgrad, DType::kF32, Family::kOnednn},
+    {"dgrad_onednn_f32_no_brgemm", Op::kDgrad, DType::kF32, Family::kOnednn, false},
     {"dgrad_onednn_bf16", Op::kDgrad, DType::kBF16, Family::kOnednn},
+    {"dgrad_onednn_bf16_no_brgemm", Op::kDgrad, DType::kBF16, Family::kOnednn, false},
     {"dgrad_onednn_f16", Op::kDgrad, DType::kF16, Family::kOnednn},
+    {"dgrad_onednn_f16_no_brgemm", Op::kDgrad, DType::kF16, Family::kOnednn, false},
     {"wgrad_onednn_f32", Op::kWgrad, DType::kF32, Family::kOnednn},
     {"wgrad_onednn_bf16", Op::kWgrad, DType::kBF16, Family::kOnednn},
     {"wgrad_onednn_f16", Op::kWgrad, DType::kF16, Family::kOnednn},
@@ -53,6 +61,56 @@ PlanCache<PlanKey, Plan>& Plans() {
   // few hundred different convolutions.
   static auto* const plans = new PlanCache<PlanKey, Plan>(256);
   return *plans;
+}
+
+// oneDNN 3.2 keeps every brgemm kernel that it generates in a set of the process that is never
+// emptied: 4 to 16 KB for a convolution of a new shape. That is nothing to the convolutions of a
+// few networks, and without end to a program whose shapes never repeat. From this many problems on,
+// those that are new are computed by oneDNN's other implementations (instances *_no_brgemm); the
+// first ones stay with theirs, so that compiling a program again gives the same bits.
+constexpr size_t kMaxBrgemmProblems = 4096;
+
+class BrgemmProblems {
+ public:
+  // Whether a plan with brgemm kernels may be made for the problem.
+  bool Admits(const std::string& key) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return keys_.size() < capacity_ || keys_.count(key) > 0;
+  }
+
+  void Insert(const std::string& key) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    keys_.insert(key);
+  }
+
+  void SetCapacity(size_t capacity) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    capacity_ = capacity;
+    keys_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  size_t capacity_ = kMaxBrgemmProblems;
+  std::set<std::string> keys_;
+};
+
+// Whether there is an instance of the same kernel without brgemm. Weight gradients make none to
+// speak of; of 8-bit operands oneDNN's other implementations are not right (docs/notes/cpu.md).
+bool HasVariant(const KernelDesc& kernel) {
+  const bool floating = kernel.dtype != DType::kS8 && kernel.dtype != DType::kU8;
+  return kernel.family == Family::kOnednn && kernel.op != Op::kWgrad && floating;
+}
+
+BrgemmProblems& WithBrgemm() {
+  static auto* const problems = new BrgemmProblems();
+  return *problems;
+}
+
+bool HasBrgemm(const Plan& plan) {
+  const std::vector<ConvPrimitive>& all = plan.primitives.convolutions;
+  return std::any_of(all.begin(), all.end(),
+                     [](const ConvPrimitive& each) { return UsesBrgemm(each.implementation); });
 }
 
 // Unimplemented where the kernel does not take the problem, and where oneDNN fails to generate code
@@ -119,10 +177,13 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     return Status::InvalidArgument("algorithm: '" + std::string(algorithm) +
                                    "' is no kernel of the CPU");
   }
+  const std::string key = problem.ToString();
+  const bool brgemm = WithBrgemm().Admits(key);
   for (const KernelDesc& kernel : kKernels) {
     if (named != nullptr) {
       if (&kernel != named) continue;
     } else {
+      if (HasVariant(kernel) && kernel.brgemm != brgemm) continue;
       if (!is_auto && kFamilies[static_cast<int>(kernel.family)] != algorithm) continue;
       // Kernels of other operations and types would only fill the list of refusals.
       if (kernel.op != problem.op || kernel.dtype != problem.lhs_dtype()) continue;
@@ -141,6 +202,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
       selection->refusals.push_back({kernel.name, status.message()});
       continue;
     }
+    if (named == nullptr && HasVariant(kernel) && HasBrgemm(*plan)) WithBrgemm().Insert(key);
     selection->refusals.clear();
     selection->instance = kernel.name;
     selection->slices = slices;
@@ -196,6 +258,7 @@ std::vector<std::string> KernelNames() {
   return names;
 }
 
+void SetMaxBrgemmProblems(size_t count) { WithBrgemm().SetCapacity(count); }
 void SetPlanCapacity(size_t capacity) { Plans().SetCapacity(capacity); }
 size_t PlanCount() { return Plans().size(); }
 

@@ -34,6 +34,10 @@ Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,
 const ConvProblem& ProblemOf(const Plan& plan);
 
 void SetPlanCapacity(size_t capacity);
+
+// From how many problems on new ones are computed without oneDNN's brgemm kernels, which it never
+// frees. Counts anew.
+void SetMaxBrgemmProblems(size_t count);
 size_t PlanCount();
 
 std::vector<std::string> KernelNames();

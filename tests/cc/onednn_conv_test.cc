@@ -23,6 +23,9 @@
 #include "cc/naive_conv.h"
 #include "cpu/convert.h"
 #include "cpu/execution.h"
+#include "cpu/onednn.h"
+#include "cpu/plan.h"
+#include "cpu/primitives.h"
 #include "cpu/select.h"
 
 namespace jaxconv {
@@ -462,6 +465,41 @@ void CheckConcurrency(std::mt19937* random) {
   cpu::SetPlanCapacity(256);
 }
 
+bool TakesBrgemm(const ConvProblem& p) {
+  Selection s;
+  std::shared_ptr<const cpu::Plan> plan;
+  EXPECT(cpu::Select(p, "onednn", 2, &s).ok() && !s.instance.empty(), p.ToString());
+  EXPECT(cpu::FindPlan(p.ToString(), s.instance, s.slices, &plan).ok(), p.ToString());
+  const bool may = s.instance.find("no_brgemm") == std::string::npos;
+  const std::vector<cpu::ConvPrimitive>& made = plan->primitives.convolutions;
+  const bool has = std::any_of(made.begin(), made.end(), [](const cpu::ConvPrimitive& each) {
+    return cpu::UsesBrgemm(each.implementation);
+  });
+  EXPECT(may || !has, p.ToString() + " has brgemm kernels");
+  return has;
+}
+
+// oneDNN never frees brgemm kernels: only so many problems have them, and those keep them.
+void CheckBrgemmProblems() {
+  cpu::SetMaxBrgemmProblems(2);
+  std::vector<bool> first, again;
+  std::vector<ConvProblem> problems;
+  for (int64_t k : {24, 40, 56, 72}) {
+    problems.push_back(Geometry2d(2, 13, 13, 32, k, 3, 3, 1, 1));
+    problems.back().out = problems.back().in;
+  }
+  for (const ConvProblem& p : problems) first.push_back(TakesBrgemm(p));
+  for (const ConvProblem& p : problems) again.push_back(TakesBrgemm(p));
+  const bool has = cpu::IsaHas(dnnl::cpu_isa::avx2);
+  EXPECT((first == std::vector<bool>{has, has, false, false}), "the first two problems");
+  EXPECT(first == again, "a problem that was met before");
+  Selection s;
+  EXPECT(
+      cpu::Select(problems[3], "fprop_onednn_f32", 2, &s).ok() && s.instance == "fprop_onednn_f32",
+      "an instance that is named");
+  cpu::SetMaxBrgemmProblems(4096);
+}
+
 void CheckConversions() {
   using cpu::FloatToBF16;
   EXPECT(
@@ -494,6 +532,7 @@ int main(int argc, char** argv) {
   CheckSmallProblems();
   CheckWorkspace(&random);
   CheckCalls();
+  CheckBrgemmProblems();
   CheckConcurrency(&random);
   CheckList(&random);
   CheckRandom(count, &random);
