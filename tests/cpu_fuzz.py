@@ -11,7 +11,7 @@ that dies is a failure of its segment. A failure is one line with its repro, ``p
 tests/test_fuzz.py --seed S --problem I``.
 
 Nearly all of the time is XLA's: it compiles the copies around the kernels, and lax's convolutions.
-The flags below make that several times faster and leave the kernels as they are.
+The flags of ``xla_flags`` make that several times faster and leave the kernels as they are.
 
 The record is a list of runs; a seed that is in it already is refused, so that no problem counts
 twice.
@@ -29,16 +29,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+from xla_flags import QUICK_TO_COMPILE
+
 SEGMENT = 500
 SHOWN = 40  # failures printed and recorded in full
 FORMS = ("calls", "override", "primitives")
 
-# XLA's emitters before those through MLIR, which take 15 times as long for a copy; one module for
-# LLVM; one device of the eight that the tests of sharding have.
-XLA_FLAGS = (
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_force_host_platform_device_count=1"
-)
+# One device, of the eight that the tests of sharding have.
+XLA_FLAGS = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=1"
 
 
 def work(seed: int, begin: int, end: int, forms: tuple[str, ...]) -> None:

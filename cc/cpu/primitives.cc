@@ -121,9 +121,12 @@ class Maker {
     if (operand_ != DType::kF32 || p.groups != 1) return {};
     if (p.op == Op::kFprop && !geometry_.transposed) {
       // While the output channels of a filter row fit a few cache lines, or there are too few
-      // pixels to make packing pay. Only brgconv reads plain filters well.
+      // pixels to make packing pay, and for few input channels of one axis, whose packed filters
+      // another implementation reads: it writes 64 channels at a time, which in rows of 2 KB (512
+      // channels) share a few cache sets. Only brgconv reads plain filters well.
       bool few_pixels = sub.n * sub.out_pixels() * tasks_ < 256;
-      if (p.k > 128 && !few_pixels) return {};
+      bool few_inputs = p.rank == 1 && p.c <= 4;
+      if (p.k > 128 && !few_pixels && !few_inputs) return {};
       std::optional<ConvPrimitive> made = Make(sub, plain_, false);
       return made && UsesBrgemm(made->implementation) ? made : std::nullopt;
     }

@@ -145,19 +145,38 @@ bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t s
   return false;
 }
 
-// Predicted microseconds of a pointwise convolution so small that the call decides, 0 for all others.
-// Such a convolution is a matrix product, which XLA calls without a custom call. Measured in chains
-// of them (docs/notes/cpu.md); from twice as many operations on, the two are equally fast.
-constexpr int64_t kFewOperations = 256 << 10;
-constexpr double kOperationsPerMicrosecond = 100e3;
+// Predicted microseconds of the kernel and of XLA's convolution.
+struct Times {
+  double kernel = 0, xla = 0;
+};
 
-double PredictCall(const ConvProblem& p, double call) {
+// Where XLA is the faster one, measured (docs/notes/cpu.md); zeros for all others.
+Times WhereXlaIsFaster(const ConvProblem& p, Family family) {
   const Spatial ones{1, 1, 1}, zeros{0, 0, 0};
-  const bool pointwise = p.op == Op::kFprop && p.x_dtype == DType::kF32 && p.groups == 1 &&
-                         p.batch == 1 && p.filter == ones && p.stride == ones &&
-                         p.lhs_dilation == ones && p.pad_lo == zeros && p.pad_hi == zeros;
-  if (!pointwise || p.flops() > kFewOperations) return 0;
-  return call + static_cast<double>(p.flops()) / kOperationsPerMicrosecond;
+  if (p.op != Op::kFprop || p.x_dtype != DType::kF32 || p.groups != 1 || p.batch != 1 ||
+      p.lhs_dilation != ones) {
+    return {};
+  }
+  const auto flops = static_cast<double>(p.flops());
+  // A pointwise convolution so small that the call decides. It is a matrix product, which XLA calls
+  // without a custom call. From twice as many operations on, the two are equally fast.
+  constexpr int64_t kFewOperations = 256 << 10;
+  constexpr double kOperationsPerMicrosecond = 100e3;
+  if (p.filter == ones && p.stride == ones && p.pad_lo == zeros && p.pad_hi == zeros &&
+      p.flops() <= kFewOperations) {
+    const double work = flops / kOperationsPerMicrosecond;
+    return {1.6 + work, 0.7 + work};
+  }
+  // Few input channels: storing the output decides, and 64 channels at a time of rows of a multiple
+  // of 2 KB share a few cache sets. With an epilogue XLA stores it more than once.
+  constexpr double kDense = 200e3, kStored = 11e3, kStoredInBlocks = 7e3;  // a microsecond
+  const bool one_axis = p.rank == 1 && p.k == 512;  // there brgconv is as fast
+  if (family == Family::kOnednn && p.c <= 4 && p.k % 512 == 0 && !one_axis && p.epilogue.Plain()) {
+    const auto bytes = static_cast<double>(p.y_elements() * ByteWidth(p.y_dtype));
+    const double work = flops / kDense;
+    return {work + bytes / kStoredInBlocks, work + bytes / kStored};
+  }
+  return {};
 }
 
 std::string Microseconds(double value) {
@@ -207,8 +226,9 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     selection->instance = kernel.name;
     selection->slices = slices;
     selection->workspace_bytes = plan->workspace_bytes;
-    selection->microseconds = PredictCall(problem, 1.6);
-    selection->xla_microseconds = PredictCall(problem, 0.7);
+    const Times times = WhereXlaIsFaster(problem, kernel.family);
+    selection->microseconds = times.kernel;
+    selection->xla_microseconds = times.xla;
     if (algorithm == "auto" && selection->xla_microseconds > 0) {
       selection->refusals = {{"xla", "predicted " + Microseconds(selection->xla_microseconds) +
                                          ", " + kernel.name + " " +

@@ -395,6 +395,15 @@ void CheckSmallProblems() {
              s.microseconds > s.xla_microseconds && s.refusals.size() == 1 &&
              s.refusals[0].reason.find("predicted 2.0 us, fprop_onednn_f32 2.9 us") == 0,
          s.refusals.empty() ? "" : s.refusals[0].reason);
+  // Few input channels, rows of a multiple of 2 KB: XLA's unless it has an epilogue.
+  p = Geometry2d(1, 24, 24, 3, 512, 3, 3, 1, 1);
+  p.out = p.in;
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
+  p.epilogue.bias = true;
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
+  p = Geometry2d(1, 24, 24, 3, 576, 3, 3, 1, 1);
+  p.out = p.in;
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
 }
 
 void CheckWorkspace(std::mt19937* random) {
