@@ -54,6 +54,12 @@ jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
     parser.addoption("--seed", type=int, default=0, help="seed of the random problems")
+    parser.addoption(
+        "--random",
+        type=int,
+        default=90,
+        help="how many random calls test_fuzz.py makes (--slow: all 2500)",
+    )
     parser.addoption("--problem", type=int, help="this random problem only")
     parser.addoption(
         "--record-gpu-report",
@@ -112,6 +118,16 @@ def pytest_collection_modifyitems(config, items):
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
         items[:] = long_first(items, [bool(i.get_closest_marker("long")) for i in items], workers)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """``--dist worksteal`` in place of pytest-xdist's default: see ``long_first``."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def long_first(items: list, long: list[bool], workers: int) -> list:

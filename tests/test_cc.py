@@ -121,7 +121,14 @@ def objects(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=[p.stem for p in PROGRAMS])
+def marks_of(program: pathlib.Path) -> list[pytest.MarkDecorator]:
+    """Those that compile every kernel's plan, and the CPU's kernels, begin at once."""
+    return [pytest.mark.long] * (program.stem in ("choices_test", "onednn_conv_test"))
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(p, marks=marks_of(p), id=p.stem) for p in PROGRAMS]
+)
 def test_program(program, tmp_path, objects):
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

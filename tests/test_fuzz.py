@@ -37,11 +37,10 @@ from problems import DTYPES, LAYOUTS, Problem, xla_aborts
 import jaxconv
 from jaxconv._src.spec import Op
 
-# By default, and with --slow.
-COUNT = (250, 2000)
-OVERRIDDEN_COUNT = (50, 500)
+# With --slow; else as many as --random says, a sixth of them of overridden lax.
+COUNT, OVERRIDDEN_COUNT = 2000, 500
 PRIMITIVE_COUNT = (48, 480)
-PER_CHUNK = 25
+PER_CHUNK = 15
 PER_PRIMITIVE_TEST = 8
 THREADS = 2  # XLA compiles without the GIL; more threads gain nothing on two cores
 
@@ -300,16 +299,17 @@ def judge_all(side: Side, calls: list[Call], device) -> tuple[list[str], dict[st
 def pytest_generate_tests(metafunc):
     """Splits the problems into tests of a few, which pytest-xdist spreads over processes."""
     one = metafunc.config.getoption("problem")
-    for name, counts, size in (
-        ("chunk", COUNT, PER_CHUNK),
-        ("overridden_chunk", OVERRIDDEN_COUNT, PER_CHUNK),
-        ("part", PRIMITIVE_COUNT, PER_PRIMITIVE_TEST),
+    random = metafunc.config.getoption("random")
+    for name, few, many, size in (
+        ("chunk", random - random // 6, COUNT, PER_CHUNK),
+        ("overridden_chunk", random // 6, OVERRIDDEN_COUNT, PER_CHUNK),
+        ("part", *PRIMITIVE_COUNT, PER_PRIMITIVE_TEST),
     ):
         if name in metafunc.fixturenames:
-            chunks = [range(at, at + size) for at in range(0, counts[1], size)]
+            chunks = [range(at, at + size) for at in range(0, many, size)]
             if one is not None:
                 chunks = [range(one, one + 1)]
-            marks = [[pytest.mark.slow] * (c.start >= counts[0] and one is None) for c in chunks]
+            marks = [[pytest.mark.slow] * (c.start >= few and one is None) for c in chunks]
             metafunc.parametrize(
                 name,
                 [
