@@ -401,6 +401,9 @@ void CheckSmallProblems() {
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
   p.epilogue.bias = true;
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
+  p = Geometry2d(1, 224, 224, 3, 1024, 16, 16, 16, 0);  // a sum of many terms
+  p.out = {1, 14, 14};
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
   p = Geometry2d(1, 24, 24, 3, 576, 3, 3, 1, 1);
   p.out = p.in;
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
