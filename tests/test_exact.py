@@ -341,3 +341,27 @@ def test_taps_that_meet_padding_alone_have_no_gradient(native_cpu, dtype):
     lhs, rhs, expected = exact_operands(Op.WGRAD, which, dtype)
     actual = into_poison(which.operation(Op.WGRAD, dtype, algorithm="onednn"), lhs, rhs)
     assert_exact(actual, expected, which.line(Op.WGRAD, dtype))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        make_problem("blocks", (53,), (7,), c=7, k=5, stride=2, padding=((15, 11),), dilation=3),
+        make_problem(
+            "front_then_back",
+            (6, 1, 4),
+            (6, 1, 5),
+            n=4,
+            c=1,
+            k=2,
+            stride=(2, 1, 1),
+            padding=((3, 1), (0, 0), (0, 2)),
+        ),
+    ],
+    ids=lambda problem: problem.name,
+)
+def test_weight_gradients_of_windows_far_in_the_padding(native_cpu, wrong):
+    """oneDNN's direct kernels count the taps in the padding wrongly."""
+    lhs, rhs, expected = exact_operands(Op.WGRAD, wrong, "f32")
+    actual = into_poison(wrong.operation(Op.WGRAD, "f32", algorithm="onednn"), lhs, rhs)
+    assert_exact(actual, expected, wrong.line(Op.WGRAD, "f32"))

@@ -528,3 +528,47 @@ def test_algorithm_xla_stays_xla_s(platform):
         (convolution,) = jaxconv.explain(f, *ARRAYS).convolutions
         assert convolution.instance is None
         assert not on_kernels(f, *ARRAYS)
+
+
+# --- negative padding, which XLA:CPU computes wrongly ---------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "xla"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        dict(padding=((-1, 1),)),
+        dict(padding=((1, -1),), lhs_dilation=(3,)),
+        dict(padding=((-1, 2),), rhs_dilation=(2,)),
+    ],
+    ids=str,
+)
+def test_an_input_cropped_to_nothing_gives_zeros(platform, parameters, algorithm):
+    """XLA's convolution reads beside it. That of the last gradient crops dy to nothing, too."""
+    x, w = integers(0, (3, 8, 1), (4, 8, 1))
+
+    @jaxconv.override(algorithm=algorithm)
+    def with_gradients(x, w):
+        y, vjp = jax.vjp(lambda x, w: lax.conv_general_dilated(x, w, (1,), **parameters), x, w)
+        return y, *vjp(jnp.ones_like(y))
+
+    for result in jax.jit(with_gradients)(x, w):
+        assert result.size and not np.any(result), parameters
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "bfloat16"), ("int16", "int16")], ids=str)
+def test_xla_is_given_what_is_already_cropped(native_cpu, dtypes):
+    """Operands for which there is no kernel."""
+    operand, result = dtypes
+    x, w = (array.astype(operand) for array in integers(0, (2, 4, 6), (5, 4, 3)))
+
+    def convolve(x, padding):
+        return lax.conv_general_dilated(
+            x, w, (2,), padding, rhs_dilation=(2,), preferred_element_type=result
+        )
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.jit(lambda x: convolve(x[..., 1:], ((0, 3),)))(x)
+        with jaxconv.override():
+            actual = jax.jit(lambda x: convolve(x, ((-1, 3),)))(x)
+    assert_exact(actual, np.asarray(expected), str(dtypes))

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 
 from jaxconv._src import canonical, compat, lowering, partition, record
 from jaxconv._src.native import Refusal, Selection
-from jaxconv._src.spec import Op
+from jaxconv._src.spec import Op, dilated_extents
 from jaxconv._src.spec import flops as flops_of
 
 _log = logging.getLogger("jaxconv")
@@ -148,6 +148,21 @@ class _Choice(NamedTuple):
     declined: tuple[Refusal, ...] = ()
 
 
+def _cropped_wrongly(platform: str, conv: canonical.LaxConvolution, lhs_shape: Sequence[int]):
+    """Whether XLA's convolution reads outside the input: negative padding makes it.
+
+    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride, and on
+    an axis that is padded on its other side. Where it crops everything, no platform is trusted.
+    """
+    if platform == "cpu" and any(side < 0 for pair in conv.padding for side in pair):
+        return True
+    extents = dilated_extents([lhs_shape[a] for a in conv.lhs_spec[2:]], conv.lhs_dilation)
+    return any(
+        extent + min(lo, 0) + min(hi, 0) < 1
+        for extent, (lo, hi) in zip(extents, conv.padding, strict=True)
+    )
+
+
 def _choose(platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype) -> _Choice:
     """The first form that the demanded algorithm takes; where it takes none, ``auto`` chooses.
 
@@ -238,7 +253,8 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
     if declined:
         _log.info("%s on %s: %s", form.op.value, platform, lowering.reasons(declined))
-    if chosen.instance is None and not lowering.xla_lacks(platform, lhs_aval.dtype):
+    to_xla = chosen.instance is None and not lowering.xla_lacks(platform, lhs_aval.dtype)
+    if to_xla and not _cropped_wrongly(platform, conv, lhs_aval.shape):
         with record.located(ctx, declined):
             return leave(chosen, form, key)
     take_filter = form.op is Op.DGRAD and given_filter is not None
