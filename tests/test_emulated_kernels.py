@@ -132,7 +132,7 @@ WINOGRAD_ROWS = problem("rows", (5, 14), 3, n=1, c=128, k=128, groups=2, padding
 WINOGRAD_PINGPONG = [
     problem("tails", (9, 7), 3, n=1, c=144, k=48, padding=1),
     problem("groups", (5, 14), 3, n=1, c=64, k=32, groups=2, padding=((0, 2), (3, 1))),
-    problem("several_tiles", (11, 34), 3, n=7, c=72, k=272, padding=1),
+    problem("several_tiles", (11, 34), 3, n=7, c=80, k=272, padding=1),
 ]
 # Of one k-block of 32 channels and most of another: V of all of them is in shared memory.
 WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)

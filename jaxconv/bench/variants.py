@@ -50,7 +50,9 @@ def of(problem: Problem, platform: str) -> Iterator[Problem]:
         variant = dataclasses.replace(problem, algorithm=name, variant=True)
         yield variant
         if op is Op.FPROP and winograd_jax.tile_named(name) in LAYOUTS:
-            yield dataclasses.replace(variant, prepared=True)
+            prepared = dataclasses.replace(variant, prepared=True)
+            if name not in names or selection(prepared, platform).instance:
+                yield prepared
 
 
 def library(problem: Problem) -> Library:
@@ -80,7 +82,10 @@ def selection(problem: Problem, platform: str) -> native.Selection:
         layer.groups,
     )
     spec = layer.spec(problem.precision, problem.algorithm)
-    return winograd_prepared.choose(platform, spec, filter_, layer.sizes, problem.out_dtype)[0]
+    try:
+        return winograd_prepared.choose(platform, spec, filter_, layer.sizes, problem.out_dtype)[0]
+    except ValueError as error:  # the instance reads no prepared filter of this dtype
+        return lowering.refused(str(error))
 
 
 def _seconds(row: Row, side: str = "jaxconv") -> float | None:

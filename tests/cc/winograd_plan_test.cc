@@ -246,6 +246,41 @@ void TestPingpong() {
          status.message());
 }
 
+void TestHalfProducts() {
+  const std::string name = "fprop_winograd_bf16_4x4_four_stage_128x128x64_pingpong";
+  const std::string layer =
+      "fprop bf16:bf16:bf16 default b1 n32 g2 c1280 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 "
+      "p1_1x1_1";
+  Plan plan, half;
+  Expect(PlanOf(name, layer, &plan).ok() && PlanOf(name + "_half", layer, &half).ok(), layer);
+  if (half.params == nullptr) return;
+  const int64_t values = int64_t{36} * 32 * 49 * 512;
+  Expect(plan.workspace_bytes - half.workspace_bytes == 2 * values, "M takes half");
+  Expect(half.microseconds < plan.microseconds, "and is faster");
+  // Products of 2^14 times 2^14, 640 of them.
+  Expect(winograd::ProductExponent(640) == 13 + 10 && winograd::ProductExponent(1) == 13 &&
+             winograd::ProductExponent(1024) == 23,
+         "what keeps M below 2^15");
+  const std::string f16 = With("bf16:bf16:bf16", "f16:f16:f16", layer);
+  const std::string f16_name = "fprop_winograd_f16_6x6_four_stage_128x128x64_pingpong_half";
+  Expect(PlanOf(f16_name, f16, &half).ok() && half.As<LaunchParams>().scaled(),
+         "float16 is scaled too");
+  const Status status = PlanOf(f16_name, f16 + " winograd6", &half);
+  Expect(
+      status.message() == "expected a filter that was scaled, and prepared ones of float16 are not",
+      status.message());
+  const std::string prepared = With("bf16:bf16:bf16", "bf16:f16:bf16", layer) + " winograd4";
+  Expect(PlanOf(name + "_half", prepared, &half).ok(), prepared);
+  // By the family's name, and not by the tile's, whose error is smaller.
+  Selection selection;
+  const Gpu h200 = Model("h200");
+  Expect(Select(Parse(layer), h200, "winograd", &selection).ok() &&
+             selection.instance == name + "_half",
+         selection.instance);
+  Expect(Select(Parse(layer), h200, "winograd_f4x4", &selection).ok() && selection.instance == name,
+         selection.instance);
+}
+
 // Of the instances measured on a problem, the one predicted fastest is as fast as the fastest but for
 // 6 %, for each of the tiles and for all; and every prediction is near.
 void TestMeasured() {
@@ -270,6 +305,7 @@ void TestMeasured() {
     Expect(std::abs(std::log(plan.microseconds / us)) < std::log(1.2),
            line + ", predicted " + std::to_string(plan.microseconds));
     for (const std::string& name : {std::string("winograd"), std::string(plan.kernel->alias)}) {
+      if (name.empty()) continue;
       Choice& choice = choices[key + " " + name];
       choice.fastest = std::min(choice.fastest, us);
       if (plan.microseconds >= choice.predicted) continue;
@@ -443,6 +479,7 @@ int main() {
   jaxconv::TestWorkspace();
   jaxconv::TestFusedRow();
   jaxconv::TestPingpong();
+  jaxconv::TestHalfProducts();
   jaxconv::TestMeasured();
   jaxconv::TestCapacities();
   jaxconv::TestFusedPlan();

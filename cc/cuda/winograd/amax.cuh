@@ -1,4 +1,5 @@
-// The power of two by which a bfloat16 tensor is multiplied, so that float16 holds its transform.
+// The power of two by which a tensor is multiplied, so that float16 holds its transform (bfloat16),
+// or its products too (float16 and bfloat16, where M is float16).
 //
 // A pass over the tensor leaves kMaxPartials partial maxima: of each CTA the float32 bits of its
 // largest finite magnitude, which order as integers do. There is no atomic and no last CTA. A reader's
@@ -15,6 +16,7 @@
 
 #include <cstdint>
 
+#include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
 
 namespace jaxconv::winograd {
@@ -27,7 +29,7 @@ __device__ __forceinline__ uint32_t FiniteBits(uint32_t bits) {
   return bits < 0x7f800000u ? bits : 0;
 }
 
-// A tensor of so many chunks, 16 bytes of eight bfloat16 each.
+// A tensor of so many chunks, 16 bytes of eight elements each.
 struct AmaxTensor {
   const uint4* chunks = nullptr;
   int64_t count = 0;
@@ -38,8 +40,9 @@ struct AmaxParams {
   AmaxTensor tensor[2];
 };
 
-// Four chunks a thread are under way at a time: with four CTAs an SM, 64 KB.
-static __global__ void __launch_bounds__(kAmaxThreads)
+// Four chunks a thread are under way at a time: with four CTAs an SM, 64 KB. T: of the elements.
+template <typename T>
+__global__ void __launch_bounds__(kAmaxThreads)
     AmaxKernel(const __grid_constant__ AmaxParams params) {
   constexpr int kAhead = 4;
   const AmaxTensor& of = params.tensor[blockIdx.y];
@@ -57,8 +60,8 @@ static __global__ void __launch_bounds__(kAmaxThreads)
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       for (const uint32_t word : {chunk[i].x, chunk[i].y, chunk[i].z, chunk[i].w}) {
-        largest = max(largest, FiniteBits(word << 16));
-        largest = max(largest, FiniteBits(word & 0xffff0000u));
+        largest = max(largest, FiniteBits(__float_as_uint(ElementOfPair<T, 0>(word))));
+        largest = max(largest, FiniteBits(__float_as_uint(ElementOfPair<T, 1>(word))));
       }
     }
   }

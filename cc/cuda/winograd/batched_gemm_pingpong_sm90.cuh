@@ -30,7 +30,7 @@
 //
 // Accumulators go to M from registers. A lane has two neighbouring columns of each eight, so TMA brings
 // sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: a lane then stores 16 bytes,
-// and four lanes a run of 64. (An exchange between lanes instead makes the compiler serialise wgmma.)
+// and four lanes a run of 64, of M in float16 half as much: a sector. (An exchange between lanes instead makes the compiler serialise wgmma.)
 // Refused: output channels of a group that are no multiple of 16.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
@@ -40,6 +40,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "core/status.h"
 #include "cuda/common/launch.cuh"
@@ -115,27 +117,45 @@ __device__ __forceinline__ void ProducePingpongGemm(const PingpongGemmParams& pa
   }
 }
 
-// The accumulators of 64 rows -> M; `row`: the lane's first.
+// The accumulators of 64 rows -> M; `row`: the lane's first. Product: of M, float or __half.
+template <typename Product>
 __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
                                               const PingpongGemmPlace& place, int32_t row,
                                               const float (&acc)[64]) {
+  constexpr bool kHalf = std::is_same_v<Product, __half>;
   const int32_t col = place.col + Lane() % 4 * 4;
-  float* to = params.m + place.point * params.m_point + int64_t{row} * params.m_row +
-              place.group * params.cols + col;
+  Product* to;
+  if constexpr (kHalf) {
+    to = static_cast<Product*>(params.half_m);
+  } else {
+    to = params.m;
+  }
+  to +=
+      place.point * params.m_point + int64_t{row} * params.m_row + place.group * params.cols + col;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool inside = row + half * 8 < params.rows;
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
       const float* first = &acc[4 * j + 2 * half];
-      const float4 quad = make_float4(first[0], first[1], first[4], first[5]);
-      if (inside && col + j * 8 < params.cols) *reinterpret_cast<float4*>(to + j * 8) = quad;
+      if (!inside || col + j * 8 >= params.cols) continue;
+      if constexpr (kHalf) {
+        const float scale = params.half_scale;
+        const __half2 quad[2] = {__floats2half2_rn(first[0] * scale, first[1] * scale),
+                                 __floats2half2_rn(first[4] * scale, first[5] * scale)};
+        uint2 words;
+        memcpy(&words, quad, sizeof(words));
+        *reinterpret_cast<uint2*>(to + j * 8) = words;
+      } else {
+        const float4 quad = make_float4(first[0], first[1], first[4], first[5]);
+        *reinterpret_cast<float4*>(to + j * 8) = quad;
+      }
     }
     to += int64_t{8} * params.m_row;
   }
 }
 
-template <int kWarpgroup>
+template <int kWarpgroup, typename Product>
 __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& params, int32_t rank,
                                                     uint32_t ring,
                                                     const Barriers<PingpongGemmTile>& barriers) {
@@ -178,12 +198,12 @@ __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& pa
     release(last);
     const PingpongGemmPlace place(params, index, rank);
     const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
-    StoreProducts(params, place, row, acc[0]);
-    StoreProducts(params, place, row + 64, acc[1]);
+    StoreProducts<Product>(params, place, row, acc[0]);
+    StoreProducts<Product>(params, place, row + 64, acc[1]);
   }
 }
 
-template <class Tag>
+template <class Tag, typename Product>
 __global__ void __launch_bounds__(PingpongGemmTile::kThreads, 1)
     PingpongGemmKernel(const __grid_constant__ PingpongGemmParams params,
                        const __grid_constant__ PingpongGemmMaps maps) {
@@ -211,9 +231,9 @@ __global__ void __launch_bounds__(PingpongGemmTile::kThreads, 1)
   } else {
     RaiseRegisters<232>();
     if (warpgroup == 1) {
-      ConsumePingpongGemm<0>(params, rank, ring, barriers);
+      ConsumePingpongGemm<0, Product>(params, rank, ring, barriers);
     } else {
-      ConsumePingpongGemm<1>(params, rank, ring, barriers);
+      ConsumePingpongGemm<1, Product>(params, rank, ring, barriers);
     }
   }
   // The other CTA copies into this one's shared memory, and arrives there, to the end.
@@ -244,7 +264,7 @@ inline Status EncodePingpongGemmMaps(const Products& products, const PingpongGem
 }
 
 // Enqueues the products of a chunk, on `ctas` CTAs at most.
-template <class Tag>
+template <class Tag, typename Product>
 Status LaunchPingpongGemm(const char* name, const Products& products, int32_t ctas, void* stream) {
   using Tile = PingpongGemmTile;
   const PingpongGemmParams params = MakePingpongGemmParams(products);
@@ -256,7 +276,7 @@ Status LaunchPingpongGemm(const char* name, const Products& products, int32_t ct
   config.threads = Tile::kThreads;
   config.shared_bytes = Tile::kSharedBytes;
   config.cluster = kPingpongGemmCtas;
-  return Launch<PingpongGemmKernel<Tag>>(name, config, stream, params, maps);
+  return Launch<PingpongGemmKernel<Tag, Product>>(name, config, stream, params, maps);
 }
 
 }  // namespace jaxconv::winograd

@@ -12,6 +12,9 @@ namespace {
 // output's transform, and batched GEMMs that are bound by it.
 constexpr double kAmaxShare = 0.8, kFilterShare = 0.9, kInputShare = 0.75, kOutputShare = 0.88,
                  kGemmShare = 0.92;
+// Of the output's transform of F(6x6) from products in float16: 64 loads of 4 bytes a thread, and few
+// threads.
+constexpr double kHalfOutputShare6 = 0.66;
 
 int64_t AlignUp(int64_t bytes) { return CeilDiv(bytes, 256) * 256; }
 
@@ -32,7 +35,8 @@ int64_t InputBytes(const LaunchParams& launch) {
   return int64_t{2} * launch.points() * launch.geometry.in_channels();
 }
 int64_t ProductBytes(const LaunchParams& launch) {
-  return int64_t{4} * launch.points() * launch.geometry.out_channels();
+  const int64_t bytes = launch.half_products ? 2 : 4;
+  return bytes * launch.points() * launch.geometry.out_channels();
 }
 int64_t FilterBytes(const LaunchParams& launch) {
   const Geometry& g = launch.geometry;
@@ -80,7 +84,8 @@ double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double 
       Activations(launch, /*in=*/true) + tiles * static_cast<double>(InputBytes(launch)) / rate;
   const double out =
       Activations(launch, /*in=*/false) + tiles * static_cast<double>(ProductBytes(launch)) / rate;
-  return launches * gpu.launch_us + (in / kInputShare + out / kOutputShare) / gpu.dram_bytes_per_us;
+  const double share = launch.half_products && launch.m == 6 ? kHalfOutputShare6 : kOutputShare;
+  return launches * gpu.launch_us + (in / kInputShare + out / share) / gpu.dram_bytes_per_us;
 }
 
 double GemmMicroseconds(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate) {

@@ -41,7 +41,7 @@ int64_t InputBytes(const LaunchParams& launch);
 int64_t ProductBytes(const LaunchParams& launch);
 int64_t FilterBytes(const LaunchParams& launch);  // of U
 
-// Lays out the workspace: partial maxima (bfloat16), U (unless it is prepared), and V and M of
+// Lays out the workspace: partial maxima (if scaled), U (unless it is prepared), and V and M of
 // launch->chunk_tiles tiles where the form stores them. Each part is aligned to 256 bytes.
 void PlaceWorkspace(bool has_v, bool has_m, LaunchParams* launch);
 

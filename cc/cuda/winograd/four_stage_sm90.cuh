@@ -1,10 +1,14 @@
 // Winograd in four stages (four_stage.cuh) whose products run on wgmma: FourStageWgmma with a CTA for
 // each tile, two of them an SM (batched_gemm_sm90.cuh), FourStagePingpong with persistent clusters
-// (batched_gemm_pingpong_sm90.cuh).
+// (batched_gemm_pingpong_sm90.cuh), with M in float16 where kHalfProducts.
 //
 // Refuses: what four_stage.cuh refuses.
 #ifndef JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_
+
+#include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "cuda/common/kernel.h"
 #include "cuda/winograd/batched_gemm_pingpong_sm90.cuh"
@@ -23,13 +27,15 @@ struct FourStageWgmma {
   }
 };
 
-template <Op kOp, DType kType, int m>
+template <Op kOp, DType kType, int m, bool kHalfProducts = false>
 struct FourStagePingpong {
+  using Product = std::conditional_t<kHalfProducts, __half, float>;
+
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
     const int32_t ctas = plan.As<LaunchParams>().ctas;
     return RunFourStage(plan, operands, stream, [&](const Products& products) {
-      return LaunchPingpongGemm<Tag>(plan.kernel->name, products, ctas, stream);
+      return LaunchPingpongGemm<Tag, Product>(plan.kernel->name, products, ctas, stream);
     });
   }
 };

@@ -78,7 +78,13 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     for (int j = 0; j < kAlpha; ++j) {
       low[i][j] = ElementOfPair<T, 0>(word[i][j]);
       high[i][j] = ElementOfPair<T, 1>(word[i][j]);
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    }
+  }
+  if (std::is_same_v<T, __nv_bfloat16> || scale != 1.0f) {  // float16 seldom is scaled
+#pragma unroll
+    for (int i = 0; i < kAlpha; ++i) {
+#pragma unroll
+      for (int j = 0; j < kAlpha; ++j) {
         low[i][j] *= scale;
         high[i][j] *= scale;
       }

@@ -3,10 +3,11 @@
 // A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 8 bytes, a column of points
 // at a time, and m^2 stores of 4 bytes (8 of a float32 output). Lanes run along channels, so a warp
 // reads 256 bytes and writes lines of 128. Bound by M's bytes: 4 (m + 2)^2 a channel of a tile, beside
-// 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time.
+// 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time. M in float16 is half
+// of that: loads of 4 bytes, all of a tile's ahead of the first column, as many bytes under way.
 //
-// Operands of bfloat16 were multiplied by powers of two: their inverses follow as two factors, the
-// smaller one first (amax.cuh). Pixels outside the output are not stored. No shared memory, nobody
+// Scaled operands were multiplied by powers of two: their inverses follow as two factors, the
+// smaller one first (amax.cuh); of float16 products their own power of two before these. Pixels outside the output are not stored. No shared memory, nobody
 // waits.
 #ifndef JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
@@ -21,7 +22,8 @@ namespace jaxconv::winograd {
 struct OutputTransformParams {
   Geometry geometry;
   ScaleSource input_scale, filter_scale;
-  const float* m = nullptr;
+  const void* m = nullptr;
+  float m_scale = 1.0f;  // of M in float16: what brings the products back
   void* y = nullptr;
   int64_t m_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
@@ -30,7 +32,8 @@ struct OutputTransformParams {
 
 inline constexpr int kOutputThreads = 128;
 
-template <int m, typename Out>
+// Product: of M, float or __half.
+template <int m, typename Out, typename Product>
 __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
     OutputTransformKernel(const __grid_constant__ OutputTransformParams params) {
   constexpr int kAlpha = m + 2;
@@ -42,17 +45,30 @@ __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
   const int32_t channels = g.out_channels();
   if (tile >= params.tiles || channel >= channels) return;
 
-  const float* from = params.m + int64_t{tile} * channels + channel;
+  constexpr bool kHalf = std::is_same_v<Product, __half>;
+  const Product* from = static_cast<const Product*>(params.m) + int64_t{tile} * channels + channel;
+  uint32_t pairs[kHalf ? kAlpha * kAlpha : 1];
+  if constexpr (kHalf) {
+#pragma unroll
+    for (int point = 0; point < kAlpha * kAlpha; ++point) {
+      pairs[point] = __ldg(reinterpret_cast<const uint32_t*>(from + point * params.m_point));
+    }
+  }
   float low[m][kAlpha], high[m][kAlpha];
 #pragma unroll
   for (int j = 0; j < kAlpha; ++j) {
     float column[2][kAlpha], transformed[2][m];
 #pragma unroll
     for (int i = 0; i < kAlpha; ++i) {
-      const float2 both =
-          __ldg(reinterpret_cast<const float2*>(from + (i * kAlpha + j) * params.m_point));
-      column[0][i] = both.x;
-      column[1][i] = both.y;
+      const int point = i * kAlpha + j;
+      if constexpr (kHalf) {
+        column[0][i] = ElementOfPair<__half, 0>(pairs[point]);
+        column[1][i] = ElementOfPair<__half, 1>(pairs[point]);
+      } else {
+        const float2 both = __ldg(reinterpret_cast<const float2*>(from + point * params.m_point));
+        column[0][i] = both.x;
+        column[1][i] = both.y;
+      }
     }
     TransformOutput<m>(column[0], transformed[0]);
     TransformOutput<m>(column[1], transformed[1]);
@@ -74,6 +90,10 @@ __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
 #pragma unroll
     for (int j = 0; j < m; ++j) {
       if (h + i < g.out_h && w + j < g.out_w) {
+        if constexpr (kHalf) {
+          first[j] *= params.m_scale;
+          second[j] *= params.m_scale;
+        }
         StorePairTo(to + j * channels, unscale(first[j]), unscale(second[j]));
       }
     }

@@ -13,7 +13,8 @@
 // In memory (points are counted row by row):
 //     V [point][tile][groups * red]     float16    tiles of a chunk
 //     U [point][groups * cols][red]     float16    one-dimensional: row_filter.h for each group
-//     M [point][tile][groups * cols]    float32    tiles of a chunk
+//     M [point][tile][groups * cols]    float32    tiles of a chunk; of half_products float16,
+//                                                  times 2^-ProductExponent(red)
 #ifndef JAXCONV_CUDA_WINOGRAD_PARAMS_H_
 #define JAXCONV_CUDA_WINOGRAD_PARAMS_H_
 
@@ -27,6 +28,13 @@ namespace jaxconv::winograd {
 // float16's largest number is 65504. A tensor of bfloat16 is multiplied by a power of two that brings
 // its largest magnitude to 2^13 .. 2^14: B^T and G, balanced, enlarge nothing, but rounding may.
 inline constexpr int kScaledExponent = 13;
+// Products of two scaled operands are below 2^28 each, so that this many powers of two less bring
+// their sum below 2^15: no M overflows float16.
+inline int32_t ProductExponent(int32_t red) {
+  int32_t exponent = kScaledExponent;
+  while (int64_t{1} << (exponent - kScaledExponent) < red) ++exponent;
+  return exponent;
+}
 // CTAs of the amax pass, each of which leaves one partial maximum: with 132 SMs four CTAs an SM.
 // Every CTA of a reader takes the largest of them by itself.
 inline constexpr int kMaxPartials = 512;
@@ -70,7 +78,7 @@ struct ScaleSource {
 
 // The parts of the workspace, as offsets in bytes.
 struct Workspace {
-  int64_t input_partials = 0;   // kMaxPartials words: the input's partial maxima (bfloat16)
+  int64_t input_partials = 0;   // kMaxPartials words: the input's partial maxima (if scaled)
   int64_t filter_partials = 0;  // the filter's
   int64_t u = 0, v = 0, m = 0;
   int64_t bytes = 0;
@@ -84,6 +92,7 @@ struct LaunchParams {
   bool one_dimensional = false;  // tiles of 1 x m
   bool prepared = false;         // the filter is a record and U
   bool out_is_f32 = false;       // else the operand type
+  bool half_products = false;    // M is float16
   DType dtype = DType::kF16;     // of the input and, if it is not prepared, of the filter
   Workspace workspace;
   int32_t chunk_tiles = 1;                       // tiles whose V and M the workspace holds
@@ -93,7 +102,7 @@ struct LaunchParams {
 
   int32_t alpha() const { return m + 2; }
   int32_t points() const { return one_dimensional ? alpha() : alpha() * alpha(); }
-  bool scaled() const { return dtype == DType::kBF16; }
+  bool scaled() const { return dtype == DType::kBF16 || half_products; }
 };
 
 }  // namespace jaxconv::winograd

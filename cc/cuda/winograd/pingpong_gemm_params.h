@@ -29,6 +29,8 @@ struct PingpongGemmTiles {
 
 struct PingpongGemmParams {
   float* m = nullptr;
+  void* half_m = nullptr;  // M in float16, times half_scale
+  float half_scale = 1.0f;
   int32_t rows = 0, cols = 0;  // of a group's GEMM
   int32_t k_blocks = 0;
   int32_t m_row = 0;    // elements: the channels of all groups
@@ -63,6 +65,8 @@ inline PingpongGemmParams MakePingpongGemmParams(const Products& products) {
   const PingpongGemmTiles tiles(products.tiles, g.cols);
   PingpongGemmParams params;
   params.m = products.m;
+  params.half_m = products.half_m;
+  params.half_scale = products.half_scale;
   params.rows = products.tiles;
   params.cols = g.cols;
   params.k_blocks = (g.red + 63) / 64;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/winograd/amax.cuh"
@@ -62,7 +63,9 @@ Status LaunchAmax(const LaunchParams& launch, const StagePointers& at, void* str
     params.tensor[1] = DescribeAmax(at.filter, launch.filter_elements, at.filter_scale);
     config.grid.y = 2;
   }
-  return Launch<AmaxKernel>("winograd amax", config, stream, params);
+  const char* name = "winograd amax";
+  if (launch.dtype == DType::kF16) return Launch<AmaxKernel<__half>>(name, config, stream, params);
+  return Launch<AmaxKernel<__nv_bfloat16>>(name, config, stream, params);
 }
 
 template <int m, bool kOneDimensional, typename T>
@@ -92,6 +95,20 @@ Status LaunchFilterTransform(const LaunchParams& launch, const StagePointers& at
                                                                      config, stream, params);
 }
 
+template <int m, typename Out>
+Status LaunchOutputTransform(const LaunchParams& launch, const LaunchConfig& config,
+                             const OutputTransformParams& params, void* stream) {
+  const char* name = "winograd output transform";
+  if (!launch.half_products) {
+    return Launch<OutputTransformKernel<m, Out, float>>(name, config, stream, params);
+  }
+  if constexpr (m == 2) {
+    return Status::Internal("no form of F(2x2) has float16 products");
+  } else {
+    return Launch<OutputTransformKernel<m, Out, __half>>(name, config, stream, params);
+  }
+}
+
 }  // namespace
 
 StagePointers Locate(const LaunchParams& launch, const Operands& operands) {
@@ -104,7 +121,7 @@ StagePointers Locate(const LaunchParams& launch, const Operands& operands) {
   at.u = launch.prepared ? static_cast<const char*>(operands.rhs) + kWinogradRecordBytes
                          : workspace + parts.u;
   at.v = workspace + parts.v;
-  at.m = reinterpret_cast<float*>(workspace + parts.m);
+  at.m = workspace + parts.m;
   if (launch.scaled()) {
     at.input_scale.partials = reinterpret_cast<const uint32_t*>(workspace + parts.input_partials);
   }
@@ -121,7 +138,9 @@ Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t
   return {g,
           at.v,
           at.u,
-          at.m,
+          launch.half_products ? nullptr : static_cast<float*>(at.m),
+          launch.half_products ? at.m : nullptr,
+          std::ldexp(1.0f, -ProductExponent(g.red)),
           launch.points(),
           tiles,
           int64_t{launch.chunk_tiles} * g.in_channels(),
@@ -164,20 +183,20 @@ Status LaunchOutputStage(const LaunchParams& launch, const StagePointers& at, in
   params.input_scale = at.input_scale;
   params.filter_scale = at.filter_scale;
   params.m = at.m;
+  params.m_scale = std::ldexp(1.0f, ProductExponent(launch.geometry.red));
   params.y = at.output;
   params.m_point = int64_t{launch.chunk_tiles} * launch.geometry.out_channels();
   params.first_tile = first_tile;
   params.tiles = tiles;
   const LaunchConfig config =
       TransformGrid(launch.geometry.out_channels(), tiles, kOutputThreads, &params.pairs);
-  const char* name = "winograd output transform";
   if (launch.out_is_f32) {
     return ForTile(launch, [&](auto m) {
-      return Launch<OutputTransformKernel<m, float>>(name, config, stream, params);
+      return LaunchOutputTransform<m, float>(launch, config, params, stream);
     });
   }
   return ForTileAndType(launch, [&](auto m, auto element) {
-    return Launch<OutputTransformKernel<m, decltype(element)>>(name, config, stream, params);
+    return LaunchOutputTransform<m, decltype(element)>(launch, config, params, stream);
   });
 }
 
