@@ -57,7 +57,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--random",
         type=int,
-        default=90,
+        default=300,
         help="how many random calls test_fuzz.py makes (--slow: all 2500)",
     )
     parser.addoption("--problem", type=int, help="this random problem only")
