@@ -138,10 +138,13 @@ WINOGRAD_PINGPONG = [
 WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)
 
 DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
+# Three tiles a consumer.
+SEVERAL_TILES = problem("3x3_tiles", (9, 11), 3, n=11, c=16, k=24, padding=1)
 STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
 POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
 # Several tiles a CTA: a consumer tells the other that they have ended.
 POINTWISE_TILES = problem("1x1_tiles", (15, 15), 1, n=2, c=64, k=264)
+POINTWISE_FEW = problem("1x1_few", (15, 15), 1, n=7, c=72, k=40)
 ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
@@ -232,6 +235,7 @@ EPILOGUES = {
         (DENSE, "scale bias residual leaky_relu:0x1p-2 pre", "slices=2"),
         *((DENSE, activation, "") for activation in ("gelu_tanh pre", "sigmoid", "tanh")),
     ],
+    "fprop_igemm_wgmma_bf16_128x64x64_pingpong": [(SEVERAL_TILES, "statistics", "offset=1")],
     "fprop_igemm_wgmma_f16_192x128x64_pingpong": [(DENSE, "scale bias residual relu6", "")],
     "fprop_igemm_wgmma_f32_128x64x32_pingpong": [(DENSE, "bias residual gelu", "")],
     "fprop_igemm_wgmma_f16_128x128x64_pingpong_filter_row": [(DENSE, "bias hard_swish pre", "")],
@@ -243,10 +247,12 @@ EPILOGUES = {
     "fprop_igemm_wgmma_f16_64x256x64_pointwise_c128": [
         (POINTWISE, "scale residual relu", ""),
         (POINTWISE_TILES, "scale bias residual relu6", ""),
+        (POINTWISE_TILES, "statistics", "offset=3"),
     ],
     "fprop_igemm_wgmma_f16_256x64x64_pointwise_swap_ab": [
         (POINTWISE, "scale bias", ""),
         (POINTWISE, "residual gelu", ""),
+        (POINTWISE_FEW, "statistics", "offset=3"),
     ],
     "fprop_igemm_wgmma_bf16_64x64x64_cluster": [
         (DENSE, "scale bias residual relu pre", "slices=1"),

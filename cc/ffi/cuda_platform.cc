@@ -97,6 +97,8 @@ Status RunFused(void* stream, int device, const FusedCall& call) {
     SetOperandsAndTerms(call, problem.epilogue, operands);
     operands->out = call.y.untyped_data();
     operands->pre = problem.epilogue.pre ? call.pre.untyped_data() : nullptr;
+    operands->statistics =
+        problem.epilogue.statistics ? static_cast<float*>(call.statistics.untyped_data()) : nullptr;
     return Status();
   });
 }

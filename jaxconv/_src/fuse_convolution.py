@@ -106,8 +106,8 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
     XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
     statistics that no kernel computes are better left to the program in any case. A
     kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
-    its result. That is half of what the epilogue adds to the prediction of XLA's own convolution,
-    where the pass reads float32 sums.
+    its result. That is what the epilogue adds to the prediction of XLA's own convolution, or half
+    of it where the pass reads and writes float32 sums there; of statistics it reads the result.
     """
     operands = type_of(conv.x), type_of(conv.w)
     if operands[0].dtype == np.float32 and not form.statistics:
@@ -125,7 +125,9 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
             plain, _ = lowering.select(
                 platform, Op.FPROP, conv.spec, sizes, operands[0].dtype, np.dtype(out_dtype)
             )
-            one_pass = (chosen.xla_microseconds - plain.xla_microseconds) / 2
+            one_pass = chosen.xla_microseconds - plain.xla_microseconds
+            if form.terms or form.activation is not None:
+                one_pass /= 2
             apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
             known = plain.microseconds > 0 and plain.xla_microseconds > 0
             if known and apart < chosen.microseconds:

@@ -17,7 +17,8 @@
 //            checks, launch), and of a bare launch of an empty kernel with parameters as large
 //
 // Of a problem with an epilogue the operands of its terms are drawn too, in `check` as integers, and
-// `pre` is stored and compared. Activations that are not exact may differ by their rounding.
+// `pre` is stored and compared. Activations that are not exact may differ by their rounding, statistics
+// by a millionth; `hash` is of them too.
 //
 // SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of a
 // small problem, which suits racecheck.
@@ -45,6 +46,7 @@
 #include "cuda/common/select.h"
 #include "device_program.cuh"
 #include "epilogue_reference.h"
+#include "statistics_reference.cuh"
 
 namespace jaxconv {
 namespace {
@@ -251,7 +253,7 @@ struct Tensors {
   int64_t lhs, rhs, out;  // elements
   int64_t lhs_bytes, rhs_bytes, out_bytes;
   int64_t channels;
-  bool scale, bias, residual, pre;
+  bool scale, bias, residual, pre, statistics;
 
   explicit Tensors(const ConvProblem& problem) {
     const int64_t x = problem.x_elements(), w = problem.w_elements(), y = problem.y_elements();
@@ -266,12 +268,14 @@ struct Tensors {
     bias = problem.epilogue.bias;
     residual = problem.epilogue.residual;
     pre = problem.epilogue.pre;
+    statistics = problem.epilogue.statistics;
   }
   static int64_t Aligned(int64_t bytes) { return (bytes + 1023) / 1024 * 1024; }
   int64_t SetBytes() const {
     return Aligned(lhs_bytes) + Aligned(rhs_bytes) +
            (1 + int{residual} + int{pre}) * Aligned(out_bytes) +
-           (int{scale} + int{bias}) * Aligned(channels * 4);
+           (int{scale} + int{bias}) * Aligned(channels * 4) +
+           int{statistics} * Aligned(channels * 8);
   }
   // All bytes that a kernel has to move.
   int64_t MovedBytes() const {
@@ -291,6 +295,7 @@ struct Tensors {
     operands.bias = static_cast<const float*>(take(bias, channels * 4));
     operands.residual = take(residual, out_bytes);
     operands.pre = take(pre, out_bytes);
+    operands.statistics = static_cast<float*>(take(statistics, channels * 8));
     operands.workspace = workspace;
     operands.workspace_bytes = workspace_bytes;
     return operands;
@@ -389,6 +394,9 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
       if (tensors.pre) {
         Require(cudaMemsetAsync(operands.pre, 0xff, tensors.out_bytes, stream), "poison");
       }
+      if (tensors.statistics) {
+        Require(cudaMemsetAsync(operands.statistics, 0xff, tensors.channels * 8, stream), "poison");
+      }
       Require(cudaMemsetAsync(operands.workspace, 0xff, plan.workspace_bytes, stream), "poison");
       if (const Status status = Run(plan, operands, stream); !status.ok()) {
         ++failures;
@@ -410,6 +418,11 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
       if (tensors.pre) {
         Compare<<<2048, 256, 0, stream>>>(operands.pre, problem.output_dtype(), t, tensors.out,
                                           differing);
+      }
+      if (tensors.statistics) {
+        CompareStatistics<Rounded><<<static_cast<unsigned>(tensors.channels), 256, 0, stream>>>(
+            operands.statistics, problem.output_dtype(), y, tensors.out, tensors.channels,
+            differing);
       }
       Require(cudaMemcpyAsync(differ, found.data(), 16, cudaMemcpyDeviceToHost, stream), "copy");
       Require(cudaStreamSynchronize(stream), kernel.name);
@@ -454,6 +467,11 @@ int Time(const std::string& name, const ConvProblem& problem,
       Hash<<<512, 256, 0, stream>>>(static_cast<const unsigned short*>(operands_of(0).out),
                                     tensors.out_bytes / 2,
                                     reinterpret_cast<unsigned long long*>(sum.data()));
+      if (tensors.statistics) {
+        Hash<<<1, 256, 0, stream>>>(reinterpret_cast<unsigned short*>(operands_of(0).statistics),
+                                    tensors.channels * 4,
+                                    reinterpret_cast<unsigned long long*>(sum.data()));
+      }
       Require(cudaMemcpyAsync(&bits, sum.data(), 8, cudaMemcpyDeviceToHost, stream), "copy");
       Require(cudaStreamSynchronize(stream), kernel);
       std::printf("%s %s %016llx\n", name.c_str(), kernel, bits);

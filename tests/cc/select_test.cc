@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/registry.h"
 
 namespace jaxconv {
@@ -124,7 +125,21 @@ void TestEpilogues() {
       const Selection counted = SelectOk(Parse(plain + " relu statistics"), h200);
       Expect(counted.instance.empty() && !counted.refusals.empty() &&
                  Contains(counted.refusals[0].reason, "statistics"),
-             "no kernel has statistics, and says so");
+             "no kernel has statistics behind terms, and says so");
+      const ConvProblem sums = Parse(plain + " statistics");
+      const Selection of_sums = SelectOk(sums, h200);
+      if (dtype == std::string("f32")) {
+        Expect(of_sums.instance.empty(), "16-bit results have statistics");
+        continue;
+      }
+      Expect(Contains(of_sums.instance, "igemm_wgmma") && of_sums.slices == 1,
+             of_sums.instance + " has statistics of whole sums");
+      const double more = of_sums.microseconds - of_plain.microseconds;
+      const double xla = of_sums.xla_microseconds - of_plain.xla_microseconds;
+      Expect(more > 1 && more < xla + 3, "they take less than a pass and a launch of XLA's");
+      Plan plan;
+      Expect(!MakePlan(*FindKernel(of_sums.instance), sums, h200, 2, &plan).ok(),
+             "slices are refused");
     }
   }
   Expect(fused_instances > 50, "fused instances take these layers");

@@ -1,7 +1,7 @@
 """Runs a kernel instance on the host.
 
     python tests/emulator/run.py [--sanitize] INSTANCE 'PROBLEM' [seed=N] [slices=N] [sms=N] [float]
-        [tolerance=X] [weight=N]
+        [tolerance=X] [weight=N] [offset=N]
 
 run_kernels.cc explains the arguments. Instances of 8-bit operands run in cc/int8_check.cu, which
 knows the seed and the SMs alone. ``--sanitize`` adds AddressSanitizer and UBSan.

@@ -1,17 +1,17 @@
 // Runs kernel instances in the emulator and compares them with the definition (cc/naive_conv.h).
 //
 //     run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X] [weight=N]
-//         [lhs=FILE rhs=FILE out=FILE]
+//         [offset=N] [lhs=FILE rhs=FILE out=FILE]
 //
 // PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result must
 // be exact, or within `tolerance` of the largest element. With `float` they are uniform in [-1, 1) and
 // the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1, those of the
 // second operand times the weight: a multiple of the denominators of Winograd's filter transform, so
-// that it is exact (F(4, 3): 15 for each axis that is transformed). With files they are the files'
+// that it is exact (F(4, 3): 15 for each axis that is transformed). `offset` is added to all. With files they are the files'
 // bytes, and the result is written and not compared, of packed or prepared filters too. Of a problem
 // with an epilogue scale, bias and residual are multiples of a quarter, the residual has NaN and
-// infinities, and the activations that are not exact may differ by their rounding. The results and
-// the workspace begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses
+// infinities, and the activations that are not exact may differ by their rounding; statistics are
+// compared with those of the expected result in double. The results and the workspace begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses
 // the problem, 3 where the emulator stops the kernel.
 #include <algorithm>
 #include <cmath>
@@ -81,6 +81,7 @@ struct Options {
   bool floats = false;
   double tolerance = 0;
   int weight = 1;
+  int offset = 0;
   std::string lhs, rhs, out;  // files
 };
 
@@ -100,9 +101,33 @@ int64_t Elements(const Extents& extents) {
   return product;
 }
 
+// Compares statistics with those of the result, `y` before it is rounded. Returns whether they are right.
+bool CheckStatistics(const ConvProblem& problem, const std::vector<double>& y,
+                     const Buffer& statistics) {
+  const auto rows = static_cast<double>(y.size()) / static_cast<double>(problem.k);
+  for (int64_t k = 0; k < problem.k; ++k) {
+    double mean = 0, squares = 0;
+    for (size_t i = k; i < y.size(); i += problem.k) mean += Rounded(y[i], problem.y_dtype) / rows;
+    for (size_t i = k; i < y.size(); i += problem.k) {
+      squares += std::pow(Rounded(y[i], problem.y_dtype) - mean, 2);
+    }
+    const double deviation = std::sqrt(squares / rows);
+    const double got[2] = {Get(statistics.data(), k, DType::kF32),
+                           Get(statistics.data(), problem.k + k, DType::kF32)};
+    if (std::fabs(got[0] - mean) <= 3e-7 * (std::fabs(mean) + deviation) &&
+        std::fabs(got[1] - squares) <= 1e-6 * squares) {
+      continue;  // NaN differs
+    }
+    std::printf("statistics of channel %lld: %.9g and %.9g, expected %.9g and %.9g\n",
+                static_cast<long long>(k), got[0], got[1], mean, squares);
+    return false;
+  }
+  return true;
+}
+
 // Compares the results of an epilogue; `values` are the sums.
 int CheckFused(const KernelDesc& kernel, const ConvProblem& problem, const Options& options,
-               const Plan& plan, const Buffer& out, const Buffer& pre,
+               const Plan& plan, const Buffer& out, const Buffer& pre, const Buffer& statistics,
                const std::vector<double>& scale, const std::vector<double>& bias,
                const std::vector<double>& residual, std::vector<double>* values) {
   const Epilogue& terms = problem.epilogue;
@@ -128,6 +153,10 @@ int CheckFused(const KernelDesc& kernel, const ConvProblem& problem, const Optio
                 kernel.name, options.seed, static_cast<long long>(plan.slices),
                 static_cast<long long>(differ), static_cast<long long>(first),
                 Get(out.data(), first, type), (*values)[first]);
+    return 1;
+  }
+  if (terms.statistics && !CheckStatistics(problem, *values, statistics)) {
+    std::printf("WRONG %s seed %u: statistics\n", kernel.name, options.seed);
     return 1;
   }
   std::printf("OK %s seed %u slices %lld\n", kernel.name, options.seed,
@@ -161,7 +190,8 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
     std::vector<double> values(elements);
     for (int64_t i = 0; i < elements; ++i) {
       const int integer = static_cast<int>(random() / 256 % (2 * most + 1)) - most;
-      const double value = factor * (options.floats ? random() / 2147483648.0 - 1 : integer);
+      const double value =
+          options.offset + factor * (options.floats ? random() / 2147483648.0 - 1 : integer);
       values[i] = Rounded(value, dtype);
       Put(buffer.data(), i, dtype, value);
     }
@@ -181,6 +211,7 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   const Buffer scale_buffer(fused ? problem.k * 4 : 0), bias_buffer(fused ? problem.k * 4 : 0);
   const Buffer residual_buffer(terms.residual ? out * ByteWidth(out_type) : 0);
   const Buffer pre_buffer(terms.pre ? out * ByteWidth(out_type) : 0);
+  const Buffer statistics_buffer(terms.statistics ? problem.k * 8 : 0);
   std::vector<double> scale(problem.k, 1), bias(problem.k, 0), residual(terms.residual ? out : 0);
   const auto quarters = [&](const Buffer& buffer, DType dtype, std::vector<double>* values) {
     for (size_t i = 0; i < values->size(); ++i) {
@@ -207,6 +238,7 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   if (terms.bias) operands.bias = reinterpret_cast<const float*>(bias_buffer.data());
   if (terms.residual) operands.residual = residual_buffer.data();
   if (terms.pre) operands.pre = pre_buffer.data();
+  if (terms.statistics) operands.statistics = reinterpret_cast<float*>(statistics_buffer.data());
   operands.lhs = lhs_buffer.data();
   operands.rhs = rhs_buffer.data();
   operands.out = out_buffer.data();
@@ -226,8 +258,8 @@ int RunOne(const KernelDesc& kernel, const ConvProblem& problem, const Options& 
   }
   std::vector<double> expected = NaiveConv(problem, lhs_values, rhs_values);
   if (fused) {
-    return CheckFused(kernel, problem, options, plan, out_buffer, pre_buffer, scale, bias, residual,
-                      &expected);
+    return CheckFused(kernel, problem, options, plan, out_buffer, pre_buffer, statistics_buffer,
+                      scale, bias, residual, &expected);
   }
   double largest = 0, worst = 0, squares = 0, error_squares = 0;
   int64_t differ = 0, first = -1;
@@ -282,6 +314,8 @@ int Main(int argc, char** argv) {
       options.floats = true;
     } else if (name == "tolerance") {
       options.tolerance = std::atof(value);
+    } else if (name == "offset") {
+      options.offset = std::atoi(value);
     } else if (name == "weight") {
       options.weight = std::atoi(value);
     } else if (name == "lhs" || name == "rhs" || name == "out") {

@@ -19,6 +19,12 @@ struct EpilogueParams {
   void* pre = nullptr;
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // of kLeakyRelu
+  // Where the moments of y are wanted (merge_moments.h): for each slot and channel its mean and sum of
+  // squared deviations, and how many rows of y each slot is of; in front of those so many counters,
+  // which the kernel sets to 0. Null: they are not.
+  float* moments = nullptr;
+  int32_t* moment_rows = nullptr;
+  int32_t moment_counters = 0;
 
   EpilogueParams() = default;
   // What a plan knows; the pointers come with a launch.

@@ -14,7 +14,12 @@ Status CheckEpilogue(const KernelDesc& kernel, const ConvProblem& problem) {
     return Status::Unimplemented("has an epilogue, which this problem has not");
   }
   if (problem.epilogue.statistics) {
-    return Status::Unimplemented("has no statistics of its result");
+    if (!kernel.statistics) return Status::Unimplemented("has no statistics of its result");
+    Epilogue rest = problem.epilogue;
+    rest.statistics = false;
+    if (!rest.Plain()) {
+      return Status::Unimplemented("has statistics of plain sums only, no statistics behind terms");
+    }
   }
   if (problem.output_dtype() != kernel.dtype) {
     return Status::Unimplemented(std::string("with an epilogue stores ") + Name(kernel.dtype) +
@@ -85,7 +90,8 @@ Status CheckOperands(const Plan& plan, const Operands& operands) {
   }
   for (const void* pointer : std::initializer_list<const void*>{
            operands.lhs, operands.rhs, operands.scale, operands.offset, operands.bias,
-           operands.residual, operands.out, operands.pre, operands.workspace}) {
+           operands.residual, operands.out, operands.pre, operands.statistics,
+           operands.workspace}) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
       return Status::InvalidArgument("buffers: expected an alignment of 16 bytes");
     }

@@ -47,8 +47,8 @@ struct Operands {
   const void* residual = nullptr;   // of the output's shape and type
   const float* residual_scale = nullptr;  // one
   void* out = nullptr;
-  void* pre = nullptr;  // the output before its activation
-  float* statistics = nullptr;
+  void* pre = nullptr;          // the output before its activation
+  float* statistics = nullptr;  // mean and sum of squared deviations of each output channel
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
 };
@@ -92,6 +92,8 @@ struct KernelDesc {
   EpilogueCost epilogue_cost = {};
   // Compiled with FusedEpilogue: takes problems with an epilogue, and only those.
   bool fused = false;
+  // Its fused form gives the statistics of plain sums.
+  bool statistics = false;
 };
 
 // The form of an instance that is compiled with FusedEpilogue.

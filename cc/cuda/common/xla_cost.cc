@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/epilogue.h"
 #include "cuda/common/epilogue_params.h"
 
 namespace jaxconv {
@@ -244,11 +245,17 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   }
   us += std::hypot(flops / (row->flop_share * FlopsPerUs(*row, gpu)),
                    bytes / (row->dram_share * gpu.dram_bytes_per_us));
-  if (!problem.epilogue.Plain()) {
+  Epilogue terms = problem.epilogue;
+  terms.statistics = false;
+  if (!terms.Plain()) {
     // The convolution's result is float32, and a kernel of XLA's reads it and does the rest.
     const auto y = static_cast<double>(problem.y_elements());
     us += gpu.launch_us +
           (8 * y + static_cast<double>(EpilogueBytes(problem))) / gpu.dram_bytes_per_us;
+  }
+  if (problem.epilogue.statistics) {
+    // Another reads the result for its statistics.
+    us += gpu.launch_us + width * static_cast<double>(problem.y_elements()) / gpu.dram_bytes_per_us;
   }
   return row->operands == Operands::kFp32 ? std::min(us, FftMicroseconds(problem, gpu)) : us;
 }

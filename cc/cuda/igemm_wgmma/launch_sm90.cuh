@@ -7,6 +7,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/merge_moments.h"
 #include "cuda/common/splitk_reduce.cuh"
 #include "cuda/igemm_wgmma/filter_transpose.h"
 #include "cuda/igemm_wgmma/params.h"
@@ -27,6 +28,9 @@ Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, 
   const bool split = params.slice_elements > 0;
   params.out = split ? partial : operands.out;
   BindEpilogue(operands, &params.epilogue);
+  if (launch.moments.slots > 0) {
+    launch.moments.Bind(workspace + launch.moments_offset, &params.epilogue);
+  }
   if (launch.resets_counters) {
     params.counters = reinterpret_cast<int32_t*>(workspace);
     JAXCONV_RETURN_IF_ERROR(LaunchTileCounterReset(params.counters, stream));
@@ -46,6 +50,10 @@ Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, 
   config.cluster = params.cluster.divisor;
   config.overlaps = overlaps;
   JAXCONV_RETURN_IF_ERROR(Launch<kKernel>(plan.kernel->name, config, stream, params, maps));
+  if (launch.moments.slots > 0) {
+    return LaunchMergeMoments(launch.moments, launch.rows, workspace + launch.moments_offset,
+                              operands.statistics, stream);
+  }
   if (!split) return {};
   return ReduceSlices<typename Tag::Epilogue>(
       partial, launch.output_elements, launch.reduced_slices, params.out_channels, params.epilogue,

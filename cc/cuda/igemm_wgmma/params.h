@@ -6,6 +6,7 @@
 
 #include "core/fast_divmod.h"
 #include "cuda/common/epilogue_params.h"
+#include "cuda/common/merge_moments.h"
 
 namespace jaxconv::igemm_wgmma {
 
@@ -104,6 +105,10 @@ struct LaunchParams {
   int64_t reduced_slices = 1;   // split-K slices that a reduction sums
   int64_t output_elements = 0;  // of them
   bool output_is_f32 = false;
+  // Statistics: where the moments of tiles lie in the workspace, and what of.
+  int64_t moments_offset = 0;
+  MomentSlots moments;
+  int64_t rows = 0;  // of the output
 };
 
 }  // namespace jaxconv::igemm_wgmma

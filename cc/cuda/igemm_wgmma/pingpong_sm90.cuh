@@ -25,6 +25,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/statistics_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -37,6 +38,14 @@ __device__ __forceinline__ void StorePingpongTile(const Params& params, const Ti
                                                   const ResidueClass& of,
                                                   const typename Tile::Accumulators& acc,
                                                   uint32_t ring) {
+  if constexpr (kHasMoments<kOp, T, Tile, Epilogue> && !Tile::kSwapAb) {
+    if (params.epilogue.moments != nullptr) {
+      StoreWithMoments<kOp, T, Tile>(
+          params, place, of, acc,
+          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes);
+      return;
+    }
+  }
   if constexpr (Tile::kSwapAb) {
     StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(
         params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes,

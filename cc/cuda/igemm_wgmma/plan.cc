@@ -27,6 +27,10 @@ constexpr int64_t kDynamicOperationsPerByte = 100;
 // slow.
 constexpr int64_t kDynamicTileBytes = 32 * 1024;
 
+// Of an SM, for an output whose statistics are formed where little hides the store, beyond what an
+// epilogue costs.
+constexpr double kStatisticsNanoseconds = 0.02;
+
 // The forms' traits, by the names in kernels.def.
 constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfWgradMmaSync = 0, kTraitsOfPingpong = kPingpong,
@@ -39,6 +43,17 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfPointwise = kPingpong | kPointwise,
                    kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
                    kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
+
+// Whether the fused form of an instance gives the statistics of y (statistics_sm90.cuh): of 16-bit
+// results in pingpong, where the accumulators leave registers for them and whose tiles lie in the
+// output's rows.
+bool HasStatistics(const KernelDesc& kernel) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  if (kernel.op != Op::kFprop || kernel.dtype == DType::kF32) return false;
+  if (!instance.Is(kPingpong) || instance.Is(kFilterRow)) return false;
+  return instance.Is(kSwapAb) ? instance.Is(kPointwise)
+                              : instance.tile_m * instance.tile_n <= 128 * 128;
+}
 
 int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
   return slices > 1 && !instance.Is(kCluster)
@@ -71,7 +86,9 @@ bool NoneEmpty(const Instance& instance, const ConvProblem& problem, int64_t k_b
   return instance.Is(kCluster) || CeilDiv(k_blocks, CeilDiv(k_blocks, slices)) == slices;
 }
 
-int64_t MostSlices(const Instance& instance, const Geometry& geometry) {
+int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const Geometry& geometry) {
+  // The moments of a tile are those of whole sums.
+  if (problem.epilogue.statistics) return 1;
   if (instance.Is(kCluster)) return std::min<int64_t>(geometry.k_blocks, kMaxClusterCtas);
   // Residue classes have reductions of different lengths, and a stationary filter is whole.
   if (geometry.launch.kernel.residue_classes > 1 || instance.WeightStationary() ||
@@ -106,7 +123,10 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   Geometry geometry;
   JAXCONV_RETURN_IF_ERROR(MakeGeometry(instance, problem, &geometry));
   if (instance.Is(kPatches)) StorePatches(asked, &geometry.launch);
-  const int64_t most = MostSlices(instance, geometry);
+  if (problem.epilogue.statistics && geometry.launch.kernel.residue_classes > 1) {
+    return Refuse("statistics of one residue class", geometry.launch.kernel.residue_classes);
+  }
+  const int64_t most = MostSlices(instance, problem, geometry);
   const bool dynamic = Dynamic(instance, problem);
   auto microseconds = [&](int64_t count) {
     return PredictMicroseconds(instance, problem, geometry, count,
@@ -153,11 +173,23 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
     launch->partial_offset = problem.w_elements() * int64_t{sizeof(float)};
   }
   launch->resets_counters = dynamic;
+  const int64_t counter_bytes = dynamic ? kTileCounters * int64_t{sizeof(int32_t)} : 0;
+  if (problem.epilogue.statistics) {
+    launch->moments_offset = (launch->partial_offset + counter_bytes + 15) / 16 * 16;
+    launch->moments = {params.m_tiles.divisor, problem.k};
+    launch->rows = problem.n * problem.out_pixels();
+    plan->microseconds += launch->moments.Microseconds(gpu);
+    if (instance.Is(kPointwise) && !instance.Is(kSwapAb)) {
+      plan->microseconds +=
+          static_cast<double>(problem.y_elements()) / gpu.sm_count * kStatisticsNanoseconds / 1000;
+    }
+  }
   launch->reduced_slices = grid_slices;
   plan->kernel = KernelOf(kernel, problem);
   plan->slices = slices;
-  plan->workspace_bytes = launch->partial_offset + partial_bytes +
-                          (dynamic ? kTileCounters * int64_t{sizeof(int32_t)} : 0);
+  plan->workspace_bytes = launch->moments.slots > 0
+                              ? launch->moments_offset + launch->moments.Bytes()
+                              : launch->partial_offset + partial_bytes + counter_bytes;
   plan->params = std::move(launch);
   return {};
 }
@@ -188,7 +220,10 @@ const std::vector<KernelDesc>& Kernels() {
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"
-    for (KernelDesc& kernel : all) kernel.epilogue_cost = EpilogueCostOf(kernel);
+    for (KernelDesc& kernel : all) {
+      kernel.epilogue_cost = EpilogueCostOf(kernel);
+      kernel.statistics = HasStatistics(kernel);
+    }
     return all;
   }();
   return kernels;

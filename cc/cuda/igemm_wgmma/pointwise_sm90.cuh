@@ -27,6 +27,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/statistics_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -203,7 +204,10 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
         FinishTile<Tile>(params, place, of, epilogue);
       };
       if constexpr (!Epilogue::kPlain) {
-        if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
+        if (kHasMoments<kOp, T, Tile, Epilogue> && params.epilogue.moments != nullptr) {
+          store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
+          CountSwapAbBoxes<T, Tile>(params, place, of, staging);
+        } else if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
           const ClampSums<T> clamp(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64);
           store_boxes([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
         } else {
@@ -219,7 +223,11 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       const int32_t m_first = place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16;
       const uint32_t staging =
           ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-      if constexpr (!Epilogue::kPlain && kHasRingResidual<Tile>) {
+      if (kHasMoments<kOp, T, Tile, Epilogue> && params.epilogue.moments != nullptr) {
+        if constexpr (kHasMoments<kOp, T, Tile, Epilogue>) {
+          StoreWithMoments<kOp, T, Tile>(params, place, of, acc, staging);
+        }
+      } else if constexpr (!Epilogue::kPlain && kHasRingResidual<Tile>) {
         RingResidual<Tile, PointwiseBarriers<Tile>, 3 + kWarpgroup> residual{barriers, ring, stage};
         if (residual_in_ring) {
           StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue,

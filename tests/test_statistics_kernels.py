@@ -1,0 +1,108 @@
+"""Statistics of a result in the kernels that form them: every one, past its first tile, and again.
+
+The problems are those of ``test_steady_state``: three tiles a CTA, tails along both axes.
+"""
+
+from __future__ import annotations
+
+import jax
+import kernel_tables
+import numpy as np
+import pytest
+from kernel_tables import Instance
+from numerics import assert_exact, into_poison
+from problems import DTYPES, Problem
+from test_steady_state import _exact, _operands, _skip_on_other_devices, gather_problems, tile
+
+import jaxconv
+from jaxconv._src.epilogue import Epilogue
+from jaxconv._src.fused import bind, select
+from jaxconv._src.spec import Op
+
+FORM = Epilogue(statistics=True)
+FUSED = [
+    each
+    for each in kernel_tables.fused_instances()
+    if each.family == "igemm_wgmma" and each.dtype != "f32"
+]
+
+
+def forms_them(each: Instance) -> bool:
+    """Whether the kernel is one that should: ``HasStatistics`` of igemm_wgmma's plan."""
+    m, n = tile(each)
+    if "swap_ab" in each.variant:
+        return "pointwise" in each.variant
+    form = "pingpong" in each.variant or "pointwise" in each.variant
+    return form and "filter_row" not in each.variant and m * n <= 128 * 128
+
+
+def chosen_for(each: Instance, which: Problem):
+    spec = which.spec(algorithm=each.name)
+    shapes = [which.canonical_shape(role) for role in "xw"]
+    sizes = spec.sizes(Op.FPROP, *shapes)
+    return select("cuda", spec, sizes, DTYPES[each.dtype][0], FORM, DTYPES[each.dtype][1])
+
+
+def test_some_kernels_form_them():
+    assert len({each.variant for each in FUSED if forms_them(each)}) >= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", FUSED, ids=[each.name for each in FUSED])
+def test_three_tiles_a_cta(each):
+    """Exact results, statistics as of float64, and the same bits in a second run."""
+    _skip_on_other_devices(each)
+    accepted = 0
+    for which in gather_problems(each):
+        if which.batch is not None:
+            continue
+        chosen, line = chosen_for(each, which)
+        if chosen.instance is None:
+            if not forms_them(each):
+                assert any("no statistics" in r.reason for r in chosen.refusals), line
+            continue
+        assert forms_them(each), f"{each.name}: {line}"
+        accepted += 1
+        spec = which.spec(algorithm=each.name)
+
+        def call(x, w, spec=spec):
+            return bind(x, w, {}, spec=spec, epilogue=FORM, out_dtype=DTYPES[each.dtype][1])
+
+        operands = _operands(each, which)
+        y, statistics = into_poison(call, *operands)
+        repro = f"{each.name}: {line}"
+        expected = _exact(Op.FPROP, which)[1].astype(DTYPES[each.dtype][1])
+        assert_exact(y, expected, repro)
+        exact = expected.astype(np.float64).reshape(-1, which.k)
+        mean = exact.mean(0)
+        squares = ((exact - mean) ** 2).sum(0)
+        deviation = np.sqrt(squares / len(exact))
+        found = np.asarray(statistics)
+        assert (np.abs(found[0] - mean) <= 1e-6 * (np.abs(mean) + deviation)).all(), repro
+        assert (np.abs(found[1] - squares) <= 1e-6 * squares).all(), repro
+        again = into_poison(call, *operands)[1]
+        assert np.asarray(again).tobytes() == found.tobytes(), repro
+    assert bool(accepted) == forms_them(each), f"{each.name} took {accepted} problems"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1000.0])
+def test_a_large_mean_costs_no_digits(mean):
+    """A filter's bias channel: y is (x, mean) . (w, 1), of which float16 keeps eleven digits."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [rng.standard_normal((8, 28, 28, 56)), np.full((8, 28, 28, 8), mean / 8)], -1
+    )
+    w = np.concatenate([rng.standard_normal((1, 1, 56, 128)), np.ones((1, 1, 8, 128))], 2)
+    x, w = (a.astype(DTYPES["f16"][0]) for a in (x, w))
+
+    def counted(x, w):
+        return jaxconv.conv(x, w, statistics=True, algorithm="native")
+
+    with jax.default_device(jax.devices("gpu")[0]):
+        y, found, variance = jax.jit(counted)(x, w)
+        explained = jaxconv.explain(counted, x, w)
+    assert [c.epilogue for c in explained] == ["statistics"]
+    exact = np.asarray(y).astype(np.float64).reshape(-1, 128)
+    np.testing.assert_allclose(found, exact.mean(0), rtol=1e-6, atol=1e-6 * exact.std())
+    np.testing.assert_allclose(variance, exact.var(0), rtol=2e-6)
