@@ -136,7 +136,6 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
     for (int32_t i = 0; i < stages; ++i) {
       BarrierWait(barriers.Full(stage.slot), stage.parity);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-      const uint64_t a = uint64_t{params.descriptor} << 32 | (shared & 0x3ffff) >> 4;
       const int32_t steps = i + 1 < stages ? steps_of_stage : params.last_steps;
       for (int32_t step = 0; step < steps; step += kSteps, ++k_block) {
         uint32_t b_at = filter;
@@ -147,17 +146,9 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
           BarrierWait(barriers.FullFilter(slot.slot), slot.parity);
           b_at += slot.slot * Tile::kBytesB;
         }
-        const uint64_t b = KMajorDescriptor(b_at);
-        WgmmaFence();
-        MultiplyStep<T, Tile>(params, sums, a, b, params.step_offset[step], k_block > 0);
-#pragma unroll
-        for (int k = 1; k < kSteps; ++k) {
-          if (step + k < steps) {
-            MultiplyStep<T, Tile>(params, sums, a, b + k * (kStepBytes >> 4),
-                                  params.step_offset[step + k], true);
-          }
-        }
-        WgmmaCommit();
+        MultiplyKBlock<T, Tile>(params, sums, KMajorDescriptorLow(shared),
+                                KMajorDescriptorLow(b_at), params.step_offset + step, steps - step,
+                                k_block > 0);
         // Slots and stages are given back one k-block late, so that one wgmma is always in flight.
         WgmmaWait<1>();
         if constexpr (Tile::kStationary == 0) {

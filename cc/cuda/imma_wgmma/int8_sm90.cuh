@@ -107,20 +107,10 @@ __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ri
     for (int32_t i = 0; i < k_blocks; ++i) {
       BarrierWait(barriers.Full(stage.slot), stage.parity);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-      const uint64_t a = (uint64_t{params.descriptor} << 32 | (shared & 0x3ffff) >> 4) +
-                         first_block * params.block_offset;
-      const uint64_t b = KMajorDescriptor(shared + Tile::kBytesA);
-      WgmmaFence();
-      MultiplyStep<T, Tile>(params, sums, a, b, params.step_offset[0], i > 0);
-      const int32_t steps = i + 1 < k_blocks ? kSteps : params.last_steps;
-#pragma unroll
-      for (int k = 1; k < kSteps; ++k) {
-        if (k < steps) {
-          MultiplyStep<T, Tile>(params, sums, a, b + k * (kStepBytes >> 4), params.step_offset[k],
-                                true);
-        }
-      }
-      WgmmaCommit();
+      MultiplyKBlock<T, Tile>(params, sums,
+                              KMajorDescriptorLow(shared) + first_block * params.block_offset,
+                              KMajorDescriptorLow(shared + Tile::kBytesA), params.step_offset,
+                              i + 1 < k_blocks ? kSteps : params.last_steps, i > 0);
       // A stage is given back one k-block late, so that one wgmma is always in flight.
       WgmmaWait<1>();
       if (i > 0) release(barriers.Empty(last));

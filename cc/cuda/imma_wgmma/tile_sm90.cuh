@@ -119,16 +119,44 @@ __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap
   }
 }
 
-// The products of 32 bytes of the reduction. `a`: descriptor of the warpgroup's first rows in a
-// stage, `step_offset`: to these bytes; `b`: descriptor of the filter.
-template <typename T, class Tile>
-__device__ __forceinline__ void MultiplyStep(const Params& params, typename Tile::Sums& sums,
-                                             uint64_t a, uint64_t b, uint32_t step_offset,
-                                             bool accumulate) {
+// The products of the first kCount instructions of a k-block, one committed group. They are one piece
+// of straight code: where a branch lies between them and their commit, ptxas closes a group before it,
+// and to wait for all groups but one is to wait for the whole k-block. `pixels`: low word of the
+// descriptor of the warpgroup's first rows in a stage; `offsets`: from there to the instructions'
+// bytes; `filter`: low word of the filter's.
+template <typename T, class Tile, int kCount>
+__device__ __forceinline__ void MultiplySteps(const Params& params, typename Tile::Sums& sums,
+                                              uint32_t pixels, uint32_t filter,
+                                              const uint32_t* offsets, bool accumulate) {
+  WgmmaFence();
 #pragma unroll
-  for (int i = 0; i < Tile::kBlocks; ++i) {
-    WgmmaInt8(T{}, reinterpret_cast<int32_t (&)[Tile::kTileN / 2]>(sums[i * (Tile::kTileN / 2)]),
-              a + step_offset + i * params.block_offset, b, accumulate);
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      WgmmaInt8(T{}, reinterpret_cast<int32_t (&)[Tile::kTileN / 2]>(sums[i * (Tile::kTileN / 2)]),
+                DescriptorOf(pixels + offsets[k] + i * params.block_offset, params.descriptor),
+                DescriptorOf(filter + k * (kStepBytes >> 4), KMajorDescriptorHigh()),
+                accumulate || k > 0);
+    }
+  }
+  WgmmaCommit();
+}
+
+// The same of `steps` instructions, 1 to kSteps.
+template <typename T, class Tile>
+__device__ __forceinline__ void MultiplyKBlock(const Params& params, typename Tile::Sums& sums,
+                                               uint32_t pixels, uint32_t filter,
+                                               const uint32_t* offsets, int32_t steps,
+                                               bool accumulate) {
+  static_assert(kSteps == 4);
+  if (steps >= 4) {
+    MultiplySteps<T, Tile, 4>(params, sums, pixels, filter, offsets, accumulate);
+  } else if (steps == 3) {
+    MultiplySteps<T, Tile, 3>(params, sums, pixels, filter, offsets, accumulate);
+  } else if (steps == 2) {
+    MultiplySteps<T, Tile, 2>(params, sums, pixels, filter, offsets, accumulate);
+  } else {
+    MultiplySteps<T, Tile, 1>(params, sums, pixels, filter, offsets, accumulate);
   }
 }
 

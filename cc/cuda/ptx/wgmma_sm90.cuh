@@ -29,12 +29,21 @@
 
 namespace jaxconv {
 
+// A descriptor of its words. To step along an operand is to add to the low one.
+__device__ __forceinline__ uint64_t DescriptorOf(uint32_t low, uint32_t high) {
+  return uint64_t{high} << 32 | low;
+}
 // kRowBytes: 128, 64 or 32.
 template <int kRowBytes = 128>
+__host__ __device__ constexpr uint32_t KMajorDescriptorHigh() {
+  return (8 * kRowBytes >> 4) | (kRowBytes == 128 ? 1u : kRowBytes == 64 ? 2u : 3u) << 30;
+}
+__device__ __forceinline__ uint32_t KMajorDescriptorLow(uint32_t shared) {
+  return (shared & 0x3ffff) >> 4 | 1u << 16;
+}
+template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t KMajorDescriptor(uint32_t shared) {
-  constexpr uint64_t kLayout = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-  return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{1} << 16 |
-         uint64_t{8 * kRowBytes >> 4} << 32 | kLayout << 62;
+  return DescriptorOf(KMajorDescriptorLow(shared), KMajorDescriptorHigh<kRowBytes>());
 }
 __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared, uint32_t leading_bytes) {
   return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{leading_bytes >> 4} << 16 |
