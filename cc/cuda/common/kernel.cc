@@ -70,6 +70,14 @@ Status CheckInt8Types(const KernelDesc& kernel, const ConvProblem& problem) {
   return {};
 }
 
+double Int8OutputBytes(const ConvProblem& problem) {
+  return static_cast<double>(ByteWidth(problem.y_dtype)) * (problem.epilogue.residual ? 2 : 1);
+}
+double Int8Bytes(const ConvProblem& problem) {
+  return static_cast<double>(problem.x_elements() + problem.k * problem.packed_row()) +
+         static_cast<double>(problem.y_elements()) * Int8OutputBytes(problem);
+}
+
 Status RequireOneSlice(int64_t slices) {
   if (slices == 0 || slices == 1) return {};
   return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));

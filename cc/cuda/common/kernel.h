@@ -109,6 +109,11 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf3
 // What every family of 8-bit operands asks: fprop, x of the instance's type, w of s8 in packed rows.
 Status CheckInt8Types(const KernelDesc& kernel, const ConvProblem& problem);
 
+// What a convolution of 8-bit operands moves at least, in bytes: for one output, which is written and
+// whose residual is read; and in all, with the activations and the packed filter.
+double Int8OutputBytes(const ConvProblem& problem);
+double Int8Bytes(const ConvProblem& problem);
+
 // Refuses a number of slices that is asked of a kernel without split-K.
 Status RequireOneSlice(int64_t slices);
 

@@ -125,14 +125,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const double issue = static_cast<double>(ctas_of_sm) * items * (kThreads / 32) *
                        Instructions(instance, params) * params.axis[0].taps /
                        (4 * gpu.cycles_per_us() * kIssueShare);
-  const auto out_bytes =
-      static_cast<double>(ByteWidth(problem.y_dtype)) * (problem.epilogue.residual ? 2 : 1);
-  const double bytes = static_cast<double>(problem.x_elements()) +
-                       static_cast<double>(problem.y_elements()) * out_bytes;
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->microseconds =
-      gpu.launch_us + std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), issue);
+      gpu.launch_us + std::max(Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare), issue);
   plan->params = std::move(launch);
   return {};
 }

@@ -91,22 +91,19 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double blocks = static_cast<double>(params.tile_rows) * params.blocks_across.divisor;
   const double tensor = blocks * static_cast<double>(instance.rows) * kBlockPixels * kChannels *
                         32 / (2 * gpu.mma_sync_per_clock * kTensorShare);
-  const double out_bytes =
-      static_cast<double>(ByteWidth(problem.y_dtype)) * (problem.epilogue.residual ? 2 : 1);
   const double copies = static_cast<double>(params.halo_rows) *
                         static_cast<double>(CeilDiv(params.halo_copies, 32)) *
                         (params.vector ? 1 : kCopyPixels);
   const double slots = blocks * (static_cast<double>(instance.rows) * taps_slots + kBlockSlots +
-                                 16 * (kOutputSlots + out_bytes)) +
+                                 16 * (kOutputSlots + Int8OutputBytes(problem))) +
                        copies * kCopySlots;
   const double tile = std::max(tensor, slots / (4 * kIssueShare));
   const double rounds = static_cast<double>(CeilDiv(params.tiles, ctas));
   const double resident = static_cast<double>(CeilDiv(ctas, gpu.sm_count));
   const double sm = rounds * std::min<double>(resident, static_cast<double>(ctas_of_sm)) * tile;
-  const double bytes = static_cast<double>(problem.x_elements()) +
-                       static_cast<double>(problem.y_elements()) * out_bytes;
   return gpu.launch_us + kStartUs +
-         std::max(sm / gpu.cycles_per_us(), bytes / (gpu.dram_bytes_per_us * kDramShare));
+         std::max(sm / gpu.cycles_per_us(),
+                  Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare));
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,

@@ -170,9 +170,7 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
       instance.few() ? static_cast<double>(instance.tile_m) * tile_k / 4 * kCopyCycles : 0;
   const double block = std::max({tensor, shared, copies}) / instance.share;
   const double cta = static_cast<double>(k_blocks) * block;
-  const auto out_bytes =
-      static_cast<double>(ByteWidth(problem.y_dtype)) * (problem.epilogue.residual ? 2 : 1);
-  const double edge = outputs * (kOutputCycles + out_bytes * kOutputByteCycles);
+  const double edge = outputs * (kOutputCycles + Int8OutputBytes(problem) * kOutputByteCycles);
   const int64_t per_sm = CeilDiv(ctas, gpu.sm_count);
   const int64_t last = per_sm % resident;
   // An SM that holds only some of the CTAs it could: too few warps to hide each other's waits.
@@ -181,11 +179,8 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double cycles = static_cast<double>(per_sm) * edge +
                         static_cast<double>(per_sm - last) * cta +
                         static_cast<double>(last) * cta / last_rate;
-  const double bytes =
-      static_cast<double>(problem.x_elements() + problem.k * problem.packed_row()) +
-      static_cast<double>(problem.y_elements()) * out_bytes;
   return gpu.launch_us + std::max(cycles / (gpu.cycles_per_us() * kClockShare),
-                                  bytes / (gpu.dram_bytes_per_us * kDramShare));
+                                  Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare));
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
