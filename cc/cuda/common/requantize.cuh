@@ -189,6 +189,14 @@ __device__ __forceinline__ uint32_t NegativeBytes(uint32_t word) {
   return mask;
 }
 
+// Four values to be saturated -> bytes, those below zero cleared where ReLU says so.
+template <bool kSigned>
+__device__ __forceinline__ uint32_t PackBytes(const RequantizeParams& params, const int32_t* v) {
+  if constexpr (!kSigned) return PackU8(v);
+  const uint32_t word = PackS8(v);
+  return word & (~NegativeBytes(word) | params.kept_negative);
+}
+
 // The straight 8-bit paths. ReLU clears the negative results, which rounding keeps negative or makes
 // 0. ptxas joins a conversion to int32 and a saturating pack of two into one instruction (F2IP).
 template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
@@ -217,10 +225,7 @@ __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
     }
     uint32_t words[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      words[h] = kSigned ? PackS8(r + 4 * h) : PackU8(r + 4 * h);
-      if constexpr (kSigned) words[h] &= ~NegativeBytes(words[h]) | params.kept_negative;
-    }
+    for (int h = 0; h < 2; ++h) words[h] = PackBytes<kSigned>(params, r + 4 * h);
     if (pixels[i].Inside() && inside) {
       StoreEight(static_cast<char*>(params.out) + pixels[i].at + from_pixel, words);
     }
@@ -415,6 +420,21 @@ __device__ __forceinline__ void RequantizeEight(const RequantizeParams& params,
         internal::RequantizeGeneral<8>(params, pixels, channel, sums);
     }
   }
+}
+
+// Four sums -> bytes, by kS8 or kU8.
+template <RequantizePath kPath>
+__device__ __forceinline__ uint32_t RequantizeFour(const RequantizeParams& params,
+                                                   const int32_t (&sums)[4],
+                                                   const float (&scale)[4],
+                                                   const float (&bias)[4]) {
+  static_assert(kPath == RequantizePath::kS8 || kPath == RequantizePath::kU8);
+  int32_t r[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    r[e] = __float2int_rn(fmaf(static_cast<float>(sums[e]), scale[e], bias[e]));
+  }
+  return requantize_internal::PackBytes<kPath == RequantizePath::kS8>(params, r);
 }
 
 // Calls store(std::integral_constant<RequantizePath, path>). One branch for a tile keeps the code of

@@ -18,8 +18,7 @@
 // 56 wide, 12 % of maps 7 wide. In return L2 and TMA deliver a third of the activations (3x3).
 //
 // Shared memory of 128x128: 4 stages of 17 KB, 8 slots of 16 KB; of 256x64: 4 stages of 33 KB, 9
-// slots of 8 KB, or weight-stationary 5 stages and 5 k-blocks. Registers: producer 40, consumers
-// 232.
+// slots of 8 KB. Registers: producer 40, consumers 232.
 //
 // Full(s), Empty(s): as in int8_sm90.cuh, of activations. FullFilter(f), EmptyFilter(f): the same of
 // a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first tile.
@@ -60,7 +59,7 @@ __device__ __forceinline__ void ProduceRows(const Params& params, const Maps& ma
         if (u % 3 == warp - 1) {
           LoadUnit(params, &maps.x, shared + u * unit_bytes, barrier, unit, pixel, place.group);
         }
-        unit.Next(params);
+        unit.Advance(params, params.one_unit);
       }
       stage.Next();
     }
@@ -85,7 +84,7 @@ __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& 
         const int32_t from = params.tap_bytes == 0
                                  ? k_block * kKBlockBytes
                                  : (unit.Tap(params) * params.row_taps + s) * params.tap_bytes +
-                                       unit.channels * kKBlockBytes;
+                                       unit.at.channels * kKBlockBytes;
         if constexpr (Tile::kStationary > 0) {
           BarrierArriveExpect(barriers.Stationary(k_block), Tile::kBytesB);
           CopyTile5d(filter + k_block * Tile::kBytesB, &maps.filter, barriers.Stationary(k_block),
@@ -98,7 +97,7 @@ __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& 
           slot.Next();
         }
       }
-      if (params.tap_bytes > 0) unit.Next(params);  // a unit a stage
+      if (params.tap_bytes > 0) unit.Advance(params, params.one_unit);  // a unit a stage
     }
     if constexpr (Tile::kStationary > 0) return;
   }
@@ -111,44 +110,47 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
   const Release release;
   RingPlace<Tile::kStages> stage;
   RingPlace<Tile::kFilterSlots == 0 ? 1 : Tile::kFilterSlots> slot;
-  const int32_t stride = gridDim.x;
+  constexpr bool kPingpong = Tile::kPingpong;
+  const int32_t stride = (kPingpong ? 2 : 1) * gridDim.x;
   const int32_t stages = params.k_blocks;
   const int32_t steps_of_stage = params.row_taps * kSteps;
   const int32_t filter_k_blocks =
       (stages - 1) * params.row_taps + (params.last_steps + kSteps - 1) / kSteps;
   const uint32_t filter = ring + Tile::kFilterAt;
-  if (warpgroup == 1) {
+  if (kPingpong && warpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
     stage.Skip(stages);
     slot.Skip(filter_k_blocks);
   }
-  TermsOfTiles<Tile> terms{params, ring, warpgroup};
-  int32_t index = blockIdx.x + warpgroup * stride;
-  terms.Begin(index);
-  for (; index < params.tiles; index += 2 * stride) {
+  typename Tile::Results results(params, ring, warpgroup);
+  bool first = true;
+  int32_t index = blockIdx.x + (kPingpong ? warpgroup * gridDim.x : 0);
+  results.Begin(index);
+  for (; index < params.tiles; index += stride) {
     const TilePlace place(params, index);
-    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM);
-    const ResidualOf<Tile> residual(params, place, pixels);
-    NamedBarrierSync(1 + warpgroup, 256);
+    const auto output = results.Prepare(place);
+    if constexpr (kPingpong) NamedBarrierSync(1 + warpgroup, 256);
     typename Tile::Sums sums;
     uint32_t last_stage = 0, last_slot = 0;
     int32_t k_block = 0;
     for (int32_t i = 0; i < stages; ++i) {
       BarrierWait(barriers.Full(stage.slot), stage.parity);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-      const int32_t steps = i + 1 < stages ? steps_of_stage : params.last_steps;
+      const bool full = i < params.full_k_blocks;
+      const int32_t steps = full ? steps_of_stage : params.last_steps;
+      const int32_t steps_of_k_block = full ? kSteps : params.tail_steps;
       for (int32_t step = 0; step < steps; step += kSteps, ++k_block) {
         uint32_t b_at = filter;
         if constexpr (Tile::kStationary > 0) {
-          if (terms.turn == 0) BarrierWait(barriers.Stationary(k_block), 0);
+          if (first) BarrierWait(barriers.Stationary(k_block), 0);
           b_at += k_block * Tile::kBytesB;
         } else {
           BarrierWait(barriers.FullFilter(slot.slot), slot.parity);
           b_at += slot.slot * Tile::kBytesB;
         }
-        MultiplyKBlock<T, Tile>(params, sums, KMajorDescriptorLow(shared),
-                                KMajorDescriptorLow(b_at), params.step_offset + step, steps - step,
-                                k_block > 0);
+        MultiplyKBlock<T, Tile>(params, sums, Tile::Pixels(params, shared, warpgroup),
+                                Tile::Filter(b_at, warpgroup), params.step_offset + step,
+                                min(steps - step, steps_of_k_block), k_block > 0);
         // Slots and stages are given back one k-block late, so that one wgmma is always in flight.
         WgmmaWait<1>();
         if constexpr (Tile::kStationary == 0) {
@@ -161,13 +163,16 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
       last_stage = stage.slot;
       stage.Next();
     }
-    NamedBarrierArrive(2 - warpgroup, 256);
+    if constexpr (kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
     WgmmaWait<0>();
     if constexpr (Tile::kStationary == 0) release(barriers.EmptyFilter(last_slot));
     release(barriers.Empty(last_stage));
-    StoreTile<Tile>(params, place, terms.Take(place, index + 2 * stride), pixels, residual, sums);
-    stage.Skip(stages);
-    if constexpr (Tile::kStationary == 0) slot.Skip(filter_k_blocks);
+    results.Store(place, index + stride, output, sums);
+    first = false;
+    if constexpr (kPingpong) {
+      stage.Skip(stages);
+      if constexpr (Tile::kStationary == 0) slot.Skip(filter_k_blocks);
+    }
   }
 }
 
@@ -195,10 +200,6 @@ struct FilterRowForm : Tile_, LaunchOf<kType> {
 template <Op kOp, DType kType, int kBlocks, int kTileN, int kStages, int kFilterSlots>
 struct FilterRow
     : FilterRowForm<kType, Int8Tile<true, kBlocks, kTileN, kStages, true, kFilterSlots>> {};
-
-template <Op kOp, DType kType, int kBlocks, int kTileN, int kStages, int kStationary>
-struct WeightStationary
-    : FilterRowForm<kType, Int8Tile<true, kBlocks, kTileN, kStages, true, 0, kStationary>> {};
 
 }  // namespace jaxconv::imma_wgmma
 

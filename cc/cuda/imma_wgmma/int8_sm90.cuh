@@ -40,23 +40,29 @@
 namespace jaxconv::imma_wgmma {
 
 // The producer: one thread of each of its warps, because a thread takes about 100 cycles to issue a
-// copy. Warp 0 announces a stage and loads the filter, the others share the units of a k-block.
+// copy. Warp 0 announces a stage and loads the filter; warps 1, 2, 3, 0 load units 0 to 3 of a k-block.
 template <class Tile>
 __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps& maps,
                                                uint32_t ring, const Barriers<Tile>& barriers,
                                                int warp) {
   RingPlace<Tile::kStages> stage;
   const int32_t units_of_k_block = kKBlockBytes / params.unit_bytes;
-  if (warp > units_of_k_block) return;
+  const int32_t own = (warp + 3) % 4;
+  if (warp > 0 && own >= units_of_k_block) return;
+  // Warp 0 counts along where units are k-blocks, for the filter's place.
+  Unit first;
+  for (int32_t i = 0; i < own % units_of_k_block; ++i) first.Advance(params, params.one_unit);
+  const uint32_t own_at = own * params.unit_bytes * Tile::kTileM;
   WaitForPrecedingGrids();
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
     const BasePixel pixel(params, place.m_tile * Tile::kTileM);
     const int32_t filter_block = (place.group * params.columns + place.n_tile * Tile::kTileN) / 32;
-    Unit unit;
+    Unit unit = first;
+    int32_t left = params.units;
     for (int32_t i = 0; i < params.k_blocks; ++i) {
       // Units past the last are left out: their columns of the filter hold zeros.
-      const int32_t count = min(units_of_k_block, params.units - i * units_of_k_block);
+      const int32_t count = min(units_of_k_block, left);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
@@ -64,16 +70,14 @@ __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps&
         BarrierArriveExpect(barrier, count * params.unit_bytes * Tile::kTileM + Tile::kBytesB);
         const int32_t from = params.tap_bytes == 0 ? i * kKBlockBytes
                                                    : unit.Tap(params) * params.tap_bytes +
-                                                         unit.channels * kKBlockBytes;
+                                                         unit.at.channels * kKBlockBytes;
         CopyTile5d(shared + Tile::kBytesA, &maps.filter, barrier, from, 0, 0, 0, filter_block);
       }
-      for (int32_t u = 0; u < count; ++u) {
-        if (u % 3 == warp - 1) {
-          LoadUnit(params, &maps.x, shared + u * params.unit_bytes * Tile::kTileM, barrier, unit,
-                   pixel, place.group);
-        }
-        unit.Next(params);
+      if (own < count) {
+        LoadUnit(params, &maps.x, shared + own_at, barrier, unit, pixel, place.group);
       }
+      unit.Advance(params, params.stage_units);
+      left -= units_of_k_block;
       stage.Next();
     }
   }
@@ -85,32 +89,30 @@ template <typename T, class Tile>
 __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ring,
                                                const Barriers<Tile>& barriers, int warpgroup) {
   constexpr bool kPingpong = Tile::kPingpong;
-  const int first_block = kPingpong ? 0 : warpgroup * Tile::kBlocks;
   const Release release;
   RingPlace<Tile::kStages> stage;
   const int32_t k_blocks = params.k_blocks;
-  TermsOfTiles<Tile> terms{params, ring, warpgroup};
+  const int32_t tail_steps = min(params.last_steps, params.tail_steps);
+  typename Tile::Results results(params, ring, warpgroup);
   if (kPingpong && warpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
     stage.Skip(k_blocks);
   }
   const int32_t stride = (kPingpong ? 2 : 1) * gridDim.x;
   int32_t index = blockIdx.x + (kPingpong ? warpgroup * gridDim.x : 0);
-  terms.Begin(index);
+  results.Begin(index);
   for (; index < params.tiles; index += stride) {
     const TilePlace place(params, index);
-    const PixelsOf<Tile> pixels(params, place.m_tile * Tile::kTileM + first_block * 64);
-    const ResidualOf<Tile> residual(params, place, pixels);
+    const auto output = results.Prepare(place);
     if constexpr (kPingpong) NamedBarrierSync(1 + warpgroup, 256);
     typename Tile::Sums sums;
     uint32_t last = 0;
     for (int32_t i = 0; i < k_blocks; ++i) {
       BarrierWait(barriers.Full(stage.slot), stage.parity);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-      MultiplyKBlock<T, Tile>(params, sums,
-                              KMajorDescriptorLow(shared) + first_block * params.block_offset,
-                              KMajorDescriptorLow(shared + Tile::kBytesA), params.step_offset,
-                              i + 1 < k_blocks ? kSteps : params.last_steps, i > 0);
+      MultiplyKBlock<T, Tile>(params, sums, Tile::Pixels(params, shared, warpgroup),
+                              Tile::Filter(shared + Tile::kBytesA, warpgroup), params.step_offset,
+                              i < params.full_k_blocks ? kSteps : tail_steps, i > 0);
       // A stage is given back one k-block late, so that one wgmma is always in flight.
       WgmmaWait<1>();
       if (i > 0) release(barriers.Empty(last));
@@ -120,7 +122,7 @@ __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ri
     if constexpr (kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
     WgmmaWait<0>();
     release(barriers.Empty(last));
-    StoreTile<Tile>(params, place, terms.Take(place, index + stride), pixels, residual, sums);
+    results.Store(place, index + stride, output, sums);
     if constexpr (kPingpong) stage.Skip(k_blocks);
   }
 }

@@ -18,6 +18,11 @@ inline constexpr int32_t kSteps = kKBlockBytes / kStepBytes;
 inline constexpr int32_t kMaxSpan = 8;
 inline constexpr int32_t kMaxRowTaps = kMaxSpan + 1;
 
+// A number of units, or the place of one: digits, of which the taps' run innermost first.
+struct UnitDigits {
+  int32_t tap[3] = {}, channels = 0;
+};
+
 // The kernels' argument. Axes innermost first: w, h, d.
 //
 // A unit is what one TMA copy brings of every pixel of a tile: unit_bytes channels under one tap, or,
@@ -36,15 +41,18 @@ struct Params {
   int32_t lower[3] = {};        // first base pixel
   int32_t step[3] = {1, 1, 1};  // base pixels from one output pixel to the next
   int32_t offset0[3] = {}, offset_step[3] = {1, 1, 1};  // of a tap from the base pixel
-  int32_t taps[3] = {1, 1, 1};  // that units walk over: with filter-row reuse taps[0] is 1
-  int32_t channel_units = 1;    // of a tap
-  int32_t unit_channels = 1;    // from one unit to the next, as a coordinate
-  int32_t group_channels = 1;   // from one group to the next, as a coordinate
-  int32_t taps_first = 0;       // the order of units: taps fastest, or channels
-  int32_t units = 1;            // of the reduction
-  int32_t k_blocks = 1;         // stages of a tile
-  int32_t last_steps = kSteps;  // instructions of the last
-  int32_t row_taps = 1;         // taps of a unit
+  int32_t taps[3] = {1, 1, 1};       // that units walk over: with filter-row reuse taps[0] is 1
+  int32_t channel_units = 1;         // of a tap
+  int32_t unit_channels = 1;         // from one unit to the next, as a coordinate
+  int32_t group_channels = 1;        // from one group to the next, as a coordinate
+  int32_t taps_first = 0;            // the order of units: taps fastest, or channels
+  int32_t units = 1;                 // of the reduction
+  UnitDigits one_unit, stage_units;  // the next unit; the same unit of the next stage
+  int32_t k_blocks = 1;              // stages of a tile
+  // Stages from full_k_blocks on have fewer instructions: last_steps in all, of which a k-block of the
+  // filter has tail_steps at most.
+  int32_t full_k_blocks = 0, last_steps = kSteps, tail_steps = kSteps;
+  int32_t row_taps = 1;  // taps of a unit
   // Where the filter's bytes of a k-block begin in a packed row: 128 bytes further each time, or,
   // of units of 128 bytes with taps fastest, tap * tap_bytes + channel unit * 128.
   int32_t tap_bytes = 0;
@@ -63,6 +71,7 @@ struct LaunchParams {
   int64_t extent[3] = {1, 1, 1};     // of x, innermost first
   int32_t upper[3] = {};
   int64_t filters = 1, filter_row = 1;  // the packed filter: rows, and bytes of a row
+  bool swap_ab = false;
   int32_t ctas = 0;
 };
 

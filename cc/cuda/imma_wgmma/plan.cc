@@ -16,6 +16,7 @@ struct Instance {
   int64_t tile_m, tile_n;
   bool pingpong = false;
   bool filter_row = false;
+  bool swap_ab = false;             // output channels are the instructions' rows
   int64_t stationary_k_blocks = 0;  // of the filter in shared memory, loaded once a CTA
 };
 
@@ -31,6 +32,18 @@ Status CheckProblem(const KernelDesc& kernel, const ConvProblem& problem) {
     if (dilation > 1) return Status::Unimplemented("lhs_dilation");
   }
   return problem.RequireInt32();
+}
+
+// swap_ab_sm90.cuh has no code for other results, and counts outputs in units of 32.
+Status CheckSwapAb(const ConvProblem& problem, const RequantizeParams& requantize) {
+  if (requantize.path != RequantizePath::kS8 && requantize.path != RequantizePath::kU8) {
+    return Status::Unimplemented(
+        "swapped operands give 8-bit results of one scale a channel, without a residual");
+  }
+  if (problem.y_elements() >= int64_t{1} << 36) {
+    return Status::Unimplemented("swapped operands give less than 2^36 outputs");
+  }
+  return {};
 }
 
 // How TMA walks the pixels and the taps.
@@ -83,31 +96,52 @@ Status MakeWalk(const Instance& instance, const ConvProblem& problem, LaunchPara
   return {};
 }
 
+// A number of units as digits of the order in which they follow.
+UnitDigits DigitsOf(const Params& params, int64_t units) {
+  UnitDigits digits;
+  auto take = [&units](int64_t radix) {
+    const auto digit = static_cast<int32_t>(units % radix);
+    units /= radix;
+    return digit;
+  };
+  if (!params.taps_first) digits.channels = take(params.channel_units);
+  for (int i = 0; i < 3; ++i) digits.tap[i] = take(params.taps[i]);
+  if (params.taps_first) digits.channels = static_cast<int32_t>(units);
+  return digits;
+}
+
 // How the reduction is cut into units and stages.
 Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* params) {
   const int64_t channels = problem.c_per_group();
-  const int64_t unit = params->nchw32        ? 32
-                       : channels % 128 == 0 ? 128
-                       : channels % 64 == 0  ? 64
-                                             : 32;
-  if (instance.filter_row && !params->nchw32 && unit < 128 && unit != channels) {
-    return Status::Unimplemented(
-        "filter-row reuse needs 32 or 64 channels in nhwc, or a multiple of 128, got " +
-        std::to_string(channels));
-  }
+  // Partial units of 128 channels where one copy serves a row of taps. Where every tap has its own,
+  // they cost more than narrower units.
+  const bool partial = instance.filter_row && channels > 64;
+  const int64_t unit = params->nchw32                   ? 32
+                       : channels % 128 == 0 || partial ? 128
+                       : channels % 64 == 0             ? 64
+                                                        : 32;
   const int64_t row_taps = params->row_taps;
   params->unit_bytes = static_cast<int32_t>(unit);
-  params->channel_units = static_cast<int32_t>(channels / unit);
+  params->channel_units = static_cast<int32_t>(CeilDiv(channels, unit));
   params->unit_channels = static_cast<int32_t>(params->nchw32 ? 1 : unit);
   params->group_channels = static_cast<int32_t>(params->nchw32 ? channels / 32 : channels);
   // Units of 128 bytes are k-blocks, in any order: with taps fastest the first reads of x are
-  // spread over the reduction. Other units follow the packed rows.
+  // spread over the reduction, and units that a tap's channels do not fill come last. Other units
+  // follow the packed rows.
   params->taps_first = params->nchw32 || unit == kKBlockBytes;
   params->tap_bytes = !params->nchw32 && unit == kKBlockBytes ? static_cast<int32_t>(channels) : 0;
-  params->units = static_cast<int32_t>(problem.taps() * channels / unit / row_taps);
-  const int64_t bytes = problem.taps() * channels, stage = row_taps * kKBlockBytes;
+  const int64_t taps = problem.taps() / row_taps;
+  params->units = static_cast<int32_t>(taps * params->channel_units);
+  const int64_t bytes = params->units * row_taps * unit, stage = row_taps * kKBlockBytes;
   params->k_blocks = static_cast<int32_t>(CeilDiv(bytes, stage));
+  params->one_unit = DigitsOf(*params, 1);
+  params->stage_units = DigitsOf(*params, kKBlockBytes / unit);
   params->last_steps = static_cast<int32_t>((bytes - 1) % stage / kStepBytes + 1);
+  params->full_k_blocks = params->k_blocks - 1;
+  if (channels % unit != 0) {
+    params->full_k_blocks = static_cast<int32_t>(params->k_blocks - taps);
+    params->tail_steps = static_cast<int32_t>(channels % unit / kStepBytes);
+  }
   if (instance.stationary_k_blocks > 0 &&
       (CeilDiv(bytes, kKBlockBytes) > instance.stationary_k_blocks || problem.groups > 1 ||
        problem.k > instance.tile_n)) {
@@ -136,66 +170,93 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
 // The predicted time, on the model of the GPU. A k-block passes through the tensor cores, through
 // shared memory and, row by row of its boxes, through TMA; the slowest of the three sets the
 // throughput. The epilogue adds to it; in pingpong one consumer stores while the other multiplies.
-// Fitted to 418 times of 72 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.7 % on
-// average against the best tile, 12 % at most. Terms stand in for each other; only their sum is to
+// Fitted to 759 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 1.2 % on
+// average against the best tile, 11 % at most. Terms stand in for each other; only their sum is to
 // be believed.
 constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
-constexpr double kWgmmaShare = 0.857;  // of the rate
+constexpr double kWgmmaShare = 0.846;  // of the rate
 constexpr double kSharedBytesPerCycle = 128;
 // Of TMA for a row of a box of activations, by its bytes; for a row of the filter's.
-constexpr double kRow128Cycles = 0.963, kRow64Cycles = 1.725, kRow32Cycles = 1.158;
-constexpr double kStridedRow32 = 1.38;  // times as long where the box's pixels are apart
-constexpr double kFilterRowCycles = 2.37;
-constexpr double kKBlockCycles = 18.6;  // that every k-block adds
-constexpr double kReuseCycles = 108;    // and with filter-row reuse
-constexpr double kPingpongTileCycles = 1673, kCooperativeTileCycles = 61;
+constexpr double kRow128Cycles = 2.07, kRow64Cycles = 1.98, kRow32Cycles = 0.958;
+constexpr double kStridedRow32 = 1.78;  // times as long where the box's pixels are apart
+constexpr double kFilterRowCycles = 2.62;
+constexpr double kKBlockCycles = 2.2;                           // that every k-block adds
+constexpr double kReuseCycles = 12.6;                           // and with filter-row reuse
+constexpr double kSwapAbShare = 1.02, kStationaryShare = 0.95;  // of such a k-block's cycles
+constexpr double kPingpongTileCycles = 873, kCooperativeTileCycles = 71;
+constexpr double kSwapAbTileCycles = 831;
 // Of a thread for one of its outputs; how much more a residual, a wider output or pieces of 32 bytes
-// (nhwc) take; for the scales and biases of 32 channels.
-constexpr double kPingpongOutputCycles = 13.2, kCooperativeOutputCycles = 14.2;
-constexpr double kPingpongResidualExcess = 1.53, kCooperativeResidualExcess = 1.06;
-constexpr double kByteExcess = 0.25, kNhwcExcess = 0.52;
-constexpr double kTermsCycles = 197;
-constexpr double kStartCycles = 88;
-constexpr double kExposed = 0.012;  // of the shorter of SM and DRAM time
+// (nhwc; swapped, of 64) take; for the scales and biases of 32 channels.
+constexpr double kPingpongOutputCycles = 14.9, kCooperativeOutputCycles = 15.5;
+constexpr double kPingpongResidualExcess = 1.3, kCooperativeResidualExcess = 1.14;
+constexpr double kByteExcess = 0.25, kNhwcExcess = 0.59;
+constexpr double kSwapAbPingpongOutputCycles = 14.4, kSwapAbCooperativeOutputCycles = 14.7;
+constexpr double kSwapAbNhwcExcess = 0.512;
+constexpr double kTermsCycles = 190;
+constexpr double kStartCycles = 306;
+constexpr double kDramSlower = 1.08;
+constexpr double kExposed = 0.0032;  // of the shorter of SM and DRAM time
 
-double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
-                           const Params& params, int64_t tiles, int64_t ctas, const Gpu& gpu) {
+// Of a k-block in the main loop.
+double KBlockCycles(const Instance& instance, const ConvProblem& problem, const Params& params,
+                    const Gpu& gpu) {
   const double m = static_cast<double>(instance.tile_m), n = static_cast<double>(instance.tile_n);
-  const double k_blocks =
-      static_cast<double>(problem.taps() * problem.c_per_group()) / kKBlockBytes;
-  const double loaded = (m + (instance.filter_row ? kMaxSpan : 0)) / params.row_taps;
-  const double filter_rows = instance.stationary_k_blocks > 0 ? 0 : n;
+  // Where a tap's last unit is partial, its copies are whole.
+  const double whole = params.unit_bytes == kKBlockBytes
+                           ? static_cast<double>(params.channel_units * kKBlockBytes) /
+                                 static_cast<double>(problem.c_per_group())
+                           : 1;
+  const double pixels = whole * (m + (instance.filter_row ? kMaxSpan : 0)) / params.row_taps;
+  const double filter_rows = instance.stationary_k_blocks > 0 ? 0 : whole * n;
   const double tensor = m * n * kKBlockBytes / (kWgmmaShare * kInt8Rate * gpu.wgmma_per_clock);
-  // Each 64 rows read their activations and the whole filter.
+  // Each 64 rows, of pixels or, swapped, of channels, read themselves and all columns.
+  const double reads = instance.swap_ab ? n / 64 * (64 + m) : m / 64 * (64 + n);
   const double shared =
-      (m / 64 * kSteps * (64 + n) * kStepBytes + (loaded + filter_rows) * kKBlockBytes) /
-      kSharedBytesPerCycle;
-  const bool strided = problem.taps() > 1 && problem.stride[2] > 1;
+      (reads * kSteps * kStepBytes + (pixels + filter_rows) * kKBlockBytes) / kSharedBytesPerCycle;
   const double row_cycles = params.unit_bytes == 128 ? kRow128Cycles
                             : params.unit_bytes == 64
                                 ? kRow64Cycles
-                                : kRow32Cycles * (strided ? kStridedRow32 : 1);
+                                : kRow32Cycles * (problem.stride[2] > 1 ? kStridedRow32 : 1);
   const double tma =
-      loaded * (kKBlockBytes / params.unit_bytes) * row_cycles + filter_rows * kFilterRowCycles;
-  const double mainloop = k_blocks * (std::max({tensor, shared, tma}) + kKBlockCycles +
-                                      (instance.filter_row ? kReuseCycles : 0)) +
-                          (instance.pingpong ? kPingpongTileCycles : kCooperativeTileCycles);
-  const double outputs = m * n / (instance.pingpong ? 128 : 256);  // of a thread
+      pixels * (kKBlockBytes / params.unit_bytes) * row_cycles + filter_rows * kFilterRowCycles;
+  return std::max({tensor, shared, tma}) * (instance.swap_ab ? kSwapAbShare : 1) *
+             (instance.stationary_k_blocks > 0 ? kStationaryShare : 1) +
+         kKBlockCycles + (instance.filter_row ? kReuseCycles : 0);
+}
+
+// Of a tile's outputs.
+double EpilogueCycles(const Instance& instance, const ConvProblem& problem, const Params& params) {
+  const double n = static_cast<double>(instance.tile_n);
+  const double outputs =  // of a thread
+      static_cast<double>(instance.tile_m) * n / (instance.pingpong ? 128 : 256);
+  if (instance.swap_ab) {
+    return outputs *
+           (instance.pingpong ? kSwapAbPingpongOutputCycles : kSwapAbCooperativeOutputCycles) *
+           (1 + (params.nchw32 ? 0 : kSwapAbNhwcExcess));
+  }
   const double residual_excess =
       instance.pingpong ? kPingpongResidualExcess : kCooperativeResidualExcess;
   const double output_cycles =
       (instance.pingpong ? kPingpongOutputCycles : kCooperativeOutputCycles) *
       (1 + (problem.epilogue.residual ? residual_excess : 0) + (params.nchw32 ? 0 : kNhwcExcess) +
        kByteExcess * static_cast<double>(ByteWidth(problem.y_dtype) - 1));
-  const double epilogue = outputs * output_cycles + n / 32 * kTermsCycles;
+  return outputs * output_cycles + n / 32 * kTermsCycles;
+}
+
+double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
+                           const Params& params, int64_t tiles, int64_t ctas, const Gpu& gpu) {
+  const double k_blocks =
+      static_cast<double>(problem.taps() * problem.c_per_group()) / kKBlockBytes;
+  const double tile_cycles = instance.swap_ab    ? kSwapAbTileCycles
+                             : instance.pingpong ? kPingpongTileCycles
+                                                 : kCooperativeTileCycles;
+  const double mainloop = k_blocks * KBlockCycles(instance, problem, params, gpu) + tile_cycles;
+  const double epilogue = EpilogueCycles(instance, problem, params);
   const double waves = static_cast<double>(CeilDiv(tiles, ctas));
   const double sm = instance.pingpong
                         ? waves * std::max(mainloop, (mainloop + epilogue) / 2) + epilogue
                         : waves * (mainloop + epilogue);
-  const double bytes = static_cast<double>(problem.x_elements() + problem.w_elements() +
-                                           problem.y_elements() * ByteWidth(problem.y_dtype) *
-                                               (problem.epilogue.residual ? 2 : 1));
-  const double dram = bytes / gpu.dram_bytes_per_cycle();
+  const double dram = Int8Bytes(problem) / gpu.dram_bytes_per_cycle() * kDramSlower;
   const double cycles = std::max(sm, dram) + kExposed * std::min(sm, dram) + kStartCycles;
   return cycles / gpu.cycles_per_us() + gpu.launch_us;
 }
@@ -208,6 +269,8 @@ Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   params.requantize = MakeRequantizeParams(problem);
+  launch->swap_ab = instance.swap_ab;
+  if (instance.swap_ab) JAXCONV_RETURN_IF_ERROR(CheckSwapAb(problem, params.requantize));
   params.nchw32 = problem.activation_layout == ActivationLayout::kNchw32;
   JAXCONV_RETURN_IF_ERROR(MakeWalk(instance, problem, launch.get()));
   JAXCONV_RETURN_IF_ERROR(MakeUnits(instance, problem, &params));

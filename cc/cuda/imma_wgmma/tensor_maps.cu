@@ -33,19 +33,24 @@ Status EncodeActivations(const LaunchParams& launch, const void* x, int32_t pixe
 }
 
 // Rows 32 b + 8 t + 2 j + e of the filter as a tensor (bytes, e, t, j, b), so that a box brings them
-// in the order of (j, t, e): the header of int8_sm90.cuh says why.
+// in the order of (j, t, e): the header of int8_sm90.cuh says why. Of swapped operands rows 32 b +
+// 16 h + 2 g + e as (bytes, g, e, h, b): swap_ab_sm90.cuh.
 Status EncodeFilter(const LaunchParams& launch, const void* w, int32_t rows, CUtensorMap* map) {
   DenseTensor tensor;
   tensor.dtype = DType::kS8;
   tensor.address = w;
   tensor.rank = 5;
-  const int64_t extent[5] = {launch.filter_row, 2, 4, 4, launch.filters / 32};
-  const int64_t rows_apart[5] = {0, 1, 8, 2, 32};
-  for (int i = 0; i < 5; ++i) {
-    tensor.extent[i] = extent[i];
-    tensor.stride[i] = rows_apart[i] * launch.filter_row;
+  constexpr int kPlain[3] = {2, 4, 4}, kSwapped[3] = {8, 2, 2};
+  constexpr int kPlainApart[3] = {1, 8, 2}, kSwappedApart[3] = {2, 1, 16};
+  int32_t box[5] = {kKBlockBytes, 1, 1, 1, rows / 32};
+  tensor.extent[0] = launch.filter_row;
+  for (int i = 0; i < 3; ++i) {
+    box[i + 1] = (launch.swap_ab ? kSwapped : kPlain)[i];
+    tensor.extent[i + 1] = box[i + 1];
+    tensor.stride[i + 1] = (launch.swap_ab ? kSwappedApart : kPlainApart)[i] * launch.filter_row;
   }
-  const int32_t box[5] = {kKBlockBytes, 2, 4, 4, rows / 32};
+  tensor.extent[4] = launch.filters / 32;
+  tensor.stride[4] = 32 * launch.filter_row;
   return EncodeTiledMap(tensor, box, map);
 }
 

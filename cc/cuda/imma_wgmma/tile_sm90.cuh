@@ -14,6 +14,9 @@
 
 namespace jaxconv::imma_wgmma {
 
+template <class Tile>
+struct RowResults;
+
 // Shared memory and registers of a CTA with two consumer warpgroups, each of which multiplies
 // kBlocks x 64 pixels by kTileN channels: of one tile (cooperative), or of a tile of its own
 // (pingpong).
@@ -42,6 +45,29 @@ struct Int8Tile {
   static constexpr int kAccumulators = kBlocks * kTileN / 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   using Sums = int32_t[kAccumulators];  // kTileN / 2 of each block
+  using Results = RowResults<Int8Tile>;
+
+  // Low words of a warpgroup's descriptors of the activations and of the filter, at their place in
+  // shared memory.
+  static __device__ __forceinline__ uint32_t Pixels(const Params& params, uint32_t shared,
+                                                    int warpgroup) {
+    return KMajorDescriptorLow(shared) +
+           (kPingpong ? 0 : warpgroup * kBlocks * params.block_offset);
+  }
+  static __device__ __forceinline__ uint32_t Filter(uint32_t shared, int) {
+    return KMajorDescriptorLow(shared);
+  }
+  // The products of 32 bytes of the reduction.
+  template <typename T>
+  static __device__ __forceinline__ void Multiply(const Params& params, Sums& sums, uint32_t pixels,
+                                                  uint32_t filter, bool accumulate) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      WgmmaInt8(T{}, int8_t{}, reinterpret_cast<int32_t (&)[kTileN / 2]>(sums[i * (kTileN / 2)]),
+                DescriptorOf(pixels + i * params.block_offset, params.descriptor),
+                DescriptorOf(filter, KMajorDescriptorHigh()), accumulate);
+    }
+  }
 };
 
 // A tile index as its digits.
@@ -72,23 +98,25 @@ struct BasePixel {
 
 // A unit of the reduction: a tap and a run of channels.
 struct Unit {
-  int32_t t0 = 0, t1 = 0, t2 = 0, channels = 0;
+  UnitDigits at;
 
-  __device__ __forceinline__ void Next(const Params& params) {
-    if (!params.taps_first) {
-      if (++channels < params.channel_units) return;
-      channels = 0;
-    }
-    if (++t0 < params.taps[0]) return;
-    t0 = 0;
-    if (++t1 < params.taps[1]) return;
-    t1 = 0;
-    if (++t2 < params.taps[2]) return;
-    t2 = 0;
-    ++channels;
+  // Without branches: a producer's thread waits for every one of them.
+  __device__ __forceinline__ void Advance(const Params& params, const UnitDigits& by) {
+    int32_t carry = 0;
+    auto add = [&carry](int32_t& digit, int32_t by, int32_t radix) {
+      digit += by + carry;
+      carry = digit >= radix;
+      digit -= carry ? radix : 0;
+    };
+    const bool taps_first = params.taps_first;
+    if (!taps_first) add(at.channels, by.channels, params.channel_units);
+    add(at.tap[0], by.tap[0], params.taps[0]);
+    add(at.tap[1], by.tap[1], params.taps[1]);
+    add(at.tap[2], by.tap[2], params.taps[2]);
+    if (taps_first) at.channels += by.channels + carry;
   }
   __device__ __forceinline__ int32_t Tap(const Params& params) const {
-    return (t2 * params.taps[1] + t1) * params.taps[0] + t0;
+    return (at.tap[2] * params.taps[1] + at.tap[1]) * params.taps[0] + at.tap[0];
   }
 };
 
@@ -96,34 +124,32 @@ struct Unit {
 __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap* map,
                                          uint32_t shared, uint32_t barrier, const Unit& unit,
                                          const BasePixel& at, int32_t group) {
-  const int32_t c = group * params.group_channels + unit.channels * params.unit_channels;
-  const auto off0 = static_cast<uint16_t>(params.offset0[0] + unit.t0 * params.offset_step[0]);
-  const auto off1 = static_cast<uint16_t>(params.offset0[1] + unit.t1 * params.offset_step[1]);
+  const int32_t c = group * params.group_channels + unit.at.channels * params.unit_channels;
+  const auto off0 =
+      static_cast<uint16_t>(params.offset0[0] + unit.at.tap[0] * params.offset_step[0]);
+  const auto off1 =
+      static_cast<uint16_t>(params.offset0[1] + unit.at.tap[1] * params.offset_step[1]);
   if (params.nchw32) {
     CopyIm2col2d(shared, map, barrier, at.x, at.y, c, at.image, off0, off1);
     return;
   }
-  switch (params.rank) {
-    case 0:
-      CopyTile2d(shared, map, barrier, c, at.x);
-      break;
-    case 1:
-      CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
-      break;
-    case 2:
-      CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
-      break;
-    default:
-      CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1,
-                   static_cast<uint16_t>(params.offset0[2] + unit.t2 * params.offset_step[2]));
+  // Comparisons, the most frequent first: a jump table is read from memory.
+  if (params.rank == 2) {
+    CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
+  } else if (params.rank == 0) {
+    CopyTile2d(shared, map, barrier, c, at.x);
+  } else if (params.rank == 1) {
+    CopyIm2col1d(shared, map, barrier, c, at.x, at.image, off0);
+  } else {
+    CopyIm2col3d(shared, map, barrier, c, at.x, at.y, at.z, at.image, off0, off1,
+                 static_cast<uint16_t>(params.offset0[2] + unit.at.tap[2] * params.offset_step[2]));
   }
 }
 
 // The products of the first kCount instructions of a k-block, one committed group. They are one piece
 // of straight code: where a branch lies between them and their commit, ptxas closes a group before it,
-// and to wait for all groups but one is to wait for the whole k-block. `pixels`: low word of the
-// descriptor of the warpgroup's first rows in a stage; `offsets`: from there to the instructions'
-// bytes; `filter`: low word of the filter's.
+// and to wait for all groups but one is to wait for the whole k-block. `pixels`, `filter`: as
+// Tile::Pixels and Tile::Filter give them; `offsets`: of the instructions' pixels.
 template <typename T, class Tile, int kCount>
 __device__ __forceinline__ void MultiplySteps(const Params& params, typename Tile::Sums& sums,
                                               uint32_t pixels, uint32_t filter,
@@ -131,13 +157,8 @@ __device__ __forceinline__ void MultiplySteps(const Params& params, typename Til
   WgmmaFence();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-#pragma unroll
-    for (int i = 0; i < Tile::kBlocks; ++i) {
-      WgmmaInt8(T{}, reinterpret_cast<int32_t (&)[Tile::kTileN / 2]>(sums[i * (Tile::kTileN / 2)]),
-                DescriptorOf(pixels + offsets[k] + i * params.block_offset, params.descriptor),
-                DescriptorOf(filter + k * (kStepBytes >> 4), KMajorDescriptorHigh()),
-                accumulate || k > 0);
-    }
+    Tile::template Multiply<T>(params, sums, pixels + offsets[k], filter + k * (kStepBytes >> 4),
+                               accumulate || k > 0);
   }
   WgmmaCommit();
 }
@@ -204,7 +225,8 @@ struct TermsOfTiles {
   }
 };
 
-// A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row.
+// A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row. The
+// four lanes of a row have the same pixels: each decodes some and gives them to the others.
 template <class Tile>
 struct PixelsOf {
   static constexpr int kCount = 2 * Tile::kBlocks;
@@ -214,11 +236,18 @@ struct PixelsOf {
   OutputPixel of[kParts][kAtOnce];
 
   __device__ __forceinline__ PixelsOf(const Params& params, int32_t m) {
+    constexpr int kDecoded = (kCount + 3) / 4;
     const int32_t row = m + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    OutputPixel mine[kDecoded];
+#pragma unroll
+    for (int i = 0; i < kDecoded; ++i) {
+      const int32_t which = i * 4 + threadIdx.x % 4;
+      const int32_t at = OutputPixelOf<Tile>(params, row + which / 2 * 64 + which % 2 * 8);
+      mine[i] = OutputPixel(params.requantize, at, at >= 0);
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int32_t at = OutputPixelOf<Tile>(params, row + i / 2 * 64 + i % 2 * 8);
-      of[i / kAtOnce][i % kAtOnce] = OutputPixel(params.requantize, at, at >= 0);
+      of[i / kAtOnce][i % kAtOnce].at = __shfl_sync(0xffffffff, mine[i / 4].at, i % 4, 4);
     }
   }
 };
@@ -305,6 +334,34 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
     }
   });
 }
+
+// A consumer warpgroup's way from sums to the output. An object a warpgroup, an Output a tile.
+template <class Tile>
+struct RowResults {
+  TermsOfTiles<Tile> terms;
+  struct Output {
+    PixelsOf<Tile> pixels;
+    ResidualOf<Tile> residual;
+    __device__ __forceinline__ Output(const Params& params, const TilePlace& place, int32_t m)
+        : pixels(params, m), residual(params, place, pixels) {}
+  };
+
+  __device__ __forceinline__ RowResults(const Params& params, uint32_t ring, int warpgroup)
+      : terms{params, ring, warpgroup} {}
+  // Before the first tile, `index`.
+  __device__ __forceinline__ void Begin(int32_t index) { terms.Begin(index); }
+  // Before a tile is multiplied: loads what its latency would delay afterwards.
+  __device__ __forceinline__ Output Prepare(const TilePlace& place) const {
+    const int block = Tile::kPingpong ? 0 : terms.warpgroup * Tile::kBlocks;
+    return Output(terms.params, place, place.m_tile * Tile::kTileM + block * 64);
+  }
+  // `next`: the tile to follow.
+  __device__ __forceinline__ void Store(const TilePlace& place, int32_t next, const Output& output,
+                                        typename Tile::Sums& sums) {
+    StoreTile<Tile>(terms.params, place, terms.Take(place, next), output.pixels, output.residual,
+                    sums);
+  }
+};
 
 }  // namespace jaxconv::imma_wgmma
 

@@ -86,8 +86,10 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R90 JAXCONV_R60 ", " JAXCONV_R10(6) ", " JAXCONV_R10(7) ", " JAXCONV_R10(8)
 #define JAXCONV_R120 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", " JAXCONV_R10(11)
 #define JAXCONV_R32 JAXCONV_R30 ", %30, %31"
+#define JAXCONV_R48 JAXCONV_R30 ", " JAXCONV_R10(3) ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
 #define JAXCONV_R96 JAXCONV_R90 ", %90, %91, %92, %93, %94, %95"
+#define JAXCONV_R104 JAXCONV_R90 ", " JAXCONV_R10(9) ", %100, %101, %102, %103"
 #define JAXCONV_R112 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", %110, %111"
 #define JAXCONV_R128 JAXCONV_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
@@ -135,25 +137,33 @@ __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// Bytes: A signed or unsigned, B signed, exact sums that wrap.
+// Bytes of types A and B, one of them signed: exact sums that wrap.
 #define JAXCONV_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define JAXCONV_I16(i) JAXCONV_I4(i), JAXCONV_I4(i + 4), JAXCONV_I4(i + 8), JAXCONV_I4(i + 12)
 #define JAXCONV_I32(i) JAXCONV_I16(i), JAXCONV_I16(i + 16)
-#define JAXCONV_WGMMA_INT8(n, type, name, registers, a_at, b_at, p_at, ...)                    \
-  __device__ __forceinline__ void WgmmaInt8(type, int32_t (&d)[n / 2], uint64_t a, uint64_t b, \
-                                            int accumulate) {                                  \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                                \
-                 ", 0;\n\t"                                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32." name ".s8 {" registers      \
-                 "}, %" #a_at ", %" #b_at ", p;\n\t}"                                          \
-                 : __VA_ARGS__                                                                 \
-                 : "l"(a), "l"(b), "r"(accumulate));                                           \
+#define JAXCONV_WGMMA_INT8(n, type_a, type_b, names, registers, a_at, b_at, p_at, ...)       \
+  __device__ __forceinline__ void WgmmaInt8(type_a, type_b, int32_t (&d)[n / 2], uint64_t a, \
+                                            uint64_t b, int accumulate) {                    \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                              \
+                 ", 0;\n\t"                                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32." names " {" registers      \
+                 "}, %" #a_at ", %" #b_at ", p;\n\t}"                                        \
+                 : __VA_ARGS__                                                               \
+                 : "l"(a), "l"(b), "r"(accumulate));                                         \
   }
-#define JAXCONV_WGMMA_INT8_TYPES(n, registers, a_at, b_at, p_at, ...)           \
-  JAXCONV_WGMMA_INT8(n, int8_t, "s8", registers, a_at, b_at, p_at, __VA_ARGS__) \
-  JAXCONV_WGMMA_INT8(n, uint8_t, "u8", registers, a_at, b_at, p_at, __VA_ARGS__)
+#define JAXCONV_WGMMA_INT8_TYPES(n, registers, a_at, b_at, p_at, ...)                       \
+  JAXCONV_WGMMA_INT8(n, int8_t, int8_t, "s8.s8", registers, a_at, b_at, p_at, __VA_ARGS__)  \
+  JAXCONV_WGMMA_INT8(n, uint8_t, int8_t, "u8.s8", registers, a_at, b_at, p_at, __VA_ARGS__) \
+  JAXCONV_WGMMA_INT8(n, int8_t, uint8_t, "s8.u8", registers, a_at, b_at, p_at, __VA_ARGS__)
 JAXCONV_WGMMA_INT8_TYPES(64, JAXCONV_R32, 32, 33, 34, JAXCONV_I32(0))
+JAXCONV_WGMMA_INT8_TYPES(96, JAXCONV_R48, 48, 49, 50, JAXCONV_I32(0), JAXCONV_I16(32))
 JAXCONV_WGMMA_INT8_TYPES(128, JAXCONV_R64, 64, 65, 66, JAXCONV_I32(0), JAXCONV_I32(32))
+JAXCONV_WGMMA_INT8_TYPES(192, JAXCONV_R96, 96, 97, 98, JAXCONV_I32(0), JAXCONV_I32(32),
+                         JAXCONV_I32(64))
+JAXCONV_WGMMA_INT8_TYPES(208, JAXCONV_R104, 104, 105, 106, JAXCONV_I32(0), JAXCONV_I32(32),
+                         JAXCONV_I32(64), JAXCONV_I4(96), JAXCONV_I4(100))
+JAXCONV_WGMMA_INT8_TYPES(224, JAXCONV_R112, 112, 113, 114, JAXCONV_I32(0), JAXCONV_I32(32),
+                         JAXCONV_I32(64), JAXCONV_I16(96))
 JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCONV_I32(32),
                          JAXCONV_I32(64), JAXCONV_I32(96))
 #undef JAXCONV_WGMMA_INT8_TYPES
@@ -163,8 +173,10 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 #undef JAXCONV_I4
 #undef JAXCONV_R128
 #undef JAXCONV_R112
+#undef JAXCONV_R104
 #undef JAXCONV_R96
 #undef JAXCONV_R64
+#undef JAXCONV_R48
 #undef JAXCONV_R32
 #undef JAXCONV_R120
 #undef JAXCONV_R90
