@@ -161,6 +161,11 @@ EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
     problem("nchw32", (6, 9), 3, n=1, c=64, k=32, padding=1),
 ]
+# Several tiles a CTA.
+EIGHT_BIT_TILES = [
+    problem("nhwc", (11, 10), 3, n=7, c=32, k=160, padding=1),
+    problem("nchw32", (13, 22), 3, n=5, c=64, k=64, padding=1),
+]
 EIGHT_BIT_IMAGE = [
     problem("nhwc", (20, 24), 7, n=1, c=4, k=40, stride=2, padding=3),
     problem("nchw32", (6, 21), 3, n=2, c=4, k=32, padding=1),
@@ -225,6 +230,9 @@ OTHERS = {
     "fprop_imma_nchw32_s8_64x64x64_4stage": EIGHT_BIT,
     "fprop_imma_wgmma_s8_128x64x128_pingpong": EIGHT_BIT[:1],
     "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": EIGHT_BIT[1:],
+    "fprop_imma_wgmma_u8_96x128x128_swap_ab": EIGHT_BIT_TILES[:1],
+    "fprop_imma_wgmma_s8_208x128x128_swap_ab_filter_row": EIGHT_BIT_TILES,
+    "fprop_imma_wgmma_u8_224x64x128_swap_ab_weight_stationary": EIGHT_BIT_TILES[1:],
 }
 
 # With the fused epilogue: the kernels' stores, whose words choose among the ways through them.
@@ -371,7 +379,8 @@ def cases() -> Iterator[Case]:
             if family in INT8_FAMILIES:
                 layout = " nchw32" if p.name == "nchw32" else ""
                 key = p.line(Op(op), "s8").replace("s8:s8:s32", f"{dtype}:s8:{dtype}")
-                key = f"{key} packed{layout} {TERMS}"
+                words = "scale bias relu" if "_swap_ab" in instance else TERMS
+                key = f"{key} packed{layout} {words}"
             else:
                 key = p.line(Op(op), dtype) + words
             yield Case(instance, p.name, key, options)

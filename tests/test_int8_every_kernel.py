@@ -1,6 +1,7 @@
 """Every kernel of 8-bit operands, forced by name, on every problem that it accepts: bit for bit.
 
-Each problem is computed in the layouts that hold it, as plain sums and with the whole epilogue.
+Each problem is computed in the layouts that hold it: as plain sums, with the whole epilogue, and
+with the epilogues of most layers, for which kernels have straight code.
 Problems of at least three tiles a CTA follow the tile in the instance's name.
 """
 
@@ -54,18 +55,19 @@ def layouts(p: Problem) -> tuple[str, ...]:
     return ("nhwc", "nchw32") if packs else ("nhwc",)
 
 
-def spec_of(p: Problem, instance: str, layout: str, out: str, *, whole: bool, of_image: bool):
-    """The call: plain sums, or with every term of the epilogue."""
+def spec_of(p: Problem, instance: str, layout: str, out: str, which: str, *, of_image=False):
+    """The call with terms: "none", "whole", or as most layers "straight" or "residual"."""
     eight_bit = out in ("s8", "u8")
+    whole, some = which == "whole", which != "none"
     return Int8Spec(
         conv=p.spec(algorithm=instance),
         layout=layout,
         out_dtype=OUT_DTYPES[out],
-        scale=("image_scale" if of_image else "scale") if whole else "",
+        scale=("image_scale" if of_image else "scale") if some else "",
         offset=whole,
-        bias=whole,
-        residual=whole,
-        activation="relu6" if whole and not eight_bit else "relu" if whole else None,
+        bias=some,
+        residual=which in ("whole", "residual"),
+        activation="relu6" if whole and not eight_bit else "relu" if some else None,
         zero_point=(3 if out == "u8" else -5) if whole and eight_bit else 0,
     )
 
@@ -83,7 +85,10 @@ def epilogue(p: Problem, spec: Int8Spec) -> dict:
     if not spec.scale:
         return {}
     given = terms(p, spec.out_dtype, of_image=spec.scale == "image_scale")
-    given["offset"] = np.random.default_rng(2).integers(-9999, 9999, p.k, dtype=np.int32)
+    if spec.offset:
+        given["offset"] = np.random.default_rng(2).integers(-9999, 9999, p.k, dtype=np.int32)
+    if not spec.residual:
+        del given["residual"], given["residual_scale"]
     return given
 
 
@@ -118,7 +123,7 @@ def failures_of(
                 acc, spec.out_dtype, activation=spec.activation, zero_point=spec.zero_point, **given
             )
         into = blocked[spec.layout]
-        if given:
+        if spec.residual:
             given["residual"] = into(given["residual"])
             given["residual_scale"] = given["residual_scale"].reshape(1)
         arrays.append(dict(given, x=into(x), w=rows(w, spec.layout)))
@@ -148,11 +153,16 @@ def test_exact_or_refused(platform_name, instance, x_dtype):
     failures, accepted = [], 0
     for number, p in enumerate([*INT8, *INT8_DEPTHWISE]):
         # All types of results and both kinds of scales, over the problems.
-        outs = ["s32", "s8", list(OUT_DTYPES)[number % len(OUT_DTYPES)]]
+        outs = [
+            ("s32", "none", False),
+            ("s8", "whole", number % 2 == 1),
+            (list(OUT_DTYPES)[number % len(OUT_DTYPES)], "whole", number % 2 == 0),
+            (("s8", "u8")[number % 2], "residual" if number % 3 == 0 else "straight", False),
+        ]
         specs = [
-            spec_of(p, instance, layout, out, whole=i > 0, of_image=(number + i) % 2 == 0)
+            spec_of(p, instance, layout, out, which, of_image=of_image)
             for layout in layouts(p)
-            for i, out in enumerate(outs)
+            for out, which, of_image in outs
         ]
         with device(platform_name):
             took, wrong = failures_of(platform_name, p, specs, x_dtype)
@@ -207,8 +217,9 @@ def test_three_tiles_a_cta(each):
     failures, accepted = [], 0
     for p in steady(each.name):
         specs = [
-            spec_of(p, each.name, layout, "s8", whole=True, of_image=p.name == "row")
+            spec_of(p, each.name, layout, out, which, of_image=p.name == "row" and which == "whole")
             for layout in layouts(p)
+            for out, which in [("s8", "whole"), ("u8", "straight")]
         ]
         took, wrong = failures_of("cuda", p, specs, each.dtype)
         accepted += took
@@ -224,7 +235,7 @@ def test_every_problem_has_a_kernel():
     without = []
     for p in INT8:
         for layout in layouts(p):
-            spec = spec_of(p, "native", layout, "s8", whole=True, of_image=False)
+            spec = spec_of(p, "native", layout, "s8", "whole")
             x = np.empty(p.canonical_shape("x"), np.int8)
             shape = nchw32(x).shape if layout == "nchw32" else x.shape
             chosen, key = int8_primitive.select(
