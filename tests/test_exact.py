@@ -343,10 +343,12 @@ def test_taps_that_meet_padding_alone_have_no_gradient(native_cpu, dtype):
     assert_exact(actual, expected, which.line(Op.WGRAD, dtype))
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(
     "wrong",
     [
         make_problem("blocks", (53,), (7,), c=7, k=5, stride=2, padding=((15, 11),), dilation=3),
+        make_problem("wide", (149,), (24,), c=1, k=1, stride=2, padding=((23, 12),)),
         make_problem(
             "front_then_back",
             (6, 1, 4),
@@ -360,8 +362,8 @@ def test_taps_that_meet_padding_alone_have_no_gradient(native_cpu, dtype):
     ],
     ids=lambda problem: problem.name,
 )
-def test_weight_gradients_of_windows_far_in_the_padding(native_cpu, wrong):
+def test_weight_gradients_of_windows_far_in_the_padding(native_cpu, wrong, dtype):
     """oneDNN's direct kernels count the taps in the padding wrongly."""
-    lhs, rhs, expected = exact_operands(Op.WGRAD, wrong, "f32")
-    actual = into_poison(wrong.operation(Op.WGRAD, "f32", algorithm="onednn"), lhs, rhs)
-    assert_exact(actual, expected, wrong.line(Op.WGRAD, "f32"))
+    lhs, rhs, expected = exact_operands(Op.WGRAD, wrong, dtype)
+    actual = into_poison(wrong.operation(Op.WGRAD, dtype, algorithm="onednn"), lhs, rhs)
+    assert_exact(actual, expected, wrong.line(Op.WGRAD, dtype))

@@ -74,9 +74,12 @@ inline bool IsWrong(const std::string& implementation, const ConvProblem& p, DTy
   if (p.op != Op::kWgrad || implementation.rfind("x64:gemm", 0) == 0) return false;
   if (p.rank == 3 && ReachesOverFrontAndBack(p)) return true;
   if (PadsBeyondBlock(p)) return true;
-  // bf16, 1x1, strided: an incomplete block of input channels, for some odd widths.
+  if (operands != DType::kBF16) return false;
+  // 1x1, strided: an incomplete block of input channels, for some odd widths.
   bool strided = p.stride != Spatial{1, 1, 1};
-  return operands == DType::kBF16 && p.taps() == 1 && strided && p.c_per_group() % 16 != 0;
+  if (p.taps() == 1 && strided && p.c_per_group() % 16 != 0) return true;
+  // Low padding of more than 20 columns, strided (156 of 536) or dilated (2 of some 900).
+  return p.pad_lo[2] > 20;
 }
 
 // Whether the scratch has to be cleared. The bf16 weight gradient orders the columns of x by their
