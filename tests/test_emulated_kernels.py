@@ -161,6 +161,7 @@ EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
     problem("nchw32", (6, 9), 3, n=1, c=64, k=32, padding=1),
 ]
+EIGHT_BIT_PARTIAL = problem("nhwc_partial", (6, 5), 3, n=1, c=160, k=32, padding=1)
 # Several tiles a CTA.
 EIGHT_BIT_TILES = [
     problem("nhwc", (11, 10), 3, n=7, c=32, k=160, padding=1),
@@ -229,7 +230,7 @@ OTHERS = {
     "fprop_imma_few_channels_u8_3x32_any": EIGHT_BIT_IMAGE[1:],
     "fprop_imma_nchw32_s8_64x64x64_4stage": EIGHT_BIT,
     "fprop_imma_wgmma_s8_128x64x128_pingpong": EIGHT_BIT[:1],
-    "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": EIGHT_BIT[1:],
+    "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": [*EIGHT_BIT[1:], EIGHT_BIT_PARTIAL],
     "fprop_imma_wgmma_u8_96x128x128_swap_ab": EIGHT_BIT_TILES[:1],
     "fprop_imma_wgmma_s8_208x128x128_swap_ab_filter_row": EIGHT_BIT_TILES,
     "fprop_imma_wgmma_u8_224x64x128_swap_ab_weight_stationary": EIGHT_BIT_TILES[1:],

@@ -12,7 +12,8 @@
 // A stage of 1, 2 or 4 units meets as many k-blocks of the filter as a filter row has taps.
 // step_offset says for each 32 bytes of those k-blocks where in the stage its activations begin:
 // packed rows run over the taps of a filter row first, then over the next units, but with units of
-// 128 channels, where a k-block is a tap.
+// 128 channels, where a k-block is a tap. Of those a tap's last may be partial: TMA fills the rest
+// with zeros, and its k-blocks, the last of a tile, have tail_steps instructions each.
 //
 // Rows of a tile whose walked pixel lies in the padding are multiplied and not stored: 3 % of maps
 // 56 wide, 12 % of maps 7 wide. In return L2 and TMA deliver a third of the activations (3x3).
@@ -24,9 +25,9 @@
 // a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first tile.
 // Named barriers as in int8_sm90.cuh.
 //
-// Refused beside what int8_sm90.cuh refuses: strides, filters of one tap in a row or that reach over
-// more than 8 pixels, and channels in nhwc that are neither 32, 64 nor a multiple of 128;
-// weight-stationary also groups and filters of more k-blocks or channels than stay.
+// Refused beside what int8_sm90.cuh refuses: strides, and filters of one tap in a row or that reach
+// over more than 8 pixels; weight-stationary also groups and filters of more k-blocks or channels
+// than stay.
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_
 #define JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_
 
