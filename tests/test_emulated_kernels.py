@@ -142,6 +142,8 @@ DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
 SEVERAL_TILES = problem("3x3_tiles", (9, 11), 3, n=11, c=16, k=24, padding=1)
 STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
 POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
+# Three tiles of 256 pixels a CTA.
+POINTWISE_PIXELS = problem("1x1_pixels", (37, 35), 1, n=1, c=72, k=24)
 # Several tiles a CTA: a consumer tells the other that they have ended.
 POINTWISE_TILES = problem("1x1_tiles", (15, 15), 1, n=2, c=64, k=264)
 POINTWISE_FEW = problem("1x1_few", (15, 15), 1, n=7, c=72, k=40)
@@ -245,7 +247,11 @@ EPILOGUES = {
         *((DENSE, activation, "") for activation in ("gelu_tanh pre", "sigmoid", "tanh")),
     ],
     "fprop_igemm_wgmma_bf16_128x64x64_pingpong": [(SEVERAL_TILES, "statistics", "offset=1")],
-    "fprop_igemm_wgmma_f16_192x128x64_pingpong": [(DENSE, "scale bias residual relu6", "")],
+    "fprop_igemm_wgmma_f16_192x128x64_pingpong": [
+        (DENSE, "scale bias residual relu6", ""),
+        (DENSE, "scale residual gelu pre", ""),
+        (POINTWISE_TILES, "bias silu", ""),
+    ],
     "fprop_igemm_wgmma_f32_128x64x32_pingpong": [(DENSE, "bias residual gelu", "")],
     "fprop_igemm_wgmma_f16_128x128x64_pingpong_filter_row": [(DENSE, "bias hard_swish pre", "")],
     "fprop_igemm_wgmma_bf16_256x64x64_swap_ab": [
@@ -257,11 +263,13 @@ EPILOGUES = {
         (POINTWISE, "scale residual relu", ""),
         (POINTWISE_TILES, "scale bias residual relu6", ""),
         (POINTWISE_TILES, "statistics", "offset=3"),
+        (POINTWISE_TILES, "scale bias residual hard_swish pre", ""),
     ],
     "fprop_igemm_wgmma_f16_256x64x64_pointwise_swap_ab": [
         (POINTWISE, "scale bias", ""),
         (POINTWISE, "residual gelu", ""),
         (POINTWISE_FEW, "statistics", "offset=3"),
+        (POINTWISE_PIXELS, "bias silu pre", ""),
     ],
     "fprop_igemm_wgmma_bf16_64x64x64_cluster": [
         (DENSE, "scale bias residual relu pre", "slices=1"),

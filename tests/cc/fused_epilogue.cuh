@@ -138,12 +138,18 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
   const DeviceArray<T> lhs_device(lhs), rhs_device(rhs), residual_device(residual);
   const DeviceArray<float> scale_device(scale), bias_device(bias);
   const DeviceArray<float> workspace(std::vector<double>(plan.workspace_bytes / 4 + 1, NAN));
+  const auto same = [](double got, double expected, double tolerance) {
+    return std::isnan(expected)   ? std::isnan(got)
+           : std::isinf(expected) ? got == expected
+                                  : std::abs(got - expected) <= tolerance;
+  };
   for (Activation activation :
        {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kLeakyRelu,
         Activation::kGelu, Activation::kGeluTanh, Activation::kSilu, Activation::kSigmoid,
         Activation::kTanh, Activation::kHardSwish}) {
     for (bool with_terms : {false, true}) {
       const DeviceArray<T> out(std::vector<double>(outputs, NAN));
+      const DeviceArray<T> pre(std::vector<double>(outputs, NAN));
       auto params = std::make_shared<LaunchParams>(plan.As<LaunchParams>());
       params->kernel.epilogue.activation = activation;
       params->kernel.epilogue.negative_slope = kSlope;
@@ -159,23 +165,22 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
         operands.scale = scale_device.data();
         operands.bias = bias_device.data();
         operands.residual = residual_device.data();
+        if (fprop) operands.pre = pre.data();
       }
       const Status status = Tag::template Launch<Tag>(fused, operands, nullptr);
       const cudaError_t error = cudaDeviceSynchronize();
       if (!status.ok() || error != cudaSuccess) {
         return Fail(what + ": " + status.message() + " " + cudaGetErrorString(error));
       }
-      const std::vector<double> got = out.Read(outputs);
+      const std::vector<double> got = out.Read(outputs), t = pre.Read(outputs);
       int wrong = 0;
       for (size_t i = 0; i < outputs; ++i) {
         double sum = sums[i];
         if (with_terms) sum = sum * scale[i % channels] + bias[i % channels] + residual[i];
         const double expected = ActivateReference(activation, kSlope, sum);
-        const bool same = std::isnan(expected)   ? std::isnan(got[i])
-                          : std::isinf(expected) ? got[i] == expected
-                                                 : std::abs(got[i] - expected) <=
-                                                       ActivationTolerance(kType, sum, expected);
-        wrong += !same;
+        wrong +=
+            !same(got[i], expected, ActivationTolerance(kType, sum, expected)) ||
+            (operands.pre != nullptr && !same(t[i], sum, ActivationTolerance(kType, sum, sum)));
       }
       if (wrong > 0) {
         Fail(what + ", " + std::to_string(plan.slices) + " slices, activation " +

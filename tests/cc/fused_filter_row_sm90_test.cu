@@ -8,19 +8,29 @@ namespace {
 constexpr Op kFprop = Op::kFprop, kDgrad = Op::kDgrad;
 constexpr DType kF16 = DType::kF16, kBF16 = DType::kBF16;
 
-void Test(const Gpu& gpu) {
+void TestForms(const Gpu& gpu) {
   JAXCONV_CHECK(fprop, igemm_wgmma, bf16, 128x128x64_pingpong_filter_row, gpu,
                 Layer(kFprop, kBF16, 3, 13, 11, 72, 136, 3), 0);
   JAXCONV_CHECK(fprop, igemm_wgmma, f16, 224x64x64_swap_ab_filter_row, gpu,
-                Layer(kFprop, kF16, 3, 13, 11, 128, 64, 3), 0);
+                Layer(kFprop, kF16, 5, 13, 11, 128, 64, 3), 0);
   JAXCONV_CHECK(dgrad, igemm_wgmma, bf16, 128x64x64_swap_ab_weight_stationary, gpu,
                 Layer(kDgrad, kBF16, 3, 13, 11, 64, 64, 3), 0);
   JAXCONV_CHECK(fprop, igemm_wgmma, bf16, 128x128x64_pointwise, gpu,
                 Layer(kFprop, kBF16, 3, 13, 11, 72, 136, 1), 0);
+  JAXCONV_CHECK(fprop, igemm_wgmma, bf16, 256x64x64_pointwise_swap_ab, gpu,
+                Layer(kFprop, kBF16, 5, 13, 11, 128, 64, 1), 0);
   JAXCONV_CHECK(fprop, igemm_wgmma, f16, 64x256x64_pointwise_c128, gpu,
                 Layer(kFprop, kF16, 3, 13, 11, 128, 256, 1), 0);
   JAXCONV_CHECK(dgrad, igemm_wgmma, bf16, 256x64x64_pointwise_swap_ab, gpu,
-                Layer(kDgrad, kBF16, 3, 13, 11, 64, 128, 1), 0);
+                Layer(kDgrad, kBF16, 5, 13, 11, 64, 128, 1), 0);
+}
+
+// On the GPU's SMs, and on one, whose CTA has three tiles or more.
+void Test(const Gpu& gpu) {
+  TestForms(gpu);
+  Gpu one = gpu;
+  one.sm_count = 1;
+  TestForms(one);
 }
 
 }  // namespace

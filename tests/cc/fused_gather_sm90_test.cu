@@ -8,7 +8,7 @@ namespace {
 constexpr Op kFprop = Op::kFprop, kDgrad = Op::kDgrad;
 constexpr DType kF32 = DType::kF32, kF16 = DType::kF16, kBF16 = DType::kBF16;
 
-void Test(const Gpu& gpu) {
+void TestForms(const Gpu& gpu) {
   for (int slices : {1, 3}) {
     JAXCONV_CHECK(fprop, igemm_wgmma, bf16, 128x128x64_cooperative, gpu,
                   Batched(Layer(kFprop, kBF16, 2, 13, 11, 72, 136, 3), 2), slices);
@@ -21,8 +21,18 @@ void Test(const Gpu& gpu) {
   }
   JAXCONV_CHECK(dgrad, igemm_wgmma, f16, 128x64x64_pingpong, gpu,
                 Layer(kDgrad, kF16, 2, 13, 11, 72, 136, 3, 2), 0);
+  JAXCONV_CHECK(fprop, igemm_wgmma, bf16, 128x320x64_cooperative, gpu,
+                Layer(kFprop, kBF16, 3, 13, 11, 72, 600, 1), 0);
   JAXCONV_CHECK(fprop, igemm_wgmma, f32, 128x64x32_pingpong, gpu,
                 Layer(kFprop, kF32, 2, 13, 11, 36, 72, 3), 1);
+}
+
+// On the GPU's SMs, and on one, whose CTA has three tiles or more.
+void Test(const Gpu& gpu) {
+  TestForms(gpu);
+  Gpu one = gpu;
+  one.sm_count = 1;
+  TestForms(one);
 }
 
 }  // namespace

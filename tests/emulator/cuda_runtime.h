@@ -103,6 +103,13 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+// Down. The product is exact in double, the sum rounds: the float below it, or itself.
+inline float __fmaf_rd(float a, float b, float c) {
+  const double sum = double{a} * b + c;
+  const auto nearest = static_cast<float>(sum);
+  return nearest > sum ? nextafterf(nearest, -INFINITY) : nearest;
+}
+inline float __saturatef(float a) { return a > 0 ? fminf(a, 1) : 0; }
 inline float __frcp_rn(float a) { return 1 / a; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return expf(a); }

@@ -71,6 +71,14 @@ inline uint32_t Prmt(uint32_t a, uint32_t b, uint32_t selector) {
 }
 inline float MaxNan(float a, float b) { return a != a || b != b ? NAN : a < b ? b : a; }
 inline float MinNan(float a, float b) { return a != a || b != b ? NAN : b < a ? b : a; }
+// Approximations: as wrong as the PTX manual allows, upwards. Subnormal numbers are zero.
+inline float WithoutSubnormal(float a) { return fabsf(a) < 0x1p-126f ? copysignf(0, a) : a; }
+inline float PowerOf2(float a) {
+  return WithoutSubnormal(static_cast<float>(exp2(double{WithoutSubnormal(a)}) * (1 + 0x1p-23)));
+}
+inline float Reciprocal(float a) {
+  return WithoutSubnormal(static_cast<float>(1 / double{WithoutSubnormal(a)} * (1 + 0x1p-24)));
+}
 template <typename Byte>
 uint32_t PackSaturated(uint32_t high, uint32_t low, uint32_t upper) {
   const auto byte = [](uint32_t word) -> uint32_t {

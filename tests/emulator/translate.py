@@ -27,6 +27,8 @@ INSTRUCTIONS = [
         (r"prmt\.b32", "{0} = Prmt({1}, {2}, {3})"),
         (r"max\.NaN\.f32", "{0} = MaxNan({1}, {2})"),
         (r"min\.NaN\.f32", "{0} = MinNan({1}, {2})"),
+        (r"ex2\.approx\.ftz\.f32", "{0} = PowerOf2({1})"),
+        (r"rcp\.approx\.ftz\.f32", "{0} = Reciprocal({1})"),
         (
             r"cvt\.pack\.sat\.(?P<a>[su]8)\.s32\.b32",
             "{0} = PackSaturated<{a}::Byte>({1}, {2}, {3})",

@@ -1,6 +1,6 @@
 // Activations of float sums.
 //
-// Quick ones are one to six instructions and stand beside every store. The others are 15 to 50, which
+// Quick ones are one to six instructions and stand beside every store. The others are 10 to 30, which
 // would fill the instruction cache if each of a thread's 64 to 160 sums had a copy of them: stores
 // apply them in a loop that is not unrolled. No function here is called; a call beside wgmma makes
 // ptxas serialise it.
@@ -17,6 +17,7 @@
 
 #include "core/epilogue.h"
 #include "cuda/common/element.cuh"
+#include "cuda/ptx/approximate.cuh"
 #include "cuda/ptx/min_max.cuh"
 
 namespace jaxconv {
@@ -25,10 +26,24 @@ __device__ __forceinline__ bool IsQuick(Activation activation) {
   return activation <= Activation::kLeakyRelu || activation == Activation::kHardSwish;
 }
 
-// The exponent is never positive, so nothing overflows, and the sum lies between 1 and 2.
-__device__ __forceinline__ float Sigmoid(float v) {
-  const float e = expf(-fabsf(v));
-  return __fdividef(v < 0 ? e : 1, 1 + e);
+// exp(x + low), or exp(x), = power * value. x * log2(e) = n + f with n in [-126, 126]: saturation
+// clamps n, and a sum with 1.5 * 2^23 has it in its last bits.
+struct Exponential {
+  float value, power;
+};
+template <typename... Low>
+__device__ __forceinline__ Exponential Exp(float x, Low... low) {
+  constexpr float kLog2E = 1.44269502f, kLog2ELow = 1.92596303e-8f;
+  const float n = __fmaf_rd(__saturatef(fmaf(x, kLog2E / 252, 0.5f)), 252, 12582913);
+  float f = fmaf(x, kLog2ELow, fmaf(x, kLog2E, 12583039 - n));
+  ((f = fmaf(low, kLog2E, f)), ...);
+  return {PowerOf2(f), __int_as_float(__float_as_int(n) << 23)};
+}
+
+// 1 / (1 + exp(x)): sigmoid(-x).
+__device__ __forceinline__ float Logistic(float x) {
+  const Exponential exp = Exp(x);
+  return Reciprocal(fmaf(exp.power, exp.value, 1));
 }
 
 // The bounds of an activation that clamps (none, relu, relu6), for two 16-bit elements in a word.
@@ -83,28 +98,62 @@ __device__ __forceinline__ void ActivateQuick(Activation activation, float negat
   }
 }
 
-// One of the others.
+// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), of which the exponent is -2 u = -v (linear + cubic v^2).
+__device__ __forceinline__ float GeluTanh(float v) {
+  constexpr float kLinear = -1.5957691f, kCubic = -0.071354816f;
+  const float p = fmaf(v * v, kCubic, kLinear), x = v * p;
+  return v * Logistic(x);
+}
+
+// v Phi(v) = max(v, 0) - |v| Q(|v|), where Q(a) = Phi(-a) = exp(-a^2 / 2) R(a). R(a) (a + 3) is a
+// polynomial in (a - 3) / (a + 3), fitted to erfcx: relative error 4.9e-8. Q(15) is zero.
+__device__ __forceinline__ float Gelu(float v) {
+  const float c = MaxNan(MinNan(v, 15), -15), a = fabsf(c);
+  const float r = Reciprocal(a + 3), t = fmaf(-6, r, 1);
+  float p = fmaf(-2.65245074e-4f, t, -9.01020559e-4f);
+  p = fmaf(p, t, 1.07554041e-3f);
+  p = fmaf(p, t, 6.92234816e-3f);
+  p = fmaf(p, t, -1.04800122e-2f);
+  p = fmaf(p, t, -4.72557757e-2f);
+  p = fmaf(p, t, 2.30019371e-1f);
+  p = fmaf(p, t, -5.09332302e-1f);
+  p = fmaf(p, t, 7.29083669e-1f) * r;
+  const float half = -0.5f * c, square = half * c;
+  const Exponential exp = Exp(square, fmaf(half, c, -square));
+  return fmaf(-fabsf(MinNan(v, 15)), p * exp.value * exp.power, MaxNan(v, 0));
+}
+
+// 1 - 2 / (1 + exp(2 |v|)), near zero, where that cancels, v + v^3 P(v^2).
+__device__ __forceinline__ float Tanh(float v) {
+  const float a = fabsf(v), square = v * v;
+  const float large = fmaf(-2, Logistic(2 * a), 1);
+  float p = fmaf(-5.90604e-3f, square, 2.080552e-2f);
+  p = fmaf(p, square, -5.378672e-2f);
+  p = fmaf(p, square, 1.3331959e-1f);
+  p = fmaf(p, square, -3.3333299e-1f) * square;
+  return a < 0.6f ? fmaf(v, p, v) : copysignf(large, v);
+}
+
+// One of the others, within 4 units of the last place of float32 (gelu 6), but for what a rounded
+// exponent costs gelu by tanh where it vanishes: 16 units at -3, 60 at -6. Results below 1e-36 may be
+// zero.
 template <int kCount>
 __device__ __forceinline__ void ActivateSlow(Activation activation, float (&v)[kCount]) {
-  if (activation == Activation::kGelu) {
+  if (activation == Activation::kSilu) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      v[i] = 0.5f * v[i] * erfcf(v[i] * -0.70710678f);  // 1 + erf would cancel below 0
-    }
-  } else if (activation == Activation::kTanh) {
+    for (int i = 0; i < kCount; ++i) v[i] *= Logistic(-v[i]);
+  } else if (activation == Activation::kSigmoid) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = tanhf(v[i]);
+    for (int i = 0; i < kCount; ++i) v[i] = Logistic(-v[i]);
+  } else if (activation == Activation::kGeluTanh) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = GeluTanh(v[i]);
+  } else if (activation == Activation::kGelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = Gelu(v[i]);
   } else {
-    // (1 + tanh(u)) / 2 = sigmoid(2 u)
-    const bool gelu = activation == Activation::kGeluTanh;
-    const bool alone = activation == Activation::kSigmoid;
-    const float cubic = gelu ? 0.071354816f : 0, linear = gelu ? 1.5957691f : 1;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float u = gelu ? v[i] * fmaf(cubic * v[i], v[i], linear) : v[i];
-      const float s = Sigmoid(u);
-      v[i] = alone ? s : v[i] * s;
-    }
+    for (int i = 0; i < kCount; ++i) v[i] = Tanh(v[i]);
   }
 }
 
@@ -116,6 +165,23 @@ __device__ __forceinline__ void Activate(Activation activation, float negative_s
   } else {
     ActivateSlow(activation, v);
   }
+}
+
+// The same of one value, by the CUDA library's functions: with those above few_channels spills.
+__device__ __forceinline__ float ActivateByLibrary(Activation activation, float negative_slope,
+                                                   float v) {
+  if (IsQuick(activation)) {
+    float value[1] = {v};
+    ActivateQuick(activation, negative_slope, value);
+    return value[0];
+  }
+  if (activation == Activation::kGelu) return 0.5f * v * erfcf(v * -0.70710678f);
+  if (activation == Activation::kTanh) return tanhf(v);
+  const bool gelu = activation == Activation::kGeluTanh;
+  const float u = gelu ? v * fmaf(0.071354816f * v, v, 1.5957691f) : v;
+  const float e = expf(-fabsf(u));
+  const float s = __fdividef(u < 0 ? e : 1, 1 + e);
+  return activation == Activation::kSigmoid ? s : v * s;
 }
 
 }  // namespace jaxconv

@@ -65,10 +65,11 @@ using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, vo
 // What an epilogue adds to the time of a plain kernel and of the bytes of its operands: nanoseconds
 // of an SM for an output, measured on an H200 (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
-  double terms = 0.1;  // scale, bias and activation
+  double terms = 0.1;  // scale and bias, and a second result
   // The same where no second result is written and the activation clamps (none, relu, relu6).
   double clamps = 0.1;
-  double residual = 0.03;  // beside the terms
+  double residual = 0.03;    // beside the terms
+  double activation = 0.15;  // silu; others in proportion (select.cc)
 };
 
 struct KernelDesc {

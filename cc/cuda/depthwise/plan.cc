@@ -306,7 +306,9 @@ const std::vector<KernelDesc>& Kernels() {
     for (KernelDesc& kernel : all) {
       const bool direct = kernel.plan == MakePlan;
       const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
-      kernel.epilogue_cost.terms = 0.2;
+      // Of 3x3, and of larger filters.
+      kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
+      kernel.epilogue_cost.activation = 0.1;
       // StoreInside, where the registers allow it beside the other ways.
       const bool inside = direct && (instance->tma || instance->vec == 1) && !instance->any();
       kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;

@@ -10,6 +10,7 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
+#include "cuda/common/pick_sums.cuh"
 #include "cuda/depthwise/params.h"
 #include "cuda/ptx/min_max.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -181,24 +182,32 @@ __device__ __forceinline__ void StoreFusedBlock(const Params& params, const Fuse
           if (q0 + q < columns) residual[q] = epilogue.Residual<T, kVec>(at + q * params.channels);
         }
       }
-      float values[kPart][kVec];
-#pragma unroll
-      for (int k = 0; k < Tag::kRows; ++k) {
-        if (k != p) continue;
-#pragma unroll
-        for (int i = 0; i < kPart * kVec; ++i) {
-          values[i / kVec][i % kVec] =
-              q0 + i / kVec < kStrip ? sums[k][(q0 + i / kVec) % kStrip][i % kVec] : 0;
-        }
-      }
+      float values[kPart * kVec];
+      PickSums<0, Tag::kRows>(
+          p,
+          [&](int k, int i) {
+            return q0 + i / kVec < kStrip ? sums[k][(q0 + i / kVec) % kStrip][i % kVec] : 0;
+          },
+          values);
 #pragma unroll
       for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
-        epilogue.Scale(terms, values[q]);
-        if (q0 + q < columns) epilogue.Add<T>(values[q], residual[q], at + q * params.channels);
-        Activate(epilogue.params.activation, epilogue.params.negative_slope, values[q]);
+        float t[kVec];
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) t[v] = values[q * kVec + v];
+        epilogue.Scale(terms, t);
+        if (q0 + q < columns) epilogue.Add<T>(t, residual[q], at + q * params.channels);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) values[q * kVec + v] = t[v];
+      }
+      Activate(epilogue.params.activation, epilogue.params.negative_slope, values);
+#pragma unroll
+      for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
+        float y[kVec];
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) y[v] = values[q * kVec + v];
         if (q0 + q < columns) {
-          Neighbours<T, kVec>::Rounded(values[q]).Store(static_cast<T*>(params.out) + at +
-                                                        q * params.channels);
+          Neighbours<T, kVec>::Rounded(y).Store(static_cast<T*>(params.out) + at +
+                                                q * params.channels);
         }
       }
     }

@@ -149,7 +149,7 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
           const int64_t at = base + int64_t{row} * params.k + n;
           const float sum = __uint_as_float(LoadWord(rows.Quad(pixel, lane / 4) + lane % 4 * 4));
           y[at] = FromFloat<T>(
-              epilogue.template operator()<T>(sum, OutputPlace{at, row, n, /*inside=*/true}));
+              epilogue.template operator()<T, true>(sum, OutputPlace{at, row, n, /*inside=*/true}));
         }
       }
     }

@@ -194,7 +194,8 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// 16-bit results are finished on the fragments where the activation clamps. A residual costs what its
+// 16-bit results are finished on the fragments, other activations than clamps by a loop, whose turns
+// are shorter where 192 accumulators leave few registers. A residual costs what its
 // loads expose: least where the ring brings it, most where 192 accumulators leave no registers to
 // load ahead and in swap-AB, whose warps meet twice for 32 pixels.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
@@ -202,6 +203,8 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   EpilogueCost cost;
   if (kernel.dtype == DType::kF32) return cost;
   cost.clamps = 0.03;
+  cost.terms = 0.05;
+  cost.activation = instance.Is(kSwapAb) ? 0.07 : instance.tile_m == 192 ? 0.2 : 0.1;
   cost.residual = instance.Is(kPointwise) && instance.WeightStationary() && !instance.Is(kSwapAb)
                       ? 0.02
                   : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14

@@ -233,11 +233,8 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
           StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue,
                                          residual);
           stage = residual.stage;
-        } else if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
-          NoResidual none;
-          StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue, none);
         } else {
-          StoreStagedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+          StoreFusedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
         }
         FinishTile<Tile>(params, place, of, epilogue);
       } else {

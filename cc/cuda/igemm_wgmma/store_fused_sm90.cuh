@@ -1,9 +1,10 @@
 // A warpgroup's accumulators of a WgmmaTile -> the fused epilogue -> the output (sm_90a).
 //
-// Two ways. Where the activation is to clamp and the pre-activation is not wanted (most networks'
-// inference), 16-bit results are finished on the fragments: straight code without a branch, because
-// a store that jumps waits for the instruction cache longer than for memory. Everything else passes
-// through shared memory as float32 (StoreStagedTile).
+// 16-bit results are finished on the fragments. Where the activation is to clamp and the
+// pre-activation is not wanted, by straight code without a branch (StoreClampedTile), because a store
+// that jumps waits for the instruction cache longer than for memory. Any other epilogue has one copy,
+// through which a loop passes (StoreActivatedTile). 32-bit results pass through shared memory
+// (StoreStagedTile).
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SM90_CUH_
 
@@ -12,6 +13,7 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/finish_staged.cuh"
+#include "cuda/common/pick_sums.cuh"
 #include "cuda/common/ring_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
@@ -241,7 +243,114 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
   }
 }
 
-// A warpgroup's part of a finished tile -> any fused epilogue -> the output, in float32 through as
+// 16-bit results of any fused epilogue: t on the fragments, activated, rounded, and through shared
+// memory to rows of 128 or 64 bytes. Ten activations of 128 sums would be 13,000 instructions, so 64
+// columns, or 32 where registers or staging are short, are a turn of a loop, which picks the sums by
+// uniform branches. A second result, t, takes a turn of its own.
+template <Op kOp, typename T, class Tile>
+__device__ __forceinline__ void StoreActivatedTile(const Params& params, const TilePlace& place,
+                                                   const ResidueClass& of,
+                                                   const typename Tile::Accumulators& acc,
+                                                   int32_t m_first, uint32_t staging,
+                                                   const FusedEpilogue& epilogue) {
+  constexpr int kColumns = Tile::kStagingBytes >= 4096 && Tile::kAccumulators <= 128 ? 64 : 32;
+  // Of which so many are activated at once.
+  constexpr int kAtOnce = Tile::kAccumulators > 160 ? 16 : kColumns,
+                kParts = Tile::kTileN / kAtOnce;
+  constexpr int kPart = ClampedSteps<Tile, false>::kPart;
+  static_assert(kPart % kColumns == 0 && Tile::kTileN % kColumns == 0);
+  using Rows = RoundedRows<kColumns>;
+  const Rows rows{staging};
+  const StagedTerms<kPart> terms{staging + Tile::kStagingBytes / 2};
+  const EpilogueParams& with = epilogue.params;
+  const int lane = Lane();
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int32_t columns = min(params.gemm_n - n_first, Tile::kTileN);
+  const int64_t first_column = place.OutputOffset(params, n_first) + Rows::Column(lane);
+#pragma unroll 1
+  for (int32_t part = 0; part < columns; part += kPart) {
+    __syncwarp();  // the terms and rows before have been read
+    terms.Load(epilogue, place.group * params.gemm_n + n_first + part, columns - part);
+#pragma unroll 1
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
+      int32_t row[Rows::kVectors];
+#pragma unroll
+      for (int i = 0; i < Rows::kVectors; ++i) {
+        row[i] = __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i));
+      }
+      const int32_t turns = (min(columns - part, kPart) + kColumns - 1) / kColumns * 2;
+#pragma unroll 1
+      for (int32_t turn = with.pre == nullptr; turn < turns; turn += with.pre == nullptr ? 2 : 1) {
+        const int32_t c = part + turn / 2 * kColumns;
+        const bool activates = turn % 2 != 0;
+        auto stored = [&](int i) { return row[i] >= 0 && c + Rows::Column(lane) < columns; };
+        auto offset = [&](int i) {
+          return int64_t{row[i]} * params.out_channels + (first_column + c);
+        };
+        __syncwarp();
+        if (with.residual != nullptr) {
+#pragma unroll
+          for (int i = 0; i < Rows::kVectors; ++i) {
+            uint4 added{};
+            if (stored(i)) {
+              added =
+                  *reinterpret_cast<const uint4*>(static_cast<const T*>(with.residual) + offset(i));
+            }
+            StoreChunk(rows.Vector(lane, i), {added.x, added.y, added.z, added.w});
+          }
+          __syncwarp();
+        }
+#pragma unroll
+        for (int first = 0; first < kColumns; first += kAtOnce) {
+          float t[kAtOnce / 2];
+          PickSums<0, Tile::kBlocks * kParts>(
+              block * kParts + (c + first) / kAtOnce,
+              [&](int i, int e) { return acc.Columns(i / kParts, i % kParts * kAtOnce)[e]; }, t);
+#pragma unroll
+          for (int j = 0; j < kAtOnce / 8; ++j) {
+            float term[4];
+            LoadShared<0>(terms.at + (c - part + first + j * 8 + lane % 4 * 2) * 8, term);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              t[j * 4 + e] = fmaf(t[j * 4 + e], term[e % 2], term[2 + e % 2]);
+            }
+          }
+          if (with.residual != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kAtOnce / 8; j += 2) {
+              uint32_t added[4];
+              LoadMatrices(rows.Matrices(lane, first / 8 + j), added);
+#pragma unroll
+              for (int q = 0; q < 4; ++q) {
+                float pair[2] = {t[j * 4 + q * 2], t[j * 4 + q * 2 + 1]};
+                Neighbours<T, 2>{added[q]}.AddTo(pair);
+                t[j * 4 + q * 2] = pair[0], t[j * 4 + q * 2 + 1] = pair[1];
+              }
+            }
+          }
+          if (activates) Activate(with.activation, with.negative_slope, t);
+#pragma unroll
+          for (int j = 0; j < kAtOnce / 8; j += 2) {
+            const float* v = t + j * 4;
+            StoreMatrices(rows.Matrices(lane, first / 8 + j), PackPair<T>(v[0], v[1]),
+                          PackPair<T>(v[2], v[3]), PackPair<T>(v[4], v[5]),
+                          PackPair<T>(v[6], v[7]));
+          }
+        }
+        __syncwarp();
+        T* const out = static_cast<T*>(activates ? params.out : with.pre);
+#pragma unroll
+        for (int i = 0; i < Rows::kVectors; ++i) {
+          const uint4 chunk = LoadChunk(rows.Vector(lane, i));
+          if (stored(i)) *reinterpret_cast<uint4*>(out + offset(i)) = chunk;
+        }
+      }
+    }
+  }
+}
+
+// A warpgroup's part of a finished tile -> any fused epilogue -> 32-bit output, through as
 // much staging as there is, 16 rows by 64 or 32 columns at a time. `m_first`: the warp's first row.
 // The loop over them is not unrolled, so that there is one copy of the epilogue; a uniform branch
 // picks the accumulators.
@@ -311,7 +420,11 @@ __device__ __forceinline__ void StoreFusedTile(const Params& params, const TileP
       return;
     }
   }
-  StoreStagedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+  if constexpr (sizeof(T) == 2) {
+    StoreActivatedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+  } else {
+    StoreStagedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+  }
 }
 
 }  // namespace jaxconv::igemm_wgmma

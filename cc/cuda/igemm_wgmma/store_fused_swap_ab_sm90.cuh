@@ -1,7 +1,7 @@
 // A warpgroup's accumulators of a SwapAbTile -> the fused epilogue -> the output (sm_90a).
 //
-// As in store_fused_sm90.cuh: on the fragments where the activation is to clamp, else through shared
-// memory as float32.
+// As in store_fused_sm90.cuh, on the fragments: straight code where the activation is to clamp, else
+// one copy of the epilogue, through which a loop passes.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SWAP_AB_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SWAP_AB_SM90_CUH_
 
@@ -9,7 +9,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/common/finish_staged.cuh"
+#include "cuda/common/pick_sums.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -105,53 +105,92 @@ __device__ __forceinline__ void StoreWithResidualSwapAb(const ClampSums<T>& clam
   }
 }
 
-// The fused epilogue in general, through one buffer of 32 pixels in float32: one copy of it for all
-// pixels, a uniform branch picks the accumulators. Chunk c of pixel p as above, and c >= 8 with its
-// lowest bit flipped: no bank conflicts in the loads.
+// Any fused epilogue, 32 pixels a turn of a loop, which picks the sums by uniform branches; a second
+// result, t, takes a turn of its own. Buffers, rows and swizzle are those of StoreRoundedSwapAb.
 template <Op kOp, typename T, class Tile, int kBarrier>
-__device__ __forceinline__ void StoreStagedSwapAb(const Params& params, const TilePlace& place,
-                                                  const ResidueClass& of,
-                                                  const typename Tile::Accumulators& acc,
-                                                  uint32_t staging, const FusedEpilogue& epilogue) {
-  constexpr int kPixels = 32, kWidth = 16 / sizeof(T), kLanesOfPixel = 64 / kWidth;
-  constexpr int kVectors = kPixels / 4 * kLanesOfPixel / 32;
-  static_assert(Tile::kTileM % kPixels == 0 && 4 * Tile::kStagingBytes >= kPixels * 256);
+__device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const TilePlace& place,
+                                                     const ResidueClass& of,
+                                                     const typename Tile::Accumulators& acc,
+                                                     uint32_t staging,
+                                                     const FusedEpilogue& epilogue) {
+  static_assert(Tile::kTileM % 32 == 0 && Tile::kStagingBytes >= 2048);
+  const EpilogueParams& with = epilogue.params;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int g = lane / 4, t = lane % 4;
   const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int64_t base = place.OutputOffset(params, n_first);
-  const int column = lane % kLanesOfPixel * kWidth;
-  const bool inside = n_first + column < params.gemm_n;
-  auto chunk_address = [&](int pixel, int chunk) {
-    return staging + pixel * 256 + (chunk ^ chunk / 8 ^ pixel / 2 % 4 * 2) * 16;
-  };
-  // A warp finishes eight of the pixels, decoded once, a pixel a lane.
-  auto pixel_of = [&](int i) { return i * (32 / kLanesOfPixel) + lane / kLanesOfPixel; };
+  const int channel0 = place.group * params.gemm_n + n_first, channels = params.gemm_n - n_first;
+  const uint32_t matrices =
+      staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
+  const int line = warp * 4 + lane / 8;
+  const uint32_t vector = staging + line * 128 + ((lane % 8) ^ (line % 8)) * 16;
+  const int column = lane % 8 * 8;
+  const int64_t base = place.OutputOffset(params, n_first) + column;
+  float scale[2], bias[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int channel = warp * 16 + half * 8 + lane / 4;
+    const ChannelTerms<1> terms = epilogue.Terms<1>(channel < channels ? channel0 + channel : 0);
+    scale[half] = terms.scale[0], bias[half] = terms.bias[0];
+  }
+  uint32_t buffer = 0;
 #pragma unroll 1
-  for (int p = 0; p < Tile::kTileM; p += kPixels) {
+  for (int turn = with.pre == nullptr; turn < Tile::kTileM / 16;
+       turn += with.pre == nullptr ? 2 : 1) {
+    const int p = turn / 2 * 32;
+    const bool activates = turn % 2 != 0;
+    // A warp stores four of every 16 pixels, decoded once, a pixel a lane.
     const int32_t decoded = OutputRow<kOp>(
-        params, of, place.m_tile * Tile::kTileM + p + warp * (kPixels / 4) + lane % (kPixels / 4));
-    auto offset_of = [&](int i) -> int64_t {
-      const int32_t m = __shfl_sync(0xffffffff, decoded, pixel_of(i));
-      return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
-    };
-    const StagedVectors<T, kVectors> vectors(
-        epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
-    if (p > 0) NamedBarrierSync(kBarrier, 128);  // the buffer has been read
+        params, of, place.m_tile * Tile::kTileM + p + lane / 4 % 2 * 16 + warp * 4 + lane % 4);
+    int64_t offset[2];
 #pragma unroll
-    for (int k = 0; k < Tile::kTileM; k += kPixels) {
-      if (k != p) continue;
+    for (int h = 0; h < 2; ++h) {
+      const int32_t row = __shfl_sync(0xffffffff, decoded, h * 4 + lane / 8);
+      offset[h] = row < 0 || column >= channels ? -1 : int64_t{row} * params.out_channels + base;
+    }
+    if (with.residual != nullptr) {
 #pragma unroll
-      for (int e = 0; e < kPixels / 2; ++e) {
-        const int channel = warp * 16 + e / 2 % 2 * 8 + g, pixel = e / 4 * 8 + t * 2 + e % 2;
-        const float value[1] = {acc.of[k / 2 + e]};
-        StoreShared(chunk_address(pixel, channel / 4) + channel % 4 * 4, value);
+      for (int h = 0; h < 2; ++h) {
+        const bool valid = offset[h] >= 0;
+        CopyAsync<16>(vector + buffer + h * 2048,
+                      static_cast<const T*>(with.residual) + (valid ? offset[h] : 0), valid);
+      }
+      CopyAsyncCommit();
+    }
+    float t[16];
+    PickSums<0, Tile::kTileM / 32>(p / 32, [&](int i, int e) { return acc.of[i * 16 + e]; }, t);
+#pragma unroll
+    for (int e = 0; e < 16; ++e) t[e] = fmaf(t[e], scale[e / 2 % 2], bias[e / 2 % 2]);
+    if (with.residual != nullptr) {
+      CopyAsyncWait<0>();
+      NamedBarrierSync(kBarrier, 128);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t added[4];
+        LoadMatricesTransposed(matrices + buffer + h * 2048, added);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          float pair[2] = {t[h * 8 + q * 2], t[h * 8 + q * 2 + 1]};
+          Neighbours<T, 2>{added[q]}.AddTo(pair);
+          t[h * 8 + q * 2] = pair[0], t[h * 8 + q * 2 + 1] = pair[1];
+        }
       }
     }
+    if (activates) Activate(with.activation, with.negative_slope, t);
+    // In place of the residual's matrices, which the warp has just read.
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float* v = t + h * 8;
+      StoreMatricesTransposed(matrices + buffer + h * 2048, PackPair<T>(v[0], v[1]),
+                              PackPair<T>(v[2], v[3]), PackPair<T>(v[4], v[5]),
+                              PackPair<T>(v[6], v[7]));
+    }
     NamedBarrierSync(kBarrier, 128);
-    vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
-      return chunk_address(warp * (kPixels / 4) + pixel_of(i), column / 4 + q);
-    });
+    T* const out = static_cast<T*>(activates ? params.out : with.pre);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint4 chunk = LoadChunk(vector + buffer + h * 2048);
+      if (offset[h] >= 0) *reinterpret_cast<uint4*>(out + offset[h]) = chunk;
+    }
+    buffer ^= 4096;
   }
 }
 

@@ -225,7 +225,7 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
     if (!epilogue.partial) {
       const FusedEpilogue& whole = epilogue.Whole();
       if (!Clamps(whole.params)) {
-        StoreStagedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, whole);
+        StoreActivatedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, whole);
       } else if (whole.params.residual == nullptr) {
         const ClampSums<T> clamp(whole, channel0, channels);
         store_rounded([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
