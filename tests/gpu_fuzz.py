@@ -291,6 +291,18 @@ def _order(case: Case) -> Callable:
 # --- a worker -------------------------------------------------------------------------------------
 
 
+def failed(case: Case, error: Exception) -> tuple[dict[str, int], list[str]]:
+    """What a problem counts whose computation raised, and the complaint, if it is one.
+
+    Workers share a GPU's memory: large problems of several of them need not fit, which says nothing
+    of the kernels.
+    """
+    if "RESOURCE_EXHAUSTED: Out of memory" in str(error):
+        return {"problems that did not fit the memory left": 1}, []
+    trace = " ".join("".join(traceback.format_exception(error)).split())
+    return {}, [f"{case}: {trace[-600:]}"]
+
+
 def work(options: argparse.Namespace) -> int:
     """Runs problems until the time is over; tells of each in a line of JSON before and after."""
     say = functools.partial(print, flush=True)
@@ -302,9 +314,8 @@ def work(options: argparse.Namespace) -> int:
             say(json.dumps({"begin": index, "case": str(case)}))
             try:
                 counts, complaints = judge(case, options.platform, FORCED, ran)
-            except Exception:
-                trace = " ".join(traceback.format_exc().split())
-                counts, complaints = {}, [f"{case}: {trace[-600:]}"]
+            except Exception as error:
+                counts, complaints = failed(case, error)
             say(json.dumps({"counts": counts, "complaints": complaints}))
             if complaints:
                 jnp.zeros(1).block_until_ready()  # ends the process where the device is lost

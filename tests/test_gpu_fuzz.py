@@ -181,3 +181,11 @@ def test_8_bit_results(native_cpu, monkeypatch, case):
     for complaint in complaints:
         assert complaint.startswith(f"--seed 0 --problem {case.index} (int8, ")
         assert "1 of" in complaint and "\n" not in complaint
+
+
+def test_what_does_not_fit_is_counted_and_no_failure():
+    case = gpu_fuzz.draw(1, 2, "cpu")
+    counts, complaints = gpu_fuzz.failed(case, RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert list(counts.values()) == [1] and not complaints
+    counts, complaints = gpu_fuzz.failed(case, RuntimeError("illegal memory access"))
+    assert not counts and "illegal memory access" in complaints[0]

@@ -56,6 +56,18 @@ void CheckRefusals() {
   if (!Accepts(wgrad_filter_row, batched)) Fail(batched, "refused in filter-row");
   batched.batch = 2;
   if (Accepts(wgrad_filter_row, batched)) Fail(batched, "batched filters accepted in filter-row");
+  // Patches are stored by vectors of 16-bit elements. Columns are folded: a row is a pixel.
+  ConvProblem patches = problem;
+  patches.op = Op::kDgrad;
+  patches.c = 16;
+  patches.filter = {1, 4, 1};
+  patches.stride[1] = 4;
+  patches.in = {1, 56, 14};
+  patches.out = {1, 14, 14};
+  const KernelDesc& of_patches = KernelNamed(Op::kDgrad, "bf16_128x128x64_pingpong_patches");
+  if (!Accepts(of_patches, patches)) Fail(patches, "refused as patches");
+  patches.x_dtype = DType::kF32;
+  if (Accepts(of_patches, patches)) Fail(patches, "float32 results accepted as patches");
   const KernelDesc& tf32 = KernelNamed(Op::kFprop, "f32_128x256");
   f32.w_dtype = f32.y_dtype = DType::kF32;
   if (!Accepts(tf32, f32)) Fail(f32, "refused");

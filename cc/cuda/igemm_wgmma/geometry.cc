@@ -248,6 +248,10 @@ Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels) {
     return Status::Unimplemented(
         "patches: expected the data gradient of windows that do not overlap, of several rows");
   }
+  if (problem.output_dtype() != problem.lhs_dtype()) {
+    return Status::Unimplemented("patches: stores results of the operands' type, got " +
+                                 std::string(Name(problem.output_dtype())));
+  }
   JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
   JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   JAXCONV_RETURN_IF_ERROR(
