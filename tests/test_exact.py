@@ -19,6 +19,7 @@ from numerics import (
 from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE, Problem
 from problems import problem as make_problem
 
+import jaxconv
 from jaxconv._src.lowering import select
 from jaxconv._src.spec import Op
 
@@ -367,3 +368,18 @@ def test_weight_gradients_of_windows_far_in_the_padding(native_cpu, wrong, dtype
     lhs, rhs, expected = exact_operands(Op.WGRAD, wrong, dtype)
     actual = into_poison(wrong.operation(Op.WGRAD, dtype, algorithm="onednn"), lhs, rhs)
     assert_exact(actual, expected, wrong.line(Op.WGRAD, dtype))
+
+
+def test_eight_bit_filters_of_eight_taps_for_eight_channels(native_cpu):
+    """oneDNN's offset of signed operands is wrong for exactly this form."""
+    rng = np.random.default_rng(0)
+    x, w = (
+        rng.integers(-128, 128, shape).astype(np.int8)
+        for shape in ((2, 8, 5, 5, 3), (8, 1, 2, 2, 2))
+    )
+    with jax.default_device(jax.devices("cpu")[0]):
+        y = jaxconv.conv_general_dilated(
+            x, w, (1, 1, 1), "VALID", feature_group_count=8, preferred_element_type=np.int32
+        )
+    windows = np.lib.stride_tricks.sliding_window_view(x.astype(np.int32), (2, 2, 2), (2, 3, 4))
+    np.testing.assert_array_equal(y, np.einsum("ncdhwrst,crst->ncdhw", windows, w[:, 0]))
