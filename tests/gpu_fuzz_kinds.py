@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-from problems import Problem
+from problems import DEPTHWISE_WINDOWS, Problem
 
 Form = Callable[[np.random.Generator], dict]
 
@@ -143,15 +143,7 @@ def _kinds() -> list[Kind]:
 
     of = functools.partial
     found = []
-    for window, stride in (
-        ((3, 3), 1),
-        ((3, 3), 2),
-        ((5, 5), 1),
-        ((5, 5), 2),
-        ((7, 7), 1),
-        ((1, 3), 1),
-        ((1, 4), 1),
-    ):
+    for window, stride in DEPTHWISE_WINDOWS:
         form = of(_depthwise, window=window, stride=stride)
         found += each(form, OPS, (*BITS_16, *FLOATS))
         found += each(form, (FUSED,), (*BITS_16, *FLOATS)) * (window[0] > 1)

@@ -301,19 +301,22 @@ EDGE = [
 ]
 
 
+# Windows and strides for which family depthwise has kernels of their own, but for the long ones.
+DEPTHWISE_WINDOWS = (
+    ((3, 3), 1),
+    ((3, 3), 2),
+    ((5, 5), 1),
+    ((5, 5), 2),
+    ((7, 7), 1),
+    ((1, 3), 1),
+    ((1, 4), 1),
+)
+
+
 def _depthwise_problems() -> list[Problem]:
     """Of every window for which there are kernels of their own, six each."""
     found = []
-    for window, stride in (
-        ((3, 3), 1),
-        ((3, 3), 2),
-        ((5, 5), 1),
-        ((5, 5), 2),
-        ((7, 7), 1),
-        ((1, 3), 1),
-        ((1, 4), 1),
-        ((11, 17), 1),
-    ):
+    for window, stride in (*DEPTHWISE_WINDOWS, ((11, 17), 1)):
         pads = tuple((r // 2, (r - 1) // 2) for r in window)
         name = "depthwise_{}x{}_stride{}".format(*window, stride)
         make = functools.partial(problem, window=window, stride=stride, padding=pads)

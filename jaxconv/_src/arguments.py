@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxconv._src import canonical, compat, layouts
 from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.operand import array
-from jaxconv._src.spec import Op, Pairs, dilated_extent, known
+from jaxconv._src.spec import ConvSpec, Op, Pairs, dilated_extent, known
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -100,6 +100,39 @@ def checked_padding(
         if known(dilated) and dilated + lo + hi < 0:
             raise ValueError(f"padding: {(lo, hi)} crops more than {dilated}, all of {x_name}")
     return pairs
+
+
+def forward_spec(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    w: jax.Array | jax.ShapeDtypeStruct,
+    numbers: lax.ConvDimensionNumbers,
+    padding: Padding,
+    *,
+    precision: str,
+    algorithm: tuple[str, str, str],
+    **window: Any,
+) -> ConvSpec:
+    """The forward convolution of x by w, its padding checked, as the primitives take it.
+
+    Args:
+        x, w: the operands, or their shapes and dtypes.
+        numbers: the axes of x, w and the result.
+        padding: as users give it.
+        precision, algorithm: as ``ConvSpec`` has them.
+        window: stride, lhs_dilation, dilation and groups, as ``ConvSpec`` has them.
+    """
+    lhs, rhs, out = numbers
+    return ConvSpec(
+        **window,
+        padding=checked_padding(x, w, (lhs, rhs), padding, ("x", "w", "groups"), **window),
+        in_spatial=tuple(x.shape[a] for a in lhs[2:]),
+        filter_spatial=tuple(w.shape[a] for a in rhs[2:]),
+        x_axes=(lhs[0], *lhs[2:], lhs[1]),
+        w_axes=(*rhs[2:], rhs[1], rhs[0]),
+        y_axes=(out[0], *out[2:], out[1]),
+        precision=precision,
+        algorithm=algorithm,
+    )
 
 
 def operands(

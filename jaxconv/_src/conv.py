@@ -29,7 +29,7 @@ from jaxconv._src.arguments import (
     PrecisionLike,
 )
 from jaxconv._src.epilogue import Activation
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.spec import Op
 from jaxconv._src.winograd_filter import PreparedFilter
 
 
@@ -192,7 +192,8 @@ def conv(
     one_example = x.ndim == rank + 1
     if one_example:
         x = lax.expand_dims(x, (0,))
-    lhs, rhs, out = lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format))
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format))
+    lhs, rhs, _ = numbers
     window: dict[str, Any] = dict(
         stride=arguments.per_axis("stride", stride, rank),
         lhs_dilation=(1,) * rank,
@@ -202,18 +203,14 @@ def conv(
     x, padding = arguments.continued(
         x, lhs[2:], padding, [w.shape[a] for a in rhs[2:]], window["dilation"]
     )
-    spec = ConvSpec(
-        **window,
-        padding=arguments.checked_padding(
-            x, w, (lhs, rhs), padding, ("x", "w", "groups"), **window
-        ),
-        in_spatial=tuple(x.shape[a] for a in lhs[2:]),
-        filter_spatial=tuple(w.shape[a] for a in rhs[2:]),
-        x_axes=(lhs[0], *lhs[2:], lhs[1]),
-        w_axes=(*rhs[2:], rhs[1], rhs[0]),
-        y_axes=(out[0], *out[2:], out[1]),
+    spec = arguments.forward_spec(
+        x,
+        w,
+        numbers,
+        padding,
         precision=arguments.precision(precision),
         algorithm=arguments.algorithms(algorithm),
+        **window,
     )
     out_dtype = arguments.result_dtype(x.dtype, preferred_element_type)
     sizes = spec.sizes(Op.FPROP, x.shape, w.shape)

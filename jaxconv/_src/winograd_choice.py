@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxconv._src import arguments, layouts, lowering, native, winograd_jax, winograd_prepared
 from jaxconv._src.arguments import Padding
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.spec import Op
 from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
 
 
@@ -58,22 +58,17 @@ def faster_tile(
             f"expected {len(data_format)} dimensions, {data_format}; got x {x.shape}, w {w.shape}"
         )
     rank = len(data_format) - 2
-    lhs, rhs, out = lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format))
-    window: dict[str, Any] = dict(
-        stride=(1,) * rank, lhs_dilation=(1,) * rank, dilation=(1,) * rank, groups=groups
-    )
-    spec = ConvSpec(
-        **window,
-        padding=arguments.checked_padding(
-            x, w, (lhs, rhs), padding, ("x", "w", "groups"), **window
-        ),
-        in_spatial=tuple(x.shape[a] for a in lhs[2:]),
-        filter_spatial=tuple(w.shape[a] for a in rhs[2:]),
-        x_axes=(lhs[0], *lhs[2:], lhs[1]),
-        w_axes=(*rhs[2:], rhs[1], rhs[0]),
-        y_axes=(out[0], *out[2:], out[1]),
+    spec = arguments.forward_spec(
+        x,
+        w,
+        lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format)),
+        padding,
         precision="default",
         algorithm=(lowering.AUTO,) * 3,
+        stride=(1,) * rank,
+        lhs_dilation=(1,) * rank,
+        dilation=(1,) * rank,
+        groups=groups,
     )
     sizes, dtype = spec.sizes(Op.FPROP, x.shape, w.shape), np.dtype(x.dtype)
     on_gpu = native.target() or jax.default_backend() == "gpu"
