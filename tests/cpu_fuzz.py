@@ -13,8 +13,10 @@ tests/test_fuzz.py --seed S --problem I``.
 Nearly all of the time is XLA's: it compiles the copies around the kernels, and lax's convolutions.
 The flags of ``xla_flags`` make that several times faster and leave the kernels as they are.
 
-The record is a list of runs; a seed that is in it already is refused, so that no problem counts
-twice.
+The record is a list of runs, each with its commit and the hashes of the sources that decide a
+result on the CPU: ``kernels`` (cc/core, cc/cpu, cc/ffi) and ``python`` (jaxconv). A seed that is in
+it already is refused, so that no problem counts twice. ``--total`` sums up the runs by sources; its
+exit status is that of those on the checkout's own kernels: 0 where there are some, none wrong.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+import gpu_report
 from xla_flags import QUICK_TO_COMPILE
 
 SEGMENT = 500
 SHOWN = 40  # failures printed and recorded in full
 FORMS = ("calls", "override", "primitives")
+KERNELS = ("cc/core", "cc/cpu", "cc/ffi")  # everything that ends up in the CPU library
+NOT_RECORDED = {"kernels": "not recorded", "python": "not recorded"}  # of the first runs
 
 # One device, of the eight that the tests of sharding have.
 XLA_FLAGS = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=1"
@@ -93,6 +98,22 @@ def judged(seed: int, begin: int, end: int, forms: tuple[str, ...]) -> dict:
     return found
 
 
+def sources() -> dict[str, str]:
+    """Short hashes of what decides a result on the CPU."""
+    hashes = {
+        "kernels": gpu_report.sources_sha256(folders=KERNELS),
+        "python": gpu_report.sources_sha256(folders=("jaxconv",), names="*.py"),
+    }
+    return {name: value[:12] for name, value in hashes.items()}
+
+
+def commit() -> str:
+    try:
+        return gpu_report.commit()
+    except RuntimeError:  # an archive of the sources; their hashes identify them
+        return "not recorded"
+
+
 def run(options) -> int:
     """Judges all segments; True in the exit status where something is wrong."""
     runs = recorded(options.record)
@@ -100,6 +121,7 @@ def run(options) -> int:
         raise SystemExit(f"seed {options.seed} is in {options.record} already")
     began, shown, longest = time.time(), 0.0, 0.0
     until = began + options.seconds
+    origin = {"sources": sources(), "commit": commit()}
     counts, forms, failures, version = collections.Counter(), collections.Counter(), [], ""
     problems = 0
     segments = [
@@ -132,6 +154,7 @@ def run(options) -> int:
                 print(f"{shown - began:6.0f} s, {problems} problems", flush=True)
             result = {
                 "seed": options.seed,
+                **origin,
                 "problems": problems,
                 "forms": dict(forms),
                 "wrong": len(failures),
@@ -156,11 +179,23 @@ def recorded(path: str | None) -> list[dict]:
 
 
 def total(path: str) -> int:
-    """Prints what the recorded runs sum up to."""
-    runs = recorded(path)
-    problems, wrong = (sum(each[name] for each in runs) for name in ("problems", "wrong"))
-    seeds = ", ".join(str(each["seed"]) for each in runs)
-    print(f"{problems} problems in {len(runs)} runs, {wrong} wrong; seeds {seeds}")
+    """Prints what the recorded runs sum up to, in all and by the sources that they ran on."""
+
+    def say(what: str, runs: list[dict]) -> tuple[int, int]:
+        problems, wrong = (sum(each[name] for each in runs) for name in ("problems", "wrong"))
+        seeds = ", ".join(str(each["seed"]) for each in runs) or "none"
+        print(f"{what}: {problems} problems in {len(runs)} runs, {wrong} wrong; seeds {seeds}")
+        return problems, wrong
+
+    runs, own = recorded(path), sources()
+    groups = collections.defaultdict(list)
+    for each in runs:
+        groups[tuple(each.get("sources", NOT_RECORDED).values())].append(each)
+    for (kernels, python), each in groups.items():
+        say(f"kernels {kernels}, python {python}", each)
+    say("all", runs)
+    same = [each for each in runs if each.get("sources", {}).get("kernels") == own["kernels"]]
+    problems, wrong = say(f"this checkout's kernels, {own['kernels']}", same)
     return int(bool(wrong) or not problems)
 
 
@@ -177,7 +212,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="PATH", help="add the run to this file")
-    parser.add_argument("--total", metavar="PATH", help="sum up a record, and run nothing")
+    parser.add_argument("--total", metavar="PATH", help="sum up a record by sources, run nothing")
     parser.add_argument("--segment", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.total:

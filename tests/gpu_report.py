@@ -34,13 +34,15 @@ GPUS = "gpus_of_the_tests"  # over which they were spread, of those that "gpu" s
 SLOWEST, SLOWEST_COUNT = "slowest_seconds", 12  # tests, with other tests beside them
 
 
-def sources_sha256(root: pathlib.Path = REPOSITORY) -> str:
+def sources_sha256(
+    root: pathlib.Path = REPOSITORY, folders: tuple[str, ...] = HASHED, names: str = "*"
+) -> str:
     """Hash over relative path, length and bytes of every hashed file, in the order of the paths."""
     digest = hashlib.sha256()
     files = sorted(
         path.relative_to(root).as_posix()
-        for folder in HASHED
-        for path in (root / folder).rglob("*")
+        for folder in folders
+        for path in (root / folder).rglob(names)
         if path.is_file()
     )
     for name in files:

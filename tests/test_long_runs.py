@@ -53,9 +53,27 @@ def test_random_problems_are_recorded_once(native_cpu, tmp_path, capsys):
     with pytest.raises(SystemExit, match="seed 5 is in"):
         cpu_fuzz.run(options(record=path))
     assert cpu_fuzz.total(path) == 0
-    assert "3 problems in 1 runs, 0 wrong; seeds 5" in capsys.readouterr().out
     (run,) = cpu_fuzz.recorded(path)
     assert run["forms"] == dict.fromkeys(cpu_fuzz.FORMS, 1)
+    kernels = run["sources"]["kernels"]
+    said = capsys.readouterr().out
+    assert f"this checkout's kernels, {kernels}: 3 problems in 1 runs, 0 wrong; seeds 5" in said
+
+
+def test_runs_are_summed_up_by_their_sources(tmp_path, capsys):
+    first = dict(seed=1, problems=10, wrong=2)  # of before sources were recorded
+    mended = dict(seed=2, problems=7, wrong=0, sources=cpu_fuzz.sources())
+    other = dict(seed=3, problems=5, wrong=1, sources={"kernels": "0" * 12, "python": "1" * 12})
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps([first, other]))
+    assert cpu_fuzz.total(str(path)) == 1  # no run on these sources
+    path.write_text(json.dumps([first, mended, other]))
+    assert cpu_fuzz.total(str(path)) == 0
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    kernels = cpu_fuzz.sources()["kernels"]
+    assert lines[0].startswith("kernels not recorded, python not recorded: 10 problems")
+    assert lines[3] == "all: 22 problems in 3 runs, 3 wrong; seeds 1, 2, 3"
+    assert lines[4] == f"this checkout's kernels, {kernels}: 7 problems in 1 runs, 0 wrong; seeds 2"
 
 
 def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
