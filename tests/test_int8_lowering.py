@@ -196,6 +196,8 @@ LAX = [
     problem("wide_groups", 6, 3, c=64, k=64, groups=2, padding=1),
     problem("narrow_groups", 6, 3, c=24, k=12, groups=3, padding=1),
     problem("depthwise", 6, 3, c=32, k=32, groups=32, padding=1),
+    problem("odd_depthwise", (7, 6), 3, c=24, k=24, groups=24, padding=1, stride=2),
+    problem("depth_multiplier", 6, 3, c=8, k=16, groups=8, padding=1),
     problem("1d", (15,), 5, c=32, k=32, padding=2),
     problem("3d", (3, 4, 5), 3, n=1, c=32, k=32, padding=1),
 ]
@@ -295,9 +297,31 @@ def test_int8_of_lax_is_packed_on_a_gpu(cuda_target):
         assert CALL.findall(text) == ["jaxconv_int8"]
 
 
+def test_auto_takes_the_depthwise_kernel_on_a_gpu(cuda_target):
+    """In int8.conv's form, and in lax's with int32 sums and with int8 that wraps."""
+    for name in ("depthwise", "odd_depthwise"):
+        p = next(p for p in LAX if p.name == name)
+        x, w = operands(p, np.int8)
+        sums_of = functools.partial(
+            general, p, jax.lax.conv_general_dilated, preferred_element_type=np.int32
+        )
+        wrapped = functools.partial(general, p, jax.lax.conv_general_dilated)
+        fused = functools.partial(
+            int8.conv, scale=np.float32(0.1), stride=p.stride, padding=p.padding
+        )
+        for function in (fused, sums_of, wrapped):
+            with jaxconv.override():
+                (convolution,) = jaxconv.explain(function, x, w, platform="cuda").convolutions
+                lowered = jax.jit(function).trace(x, w).lower(lowering_platforms=("cuda",))
+            assert convolution.instance.startswith("fprop_depthwise_int8_s8_64ch_"), convolution
+            assert " g32 c32 k32 " in convolution.problem
+            assert convolution.microseconds > 0
+            assert CALL.findall(lowered.as_text()) == ["jaxconv_int8"]
+
+
 def test_what_no_kernel_takes_is_a_matrix_product_on_a_gpu(cuda_target):
     """XLA:GPU compiles no convolution of integers: none must be left in the program."""
-    for name in ("narrow_groups", "depthwise"):
+    for name in ("narrow_groups", "depth_multiplier"):
         p = next(p for p in LAX if p.name == name)
         x, w = operands(p, np.int8)
         for override in (False, True):
@@ -330,8 +354,9 @@ def test_the_plan_computes_fprop_and_dgrad(p, padded):
     from jaxconv._src import int8_lax
     from jaxconv._src.spec import Op
 
-    if padded and p.groups > 1:
-        pytest.skip("channels in groups are not padded")
+    depthwise = p.groups == p.c == p.k > 1
+    if padded and p.groups > 1 and not depthwise:
+        pytest.skip("channels in wider groups are not padded")
     rng = np.random.default_rng(0)
     x, w = operands(p, np.int8)
     dy = rng.integers(-128, 128, p.canonical_shape("y"), dtype=np.int8)
@@ -342,7 +367,9 @@ def test_the_plan_computes_fprop_and_dgrad(p, padded):
             plan = int8_lax.plan("cpu", op, spec, sizes, np.dtype(np.int32))
             if padded:
                 c, k = (-(-e // 32) * 32 for e in (plan.c, plan.k))
-                plan = dataclasses.replace(plan, c=c, k=k)
+                conv = dataclasses.replace(plan.spec.conv, groups=c if depthwise else 1)
+                call = dataclasses.replace(plan.spec, conv=conv)
+                plan = dataclasses.replace(plan, spec=call, c=c, k=k)
             actual = jax.jit(functools.partial(int8_lax.convolve, plan, op, spec=spec))(lhs, w)
             assert_exact(actual, reference(op, p, lhs, w).astype(np.int32), f"{op} {p.name}")
 

@@ -97,17 +97,20 @@ def _plan(
         out_dtype=out,
     )
     c, k = (sizes.c, sizes.k) if op is Op.FPROP else (sizes.k, sizes.c)
-    channels = [(c, k)]
+    forms = [(c, k, spec.groups)]
     if spec.groups == 1:
         stored = FEW if c <= FEW else padded_channels(c)
-        channels += [(stored, k), (stored, padded_channels(k))]
+        forms += [(stored, k, 1), (stored, padded_channels(k), 1)]
+    elif spec.groups == c == k:  # depthwise: a channel of zeros is a group of its own
+        forms.append((padded_channels(c),) * 3)
     plan: Plan | None = None
-    for c, k in dict.fromkeys(channels):
+    for c, k, groups in dict.fromkeys(forms):
         one = Sizes(
             1, sizes.n, c, k, call.conv.in_spatial, call.conv.filter_spatial, call.conv.out_spatial
         )
-        chosen, key = select_int8(platform, call, one, np.dtype(np.int8))
-        found = Plan(chosen._replace(packed=chosen.instance is not None), key, call, crop, c, k)
+        grouped = dataclasses.replace(call, conv=dataclasses.replace(call.conv, groups=groups))
+        chosen, key = select_int8(platform, grouped, one, np.dtype(np.int8))
+        found = Plan(chosen._replace(packed=chosen.instance is not None), key, grouped, crop, c, k)
         if chosen.instance is not None:
             return found
         plan = plan or found
@@ -155,7 +158,7 @@ def _convolve(plan: Plan, op: Op, x: jax.Array, w: jax.Array, groups: int) -> ja
         w = w.reshape(*window, c_per_group, groups, k_of_all // groups)
         w = lax.transpose(w, (rank + 1, rank, *range(rank), rank + 2))
         w = w.reshape(k, *window, k_of_all // groups)
-    x = pad_axis(x, rank + 1, plan.c)
-    w = pad_axis(pad_axis(w, rank + 1, plan.c // groups), 0, plan.k)
     assert plan.spec is not None, "a plan with an instance has a call"
+    x = pad_axis(x, rank + 1, plan.c)
+    w = pad_axis(pad_axis(w, rank + 1, plan.c // plan.spec.conv.groups), 0, plan.k)
     return crop_axis(bind(plan.spec, x, pack_rows(w, "nhwc")), rank + 1, k)

@@ -245,7 +245,7 @@ SETS: dict[str, LayerSet] = {
         "int8 operands, int8 results in both layouts, int32 results",
         (
             *("r50_56_3x3", "r50_56_1x1b", "r50_28_3x3", "r50_14_3x3", "r50_7_3x3", "vgg_112"),
-            *("seed_224", "seed_960", "unet_64"),
+            *("vgg_28", "seed_224", "seed_960", "unet_64"),
         ),
         dtypes=("int8_nhwc", "int8_nchw32", "int8"),
     ),

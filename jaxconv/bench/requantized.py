@@ -31,13 +31,15 @@ _BLOCK, _FEW = 32, 4
 
 
 def possible(dtype: str, op: Op, layer: Layer) -> bool:
-    """Whether int8 has the problem: no gradients; NCHW32 in 2-D; packed groups are blocks."""
+    """Whether int8 has the problem: no gradients; NCHW32 in 2-D; groups of whole blocks or one."""
     if not dtype.startswith("int8"):
         return True
     if op is not Op.FPROP or dtype == "int8":
         return op is Op.FPROP
     blocks = not (layer.c // layer.groups % _BLOCK or layer.k // layer.groups % _BLOCK)
-    return (layer.groups == 1 or blocks) and (dtype == "int8_nhwc" or layer.rank == 2)
+    if dtype == "int8_nhwc":
+        return layer.groups == 1 or blocks or layer.groups == layer.c == layer.k
+    return (layer.groups == 1 or blocks) and layer.rank == 2
 
 
 def scale_and_bias(layer: Layer, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +58,7 @@ def ours(problem: Problem) -> Library:
     form = "DHW"[3 - layer.rank :] + "IO"
 
     def prepare(x, w, scale, bias):
-        if layer.c < _FEW:  # an image is stored with four channels
+        if layer.groups == 1 and layer.c < _FEW:  # an image is stored with four channels
             missing = [(0, 0)] * layer.rank + [(0, _FEW - layer.c)]
             x, w = jnp.pad(x, [(0, 0), *missing]), jnp.pad(w, [*missing, (0, 0)])
         packed = int8.pack_filter(w, groups=layer.groups, layout=layout, filter_format=form)

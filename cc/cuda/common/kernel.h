@@ -87,8 +87,7 @@ struct KernelDesc {
   // A name for some of a family's instances, which selects among them as the family's name does
   // among all; empty where there is none.
   const char* alias = "";
-  // Algorithms "auto" and "native" do not choose it: its error is above the direct kernels', or no
-  // measurement says that it is faster.
+  // Algorithms "auto" and "native" do not choose it: its error is above the direct kernels'.
   bool on_request = false;
   EpilogueCost epilogue_cost = {};
   // Compiled with FusedEpilogue: takes problems with an epilogue, and only those.

@@ -142,7 +142,6 @@ const std::vector<KernelDesc>& Kernels() {
   JAXCONV_ADD_KERNELS(all, ops, types, depthwise_int8, variant, 80, 1000, MakePlan, Instance, \
                       JAXCONV_UNPACK __VA_ARGS__)
 #include "cuda/depthwise_int8/kernels.def"
-    for (KernelDesc& kernel : all) kernel.on_request = true;
     return all;
   }();
   return kernels;
