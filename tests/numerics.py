@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import pathlib
+import re
 from collections.abc import Iterable
 
 import jax
@@ -185,17 +187,19 @@ def mismatch(actual, expected, repro: str) -> str:
     )
 
 
-def tolerance_of(instance: str) -> float:
-    """The largest error of a kernel instance on integers, over the largest result.
+_STATED = (pathlib.Path(__file__).parent / "cc" / "stated_error.h").read_text()
+_WINOGRAD_ERRORS = {m: float(error) for m, error in re.findall(r"\{'(\d)', ([\d.]+)\}", _STATED)}
+_HALF_FACTOR = float(re.search(r"kHalfFactor = ([\d.]+);", _STATED)[1])
 
-    0 but for some of family winograd: F(2, 3) is exact, but G of F(4, 3) and F(6, 3) divides by 3
-    and 5, so that U is rounded to float16, as M is by instances named half. About twice the largest
-    error found; a tap that is left out makes 0.1.
+
+def tolerance_of(instance: str) -> float:
+    """The largest error of a kernel instance on integers, over the largest result: that of
+    ``cc/stated_error.h``, which says why.
     """
     if "_winograd_" not in instance:
         return 0.0
-    tolerance = {"2": 0.0, "4": 0.015, "6": 0.03}[instance.split("_")[3][0]]
-    return tolerance * (1.7 if instance.endswith("_half") else 1)
+    tolerance = _WINOGRAD_ERRORS[instance.split("_")[3][0]]
+    return tolerance * (_HALF_FACTOR if instance.endswith("_half") else 1)
 
 
 def excess(actual, expected, tolerance: float, repro: str) -> str:
