@@ -162,6 +162,7 @@ def _kinds() -> list[Kind]:
         _patches, ("dgrad",), BITS_16, 3
     )
     found += each(_winograd, ("fprop", "dgrad"), BITS_16, 10)
+    found += each(_winograd, ("fprop", "dgrad"), ("f32",), 3)
     found += each(_pointwise, ("fprop", "dgrad", FUSED), BITS_16, 4)
     found += each(of(_rows, padded=False), (*OPS, FUSED), FLOATS, 4)
     found += each(of(_rows, padded=True), OPS, BITS_16, 2)

@@ -360,7 +360,8 @@ def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
 def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
     if "_pingpong" in instance:
         # Every one of several tiles takes a second: once.
-        for p in WINOGRAD_PINGPONG if "_4x4_" in instance else WINOGRAD_PINGPONG[:2]:
+        several = "_4x4_" in instance and "_f32_" not in instance
+        for p in WINOGRAD_PINGPONG if several else WINOGRAD_PINGPONG[:2]:
             yield p, ""
         return
     yield WINOGRAD_FEW if "_4x4_pkf_shmem_" in instance else WINOGRAD[0], ""
@@ -507,24 +508,25 @@ def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):
     assert error(actual, np.asarray(expected, np.float64)) < 3e-3
 
 
-# One instance of each of family winograd's output transforms.
+# One instance of each of family winograd's output transforms, and of float32's scales.
 SCALED = {
-    host_build.forms()[c.instance][4]: c.instance
+    host_build.forms()[c.instance][4] + "_f32" * ("_f32_" in c.instance): c.instance
     for c in CASES
-    if "fprop_winograd_bf16_" in c.instance
+    if c.instance.startswith(("fprop_winograd_bf16_", "fprop_winograd_f32_"))
 }
 
 
 @pytest.mark.parametrize("instance", SCALED.values())
-def test_bfloat16_operands_far_apart(programs, instance, tmp_path):
+def test_operands_far_apart(programs, instance, tmp_path):
     """Scales of 2^-111 and 2^122: undone in the wrong order, the result would leave float32."""
     p = problem("far_apart", (6, 5), 3, n=1, c=16, k=16, padding=1)
     x, w = (np.random.default_rng(7).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
-    x, w = (a.astype(DTYPES["bf16"][0]) for a in (x * 2.0**124, w * 2.0**-109))
+    dtype = host_build.forms()[instance][2]
+    x, w = (a.astype(DTYPES[dtype][0]) for a in (x * 2.0**124, w * 2.0**-109))
     (tmp_path / "lhs").write_bytes(x.tobytes())
     (tmp_path / "rhs").write_bytes(w.tobytes())
     files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
-    key = p.line(Op.FPROP, "bf16").replace("bf16:bf16:bf16", "bf16:bf16:f32")
+    key = p.line(Op.FPROP, dtype).replace("bf16:bf16:bf16", "bf16:bf16:f32")
     command = [str(programs[False]), instance, key, *files]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"

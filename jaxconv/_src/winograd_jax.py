@@ -11,7 +11,8 @@ exchanged.
 
 U and V are float16 for 16-bit operands, computed in float32 and rounded once, and the operands'
 type for float32 and float64; products of float16 are summed in float32. bfloat16 operands are
-scaled by a power of two that brings their largest magnitude into [2^13, 2^14), float16's range.
+scaled by a power of two that brings their largest magnitude into [2^13, 2^14), float16's range; so
+are operands of float32 at precision DEFAULT in the CUDA kernels.
 
 It computes on every platform that JAX runs on, for problems that no kernel of the family
 ``winograd`` takes, with the same points, domain and scales. Sources: Lavin and Gray 2015; for 1-D
@@ -160,7 +161,8 @@ def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> in
 
 # Root mean square of the result's error against float64 over the standard deviation of the result:
 # the larger of C = 256 and C = 1280 in docs/winograd.md, by ``python -m jaxconv.bench
-# --winograd-errors``. For TF32 it is that of float32 operands whose U and V are rounded to 11 bits;
+# --winograd-errors``. For TF32 it is that of float32 operands whose U and V are rounded to 11 bits,
+# which is also what the CUDA kernels do with them;
 # a float32 result of float16 operands, whose V often has 11 bits unrounded, is more accurate.
 _RMS_ERROR = {
     "f16": {"2x2": 4.6e-4, "2x3": 3.5e-4, "4x3": 6.4e-4, "4x4": 1.7e-3, "6x6": 5.0e-3},

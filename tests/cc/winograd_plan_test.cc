@@ -77,6 +77,17 @@ void TestRefusals() {
   refused(With("bf16:bf16", "bf16:f16") + " winograd2",
           "expected a filter prepared for the instance's tile, got winograd2");
   refused(With("n2", "n10000000"), "expected less than 2^26 tiles, got 160000000");
+  // float32 is rounded to float16's 11 bits, which DEFAULT allows.
+  const std::string wide = With("bf16:bf16:bf16", "f32:f32:f32");
+  for (const char* tile : {"2x2", "4x4"}) {
+    const std::string of_f32 =
+        std::string("fprop_winograd_f32_") + tile + "_four_stage_128x128x64_pingpong";
+    Expect(PlanOf(of_f32, wide, &plan).ok() && plan.As<LaunchParams>().scaled(), of_f32);
+    const Status high = PlanOf(of_f32, With("default", "high", wide), &plan);
+    Expect(high.message() ==
+               "multiplies float32 rounded to 11 bits, as TF32 does; precision high asks for more",
+           high.message());
+  }
   // Other families leave prepared filters alone.
   for (const char* layout : {"winograd2", "winograd4", "winograd6", "winograd4x3"}) {
     const ConvProblem problem = Parse(With("bf16:bf16:bf16", "f16:f16:f16") + " " + layout);
@@ -142,6 +153,12 @@ void TestWorkspace() {
                  .ok() &&
              scaled.workspace_bytes == 2 * 4 * winograd::kMaxPartials + u + tiles * (v + m),
          "bfloat16 needs partial maxima of both operands");
+  Plan of_f32;
+  Expect(PlanOf("fprop_winograd_f32_4x4_four_stage_128x128x64_pingpong",
+                With("f16:f16:f16", "f32:f32:f32", layer), &of_f32)
+                 .ok() &&
+             of_f32.workspace_bytes == scaled.workspace_bytes,
+         "and so does float32, whose U and V are float16 too");
   Plan chunked;
   Expect(PlanOf("fprop_winograd_f16_4x4_chunked_128x128x64", layer, &chunked).ok(), layer);
   const auto& launch = chunked.As<LaunchParams>();

@@ -1,5 +1,5 @@
-// The power of two by which a tensor is multiplied, so that float16 holds its transform (bfloat16),
-// or its products too (float16 and bfloat16, where M is float16).
+// The power of two by which a tensor is multiplied, so that float16 holds its transform (of bfloat16
+// and float32), or its products too (where M is float16).
 //
 // A pass over the tensor leaves kMaxPartials partial maxima: of each CTA the float32 bits of its
 // largest finite magnitude, which order as integers do. There is no atomic and no last CTA. A reader's
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t FiniteBits(uint32_t bits) {
   return bits < 0x7f800000u ? bits : 0;
 }
 
-// A tensor of so many chunks, 16 bytes of eight elements each.
+// A tensor of so many chunks of 16 bytes.
 struct AmaxTensor {
   const uint4* chunks = nullptr;
   int64_t count = 0;
@@ -60,8 +60,12 @@ __global__ void __launch_bounds__(kAmaxThreads)
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       for (const uint32_t word : {chunk[i].x, chunk[i].y, chunk[i].z, chunk[i].w}) {
-        largest = max(largest, FiniteBits(__float_as_uint(ElementOfPair<T, 0>(word))));
-        largest = max(largest, FiniteBits(__float_as_uint(ElementOfPair<T, 1>(word))));
+        if constexpr (std::is_same_v<T, float>) {
+          largest = max(largest, FiniteBits(word));
+        } else {
+          largest = max(largest, FiniteBits(__float_as_uint(ElementOfPair<T, 0>(word))));
+          largest = max(largest, FiniteBits(__float_as_uint(ElementOfPair<T, 1>(word))));
+        }
       }
     }
   }

@@ -9,17 +9,18 @@
 // channels directly. Where it runs along the columns (the other two) the CTA first copies its
 // 9 x 64 x 16 taps to shared memory and reads them there by columns:
 //
-//     [tap][channel % 2][channel / 2][9 words of two columns]    21,312 bytes
+//     [tap][channel % 2][channel / 2][9 words of two columns]      21,312 bytes
+//     [tap][channel % 2][channel / 2][17 words of float columns]   39,744 bytes
 //
-// 9 words a row, and odd channels 16 words further on: the reads (32 rows of one word) have no bank
-// conflicts, the copies (16 rows of two chunks) two ways. With twice the columns a filter of 512 x 512
+// An odd number of words a row, and odd channels 16 words further on: the reads (32 rows of one word)
+// have no bank conflicts, the copies (16 rows of two chunks) two ways. With twice the columns a filter of 512 x 512
 // would have fewer CTAs than an H200 has SMs.
 //
 // The one-dimensional form transforms along s alone and writes the layout of row_filter.h, zeros
 // included where it fills up the reduction.
 //
-// dgrad reads the taps from the other end: their steps are negative. T: __half or __nv_bfloat16, the latter
-// multiplied by its power of two (amax.cuh) as it is loaded.
+// dgrad reads the taps from the other end: their steps are negative. T: __half, __nv_bfloat16 or float,
+// the latter two multiplied by their power of two (amax.cuh) as they are loaded.
 #ifndef JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 
@@ -47,9 +48,10 @@ struct FilterTransformParams {
 inline constexpr int kFilterThreads = 128;
 inline constexpr int kFilterReds = 64, kFilterCols = 16;  // of a CTA
 
-// The taps of a CTA in shared memory.
+// The taps of a CTA in shared memory. Width: bytes of an element.
+template <int kWidth>
 struct FilterStaging {
-  static constexpr int kRowWords = kFilterCols / 2 + 1;
+  static constexpr int kRowWords = kFilterCols * kWidth / 4 + 1;
   static constexpr int kOddRows = kFilterReds / 2 * kRowWords + 16;
   static constexpr int kTapWords = kOddRows + kFilterReds / 2 * kRowWords;
   static constexpr int kWords = kTaps * kTaps * kTapWords;
@@ -63,21 +65,25 @@ struct FilterStaging {
 template <typename T>
 __device__ __forceinline__ void StageFilter(const FilterTransformParams& params, const T* w,
                                             int first_red, int first_col, uint32_t* staging) {
-  constexpr int kChunks = kFilterCols / 8;  // of a row
-  static_assert(kFilterReds * kChunks == kFilterThreads);
-  const int red = threadIdx.x / kChunks, col = threadIdx.x % kChunks * 8;
-  const bool inside = first_red + red < params.red && first_col + col < params.cols;
-  const T* from = w + (first_red + red) * params.filter.red + first_col + col;
-  uint4 chunk[kTaps * kTaps];
+  constexpr int kOfChunk = 16 / sizeof(T), kChunks = kFilterCols / kOfChunk;  // of a row
+  static_assert(kFilterReds * kChunks % kFilterThreads == 0);
 #pragma unroll
-  for (int tap = 0; tap < kTaps * kTaps; ++tap) {
-    const int64_t at = tap / kTaps * params.filter.r + tap % kTaps * params.filter.s;
-    chunk[tap] = inside ? __ldg(reinterpret_cast<const uint4*>(from + at)) : make_uint4(0, 0, 0, 0);
-  }
+  for (int at = threadIdx.x; at < kFilterReds * kChunks; at += kFilterThreads) {
+    const int red = at / kChunks, col = at % kChunks * kOfChunk;
+    const bool inside = first_red + red < params.red && first_col + col < params.cols;
+    const T* from = w + (first_red + red) * params.filter.red + first_col + col;
+    uint4 chunk[kTaps * kTaps];
 #pragma unroll
-  for (int tap = 0; tap < kTaps * kTaps; ++tap) {
-    uint32_t* to = staging + FilterStaging::Row(tap, red) + col / 2;
-    to[0] = chunk[tap].x, to[1] = chunk[tap].y, to[2] = chunk[tap].z, to[3] = chunk[tap].w;
+    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
+      const int64_t step = tap / kTaps * params.filter.r + tap % kTaps * params.filter.s;
+      chunk[tap] =
+          inside ? __ldg(reinterpret_cast<const uint4*>(from + step)) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
+      uint32_t* to = staging + FilterStaging<sizeof(T)>::Row(tap, red) + col * sizeof(T) / 4;
+      to[0] = chunk[tap].x, to[1] = chunk[tap].y, to[2] = chunk[tap].z, to[3] = chunk[tap].w;
+    }
   }
 }
 
@@ -85,7 +91,8 @@ template <int m, bool kOneDimensional, typename T, bool kTransposed>
 __global__ void __launch_bounds__(kFilterThreads, 4)
     FilterTransformKernel(const __grid_constant__ FilterTransformParams params) {
   constexpr int kAlpha = m + 2, kAll = kTaps * kTaps;
-  __shared__ uint32_t staging[kTransposed ? FilterStaging::kWords : 1];
+  using Staging = FilterStaging<sizeof(T)>;
+  __shared__ uint32_t staging[kTransposed ? Staging::kWords : 1];
   const float scale = WarpScale(params.scale);
   int32_t red_block, col_block, group, rest;
   params.red_blocks.Divmod(blockIdx.x, &rest, &red_block);
@@ -108,16 +115,22 @@ __global__ void __launch_bounds__(kFilterThreads, 4)
     for (int tap = 0; tap < kAll; ++tap) {
       float low, high;
       if constexpr (kTransposed) {
-        const int place = FilterStaging::Row(tap, 2 * lane) + own / 2;
-        const uint32_t even = staging[place], odd = staging[place + FilterStaging::kOddRows];
-        low = own % 2 == 0 ? ElementOfPair<T, 0>(even) : ElementOfPair<T, 1>(even);
-        high = own % 2 == 0 ? ElementOfPair<T, 0>(odd) : ElementOfPair<T, 1>(odd);
+        constexpr int kOfWord = 4 / sizeof(T);
+        const int place = Staging::Row(tap, 2 * lane) + own / kOfWord;
+        const uint32_t even = staging[place], odd = staging[place + Staging::kOddRows];
+        if constexpr (std::is_same_v<T, float>) {
+          low = __uint_as_float(even);
+          high = __uint_as_float(odd);
+        } else {
+          low = own % 2 == 0 ? ElementOfPair<T, 0>(even) : ElementOfPair<T, 1>(even);
+          high = own % 2 == 0 ? ElementOfPair<T, 0>(odd) : ElementOfPair<T, 1>(odd);
+        }
       } else {
         const T* from = w + col * params.filter.col + red + tap / kTaps * params.filter.r +
                         tap % kTaps * params.filter.s;
-        const uint32_t word = red < params.red ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
-        low = ElementOfPair<T, 0>(word);
-        high = ElementOfPair<T, 1>(word);
+        const PairOf<T> pair = LoadPair(from, red < params.red);
+        low = ElementOfPair<T, 0>(pair);
+        high = ElementOfPair<T, 1>(pair);
       }
       taps[0][tap / kTaps][tap % kTaps] = low * scale;
       taps[1][tap / kTaps][tap % kTaps] = high * scale;

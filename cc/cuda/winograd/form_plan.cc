@@ -22,7 +22,8 @@ double Activations(const LaunchParams& launch, bool in) {
   const Geometry& g = launch.geometry;
   const double pixels =
       in ? double{1} * g.images * g.in_h * g.in_w : double{1} * g.images * g.out_h * g.out_w;
-  return pixels * (in ? g.in_channels() * 2 : g.out_channels() * (launch.out_is_f32 ? 4 : 2));
+  return pixels * (in ? g.in_channels() * launch.element_bytes()
+                      : g.out_channels() * (launch.out_is_f32 ? 4 : 2));
 }
 
 int64_t Chunks(const LaunchParams& launch) {
@@ -66,7 +67,7 @@ double MemoryMicroseconds(const Gpu& gpu, double bytes, double share) {
 }
 
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
-  const double filter_bytes = static_cast<double>(launch.filter_elements) * 2;
+  const double filter_bytes = static_cast<double>(launch.filter_elements) * launch.element_bytes();
   double microseconds = 0;
   if (launch.scaled()) {
     const double bytes = Activations(launch, /*in=*/true) + (launch.prepared ? 0 : filter_bytes);

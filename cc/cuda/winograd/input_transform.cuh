@@ -15,8 +15,9 @@
 //     instructions             392    1064   1896    of a warp, for 64 channels of a tile
 //     issue slots              71     74     69 %    of an H200, in the time of the tile's bytes at 4.3 TB/s
 //
-// No shared memory, nobody waits. Outside the image the input is zero. T: __half, __nv_bfloat16, the
-// latter multiplied by its power of two (amax.cuh) as it is loaded.
+// No shared memory, nobody waits. Outside the image the input is zero. T: __half, __nv_bfloat16 or
+// float, of loads of 8 bytes; the latter two are multiplied by their power of two (amax.cuh) as they are
+// loaded.
 #ifndef JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
   const int32_t h = place.row * m - g.pad_h, w = place.column * m - g.pad_w;
   const T* from = static_cast<const T*>(params.x) +
                   ((int64_t{place.image} * g.in_h + h) * g.in_w + w) * channels + channel;
-  uint32_t word[kAlpha][kAlpha];
+  PairOf<T> pair_of[kAlpha][kAlpha];
 #pragma unroll
   for (int i = 0; i < kAlpha; ++i) {
     const bool row_inside = static_cast<uint32_t>(h + i) < static_cast<uint32_t>(g.in_h);
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     for (int j = 0; j < kAlpha; ++j) {
       const bool inside =
           row_inside && static_cast<uint32_t>(w + j) < static_cast<uint32_t>(g.in_w);
-      word[i][j] = inside ? __ldg(reinterpret_cast<const uint32_t*>(from + j * channels)) : 0;
+      pair_of[i][j] = LoadPair(from + j * channels, inside);
     }
     from += int64_t{g.in_w} * channels;
   }
@@ -76,11 +77,11 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
   for (int i = 0; i < kAlpha; ++i) {
 #pragma unroll
     for (int j = 0; j < kAlpha; ++j) {
-      low[i][j] = ElementOfPair<T, 0>(word[i][j]);
-      high[i][j] = ElementOfPair<T, 1>(word[i][j]);
+      low[i][j] = ElementOfPair<T, 0>(pair_of[i][j]);
+      high[i][j] = ElementOfPair<T, 1>(pair_of[i][j]);
     }
   }
-  if (std::is_same_v<T, __nv_bfloat16> || scale != 1.0f) {  // float16 seldom is scaled
+  if (!std::is_same_v<T, __half> || scale != 1.0f) {  // float16 seldom is scaled
 #pragma unroll
     for (int i = 0; i < kAlpha; ++i) {
 #pragma unroll

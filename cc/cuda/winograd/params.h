@@ -25,8 +25,9 @@
 
 namespace jaxconv::winograd {
 
-// float16's largest number is 65504. A tensor of bfloat16 is multiplied by a power of two that brings
-// its largest magnitude to 2^13 .. 2^14: B^T and G, balanced, enlarge nothing, but rounding may.
+// float16's largest number is 65504. A tensor of bfloat16 or float32 is multiplied by a power of two
+// that brings its largest magnitude to 2^13 .. 2^14: B^T and G, balanced, enlarge nothing, but rounding
+// may.
 inline constexpr int kScaledExponent = 13;
 // Products of two scaled operands are below 2^28 each, so that this many powers of two less bring
 // their sum below 2^15: no M overflows float16.
@@ -102,7 +103,8 @@ struct LaunchParams {
 
   int32_t alpha() const { return m + 2; }
   int32_t points() const { return one_dimensional ? alpha() : alpha() * alpha(); }
-  bool scaled() const { return dtype == DType::kBF16 || half_products; }
+  bool scaled() const { return dtype != DType::kF16 || half_products; }
+  int32_t element_bytes() const { return dtype == DType::kF32 ? 4 : 2; }  // of the operands
 };
 
 }  // namespace jaxconv::winograd

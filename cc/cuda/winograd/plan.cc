@@ -39,7 +39,13 @@ Status CheckFilter(const KernelDesc& kernel, const Instance& instance, const Con
     plain.filter_layout = FilterLayout::kRsck;
     plain.w_dtype = kernel.dtype;
   }
-  return CheckTypes(kernel, plain, /*tf32=*/false);
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, plain, /*tf32=*/false));
+  if (kernel.dtype == DType::kF32 && problem.precision != Precision::kDefault) {
+    return Status::Unimplemented(
+        std::string("multiplies float32 rounded to 11 bits, as TF32 does; precision ") +
+        Name(problem.precision) + " asks for more");
+  }
+  return {};
 }
 
 Status CheckWindow(const ConvProblem& problem) {

@@ -13,7 +13,7 @@ namespace {
 
 int64_t Blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
 
-// body(m, element of the operands): both as compile-time constants.
+// body(m, element of the operands): both as compile-time constants. No form of F(6x6) takes float32.
 template <int m>
 using Size = std::integral_constant<int, m>;
 template <typename Body>
@@ -23,6 +23,9 @@ Status ForTile(const LaunchParams& launch, Body body) {
 template <typename Body>
 Status ForTileAndType(const LaunchParams& launch, Body body) {
   return ForTile(launch, [&](auto m) {
+    if constexpr (m() < 6) {
+      if (launch.dtype == DType::kF32) return body(m, float());
+    }
     return launch.dtype == DType::kF16 ? body(m, __half()) : body(m, __nv_bfloat16());
   });
 }
@@ -48,22 +51,25 @@ LaunchConfig TransformGrid(int32_t channels, int32_t tiles, int threads, FastDiv
   return config;
 }
 
-AmaxTensor DescribeAmax(const void* tensor, int64_t elements, const ScaleSource& scale) {
-  return {static_cast<const uint4*>(tensor), elements / 8, const_cast<uint32_t*>(scale.partials)};
+AmaxTensor DescribeAmax(const void* tensor, int64_t bytes, const ScaleSource& scale) {
+  return {static_cast<const uint4*>(tensor), bytes / 16, const_cast<uint32_t*>(scale.partials)};
 }
 
 // Of the input, and of the filter unless it is prepared.
 Status LaunchAmax(const LaunchParams& launch, const StagePointers& at, void* stream) {
   AmaxParams params;
-  params.tensor[0] = DescribeAmax(at.input, launch.in_elements, at.input_scale);
+  params.tensor[0] =
+      DescribeAmax(at.input, launch.in_elements * launch.element_bytes(), at.input_scale);
   LaunchConfig config;
   config.grid = kMaxPartials;
   config.threads = kAmaxThreads;
   if (!launch.prepared) {
-    params.tensor[1] = DescribeAmax(at.filter, launch.filter_elements, at.filter_scale);
+    params.tensor[1] =
+        DescribeAmax(at.filter, launch.filter_elements * launch.element_bytes(), at.filter_scale);
     config.grid.y = 2;
   }
   const char* name = "winograd amax";
+  if (launch.dtype == DType::kF32) return Launch<AmaxKernel<float>>(name, config, stream, params);
   if (launch.dtype == DType::kF16) return Launch<AmaxKernel<__half>>(name, config, stream, params);
   return Launch<AmaxKernel<__nv_bfloat16>>(name, config, stream, params);
 }
@@ -152,9 +158,13 @@ Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, vo
   if (launch.scaled()) JAXCONV_RETURN_IF_ERROR(LaunchAmax(launch, at, stream));
   if (launch.prepared) return {};
   return ForTileAndType(launch, [&](auto m, auto element) {
-    return launch.one_dimensional
-               ? LaunchFilterTransform<m, true, decltype(element)>(launch, at, stream)
-               : LaunchFilterTransform<m, false, decltype(element)>(launch, at, stream);
+    using Element = decltype(element);
+    if constexpr (!std::is_same_v<Element, float>) {
+      if (launch.one_dimensional) {
+        return LaunchFilterTransform<m, true, Element>(launch, at, stream);
+      }
+    }
+    return LaunchFilterTransform<m, false, Element>(launch, at, stream);
   });
 }
 
