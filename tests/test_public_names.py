@@ -15,7 +15,8 @@ import pytest
 from jax import lax
 
 import jaxconv
-from jaxconv._src import native
+from jaxconv._src import kernel_table, native
+from jaxconv._src.spec import Op
 
 X = np.ones((2, 16, 16, 64), np.float32)
 W = np.ones((3, 3, 64, 64), np.float32)
@@ -125,6 +126,17 @@ def test_a_platform_without_kernels_says_why(monkeypatch):
 def test_kernels_of_no_platform():
     with pytest.raises(ValueError, match="'cpu' or 'cuda', got 'tpu'"):
         jaxconv.kernels("tpu")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "s8", "u8"])
+def test_every_probe_is_a_problem(native_cpu, dtype):
+    """An instance is asked in turn until one accepts: an invalid key would show up on some only."""
+    for op in Op if dtype == "f32" else [Op.FPROP]:
+        for probe in kernel_table._PROBES.values():
+            keys = list(kernel_table._keys(op, dtype, "default", probe))
+            assert len(keys) == 1 or dtype != "f32"
+            for key in keys if op is Op.FPROP or "epilogue" not in probe else []:
+                native_cpu.select(key, "auto", "")  # raises where the key is none
 
 
 def test_kernels_for_a_gpu_that_is_not_here():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +31,6 @@ _PROBES: dict[str, dict[str, Any]] = {
 }
 # What precisions mean for float32 on a GPU: the tensor cores' TF32 is for DEFAULT only.
 _PRECISIONS = ("default", "high", "highest")
-# The end of the problem keys of 8-bit operands: how the filter lies, and x and y.
-_LAYOUTS: tuple[list[str], ...] = ([], ["krsc"], ["packed"], ["packed", "nchw32"])
 # Where no GPU is present to ask for. The newest architecture with kernels of its own.
 _TARGET = "sm_90a"
 
@@ -149,17 +147,29 @@ def _key(
     return key_of(op, dtypes, spec, sizes, [*words, *epilogue])
 
 
+def _keys(op: Op, dtype: str, precision: str, probe: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a probe, in every layout that there is for it."""
+    yield _key(op, dtype, [], precision, **probe)
+    if dtype not in ("s8", "u8"):
+        return
+    for words in (["krsc"], ["packed"]):
+        yield _key(op, dtype, words, precision, **probe)
+    groups = probe.get("groups", 1)
+    channels = [probe.get(name, 64) for name in ("c", "k")]
+    if probe.get("rank", 2) == 2 and all(n % (32 * groups) == 0 for n in channels):
+        yield _key(op, dtype, ["packed", "nchw32"], precision, **probe)
+
+
 def _kernel(platform: native.Platform, name: str, families: Sequence[str], target: str) -> Kernel:
     op = Op(name.partition("_")[0])
     inner = name.removeprefix(f"{op.value}_")
     family = max((f for f in families if inner.startswith(f"{f}_")), key=len)
     dtype = inner.removeprefix(f"{family}_").partition("_")[0]
-    layouts = _LAYOUTS if dtype in ("s8", "u8") else _LAYOUTS[:1]
 
     def accepted(precision: str = "default", **probe: Any) -> bool:
         if op is not Op.FPROP and "epilogue" in probe:
             return False
-        keys = (_key(op, dtype, words, precision, **probe) for words in layouts)
+        keys = _keys(op, dtype, precision, probe)
         return any(platform.select(key, name, target).instance for key in keys)
 
     takes = {label: probe for label, probe in _PROBES.items() if accepted(**probe)}
