@@ -205,6 +205,19 @@ def test_selection_is_a_function_of_its_arguments(platform, native_kernels):
         assert all(name and reason for name, reason in refusals)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")
+def test_as_many_tasks_as_this_thread_may_use_cores(native_cpu):
+    # Two problems, because selections are kept.
+    key = "fprop f32:f32:f32 default b1 n{} g1 c64 k64 i56x57 f3x3 o56x57 s1x1 l1x1 d1x1 p1_1x1_1"
+    cores = os.sched_getaffinity(0)
+    assert native_cpu.select(key.format(8), "native", "").slices == min(len(cores), 8 * 56)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert native_cpu.select(key.format(9), "native", "").slices == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def test_selection_refuses_what_it_cannot_read(platform, native_kernels):
     select = native_kernels.module.select
     line = PLAIN.line(Op.FPROP, "f32")

@@ -3,6 +3,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace jaxconv::cpu {
@@ -55,6 +56,8 @@ std::string LibraryVersion() {
   return std::to_string(version->major) + "." + std::to_string(version->minor) + "." +
          std::to_string(version->patch) + " (" + IsaName() + ")";
 }
+
+int64_t Cores() { return std::max(omp_get_num_procs(), 1); }
 
 SingleThreaded::SingleThreaded() : previous_(omp_get_max_threads()) {
   if (previous_ != 1) omp_set_num_threads(1);

@@ -29,6 +29,9 @@ const char* IsaName();
 // oneDNN's version and the instruction set it uses here: "3.2.0 (avx512_core_bf16)".
 std::string LibraryVersion();
 
+// The cores that this process may run on, as many as XLA's intra-op pool has threads.
+int64_t Cores();
+
 // oneDNN fixes the number of threads of a primitive when it is made and asks again when it runs.
 // Both read the OpenMP setting of the calling thread, which is restored afterwards.
 class SingleThreaded {

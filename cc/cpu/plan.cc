@@ -280,10 +280,7 @@ int64_t OutputElements(const Plan& plan, const Region& region) {
 int64_t ChooseSlices(const ConvProblem& p, Family family, int64_t threads) {
   int64_t work = p.flops() + kOperationsPerByte * TensorBytes(p);
   int64_t slices = std::clamp<int64_t>(work / kOperationsPerTask, 1, std::max<int64_t>(threads, 1));
-  if (family == Family::kGemm) {
-    // Tasks own input channels: 64 of them keep a matrix product efficient.
-    return std::min(slices, std::max<int64_t>(1, p.batch * p.c / 64));
-  }
+  if (family == Family::kGemm) return GemmWgradTasks(p, slices);
   if (family == Family::kFewPixels) return std::min(slices, p.taps() * p.c);
   int axis = 3 - p.rank;
   // The transposed convolution exchanges the rows of x and y; the smaller number serves both.

@@ -212,7 +212,9 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     int64_t slices = ChooseSlices(problem, kernel.family, threads);
     std::shared_ptr<const Plan> plan;
     Status status;
-    if (is_auto && kernel.family == Family::kGemm) status = GemmWgradPays(problem);
+    if (is_auto && kernel.family == Family::kGemm) {
+      status = GemmWgradPays(problem, ChooseSlices(problem, Family::kOnednn, threads));
+    }
     if (is_auto && kernel.family == Family::kFewOutputs) status = FewOutputsPays(problem);
     if (status.ok()) status = FindPlan(problem, kernel, slices, &plan);
     if (status.ok() && is_auto && kernel.family == Family::kDepthwise &&

@@ -8,6 +8,7 @@
 
 #include "cpu/epilogue_terms.h"
 #include "cpu/execution.h"
+#include "cpu/onednn.h"
 #include "cpu/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
@@ -160,9 +161,7 @@ Status SelectKey(std::string_view key, std::string_view algorithm, std::string_v
                  Selection* selection) {
   ConvProblem problem;
   JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
-  // As many tasks as this process may use cores; XLA sizes its intra-op pool the same way.
-  int64_t threads = std::max(1u, std::thread::hardware_concurrency());
-  return cpu::Select(problem, algorithm, threads, selection);
+  return cpu::Select(problem, algorithm, cpu::Cores(), selection);  // a task for every core
 }
 
 std::vector<std::pair<std::string, std::string>> BuildInfo() {

@@ -409,6 +409,52 @@ void CheckSmallProblems() {
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
 }
 
+// Weight gradients as matrix products: chosen where every task of oneDNN's would have few pixels,
+// and right in any number of tasks, which then share channels and taps.
+void CheckGemmWgrad(std::mt19937* random) {
+  Selection s;
+  auto chosen = [&](int64_t n, int64_t side, int64_t c, int64_t k, int64_t threads) {
+    ConvProblem p = Geometry2d(n, side, side, c, k, 1, 1, 1, 0);
+    p.out = p.in;
+    p.op = Op::kWgrad;
+    return cpu::Select(p, "auto", threads, &s).ok() ? s.instance : "";
+  };
+  EXPECT(chosen(4, 1, 512, 1000, 16) == "wgrad_gemm_f32", s.instance);
+  EXPECT(chosen(32, 7, 512, 512, 16) == "wgrad_gemm_f32", s.instance);
+  EXPECT(chosen(32, 7, 512, 512, 1) == "wgrad_onednn_f32", s.instance);
+  EXPECT(chosen(4, 28, 64, 64, 16) == "wgrad_onednn_f32", s.instance);
+  EXPECT(chosen(4, 1, 512, 16, 16) == "wgrad_onednn_f32", s.instance);
+
+  ConvProblem row = Geometry2d(4, 1, 1000, 64, 64, 1, 9, 1, 0);
+  row.rank = 1;
+  row.out = row.in;
+  row.pad_lo[2] = row.pad_hi[2] = 4;
+  row.op = Op::kWgrad;
+  EXPECT(cpu::Select(row, "auto", 8, &s).ok() && s.instance == "wgrad_gemm_f32" && s.slices == 8,
+         s.instance + " in " + std::to_string(s.slices));
+
+  ConvProblem grouped = Geometry2d(2, 5, 6, 70, 10, 3, 2, 1, 1);
+  grouped.groups = 2, grouped.batch = 2;
+  grouped.out = {1, 5, 7};
+  ConvProblem few = Geometry2d(1, 1, 300, 3, 5, 1, 7, 1, 0);
+  few.rank = 1;
+  few.out = {1, 1, 294};
+  row.n = 1, row.c = 130, row.in[2] = row.out[2] = 200;
+  for (ConvProblem p : {row, grouped, few}) {
+    p.op = Op::kWgrad;
+    const Data data = MakeData(p, random);
+    for (int64_t slices : {1, 2, 3, 7, 8, 11, 16, 64}) {
+      std::shared_ptr<const cpu::Plan> plan;
+      EXPECT(cpu::FindPlan(p.ToString(), "wgrad_gemm_f32", slices, &plan).ok(), p.ToString());
+      s.instance = "wgrad_gemm_f32", s.slices = slices;
+      s.workspace_bytes = plan->workspace_bytes;
+      std::vector<char> out;
+      EXPECT(RunInstance(p, s, data, &out).ok() && out == data.expected,
+             p.ToString() + " in " + std::to_string(slices));
+    }
+  }
+}
+
 void CheckWorkspace(std::mt19937* random) {
   ConvProblem p = Geometry2d(2, 14, 14, 32, 64, 3, 3, 1, 1);
   p.out = p.in;
@@ -542,6 +588,7 @@ int main(int argc, char** argv) {
   CheckConversions();
   CheckSelect();
   CheckSmallProblems();
+  CheckGemmWgrad(&random);
   CheckWorkspace(&random);
   CheckCalls();
   CheckBrgemmProblems();
