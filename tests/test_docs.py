@@ -19,6 +19,7 @@ DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 PAGES = (
     "adopting.md",
     "index.md",
+    "tour.md",
     "precision.md",
     "export.md",
     "sharding.md",
