@@ -15,6 +15,7 @@
 #include "cuda/common/finish_staged.cuh"
 #include "cuda/common/pick_sums.cuh"
 #include "cuda/common/ring_sm90.cuh"
+#include "cuda/igemm_wgmma/fused_turns_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -279,11 +280,11 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
       for (int i = 0; i < Rows::kVectors; ++i) {
         row[i] = __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i));
       }
-      const int32_t turns = (min(columns - part, kPart) + kColumns - 1) / kColumns * 2;
+      FusedTurns turns(with, (min(columns - part, kPart) + kColumns - 1) / kColumns);
 #pragma unroll 1
-      for (int32_t turn = with.pre == nullptr; turn < turns; turn += with.pre == nullptr ? 2 : 1) {
-        const int32_t c = part + turn / 2 * kColumns;
-        const bool activates = turn % 2 != 0;
+      for (; turns.More(); turns.Next()) {
+        const int32_t c = part + turns.Part() * kColumns;
+        const bool activates = turns.Activates();
         auto stored = [&](int i) { return row[i] >= 0 && c + Rows::Column(lane) < columns; };
         auto offset = [&](int i) {
           return int64_t{row[i]} * params.out_channels + (first_column + c);
@@ -321,12 +322,7 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
             for (int j = 0; j < kAtOnce / 8; j += 2) {
               uint32_t added[4];
               LoadMatrices(rows.Matrices(lane, first / 8 + j), added);
-#pragma unroll
-              for (int q = 0; q < 4; ++q) {
-                float pair[2] = {t[j * 4 + q * 2], t[j * 4 + q * 2 + 1]};
-                Neighbours<T, 2>{added[q]}.AddTo(pair);
-                t[j * 4 + q * 2] = pair[0], t[j * 4 + q * 2 + 1] = pair[1];
-              }
+              AddFragments<T>(added, t + j * 4);
             }
           }
           if (activates) Activate(with.activation, with.negative_slope, t);

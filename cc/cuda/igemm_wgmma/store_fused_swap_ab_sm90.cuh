@@ -10,6 +10,7 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/pick_sums.cuh"
+#include "cuda/igemm_wgmma/fused_turns_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -133,10 +134,9 @@ __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const
   }
   uint32_t buffer = 0;
 #pragma unroll 1
-  for (int turn = with.pre == nullptr; turn < Tile::kTileM / 16;
-       turn += with.pre == nullptr ? 2 : 1) {
-    const int p = turn / 2 * 32;
-    const bool activates = turn % 2 != 0;
+  for (FusedTurns turns(with, Tile::kTileM / 32); turns.More(); turns.Next()) {
+    const int p = turns.Part() * 32;
+    const bool activates = turns.Activates();
     // A warp stores four of every 16 pixels, decoded once, a pixel a lane.
     const int32_t decoded = OutputRow<kOp>(
         params, of, place.m_tile * Tile::kTileM + p + lane / 4 % 2 * 16 + warp * 4 + lane % 4);
@@ -166,12 +166,7 @@ __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const
       for (int h = 0; h < 2; ++h) {
         uint32_t added[4];
         LoadMatricesTransposed(matrices + buffer + h * 2048, added);
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          float pair[2] = {t[h * 8 + q * 2], t[h * 8 + q * 2 + 1]};
-          Neighbours<T, 2>{added[q]}.AddTo(pair);
-          t[h * 8 + q * 2] = pair[0], t[h * 8 + q * 2 + 1] = pair[1];
-        }
+        AddFragments<T>(added, t + h * 8);
       }
     }
     if (activates) Activate(with.activation, with.negative_slope, t);
