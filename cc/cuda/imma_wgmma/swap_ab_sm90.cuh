@@ -21,33 +21,25 @@
 
 #include "cuda/imma_wgmma/filter_row_sm90.cuh"
 #include "cuda/imma_wgmma/int8_sm90.cuh"
+#include "cuda/imma_wgmma/tile_sm90.cuh"
 
 namespace jaxconv::imma_wgmma {
 
 template <class Tile>
 struct SwapAbResults;
 
-// Two consumer warpgroups with 64 channels by kTileM pixels each, of one tile of 128 channels
-// (cooperative) or of a tile of its own (pingpong). The rest as in Int8Tile.
-template <bool kPingpong_, int kTileM_, int kStages_, bool kFilterRow_ = false,
-          int kFilterSlots_ = 0, int kStationary_ = 0>
-struct SwapAbTile {
-  static constexpr bool kPingpong = kPingpong_, kFilterRow = kFilterRow_;
-  static constexpr int kTileM = kTileM_, kTileN = kPingpong ? 64 : 128;
-  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);
-  static constexpr int kStages = kStages_;
-  static constexpr int kFilterSlots = kFilterSlots_, kStationary = kStationary_;
-  static constexpr int kThreads = 3 * 128;
-  static constexpr int kBytesA = kPixels * kKBlockBytes, kBytesB = kTileN * kKBlockBytes;
-  static constexpr int kStageBytes = kBytesA + (kFilterRow ? 0 : kBytesB);
-  static constexpr int kFilterAt = kStages * kStageBytes;
-  static constexpr int kStagingAt = kFilterAt + (kFilterSlots + kStationary) * kBytesB;
+// A warpgroup multiplies 64 channels by kTileM pixels, of one tile of 128 channels (cooperative) or of a
+// tile of its own (pingpong).
+template <bool kPingpong, int kTileM, int kStages, bool kFilterRow = false, int kFilterSlots = 0,
+          int kStationary = 0>
+struct SwapAbTile : TileRing<kPingpong, kTileM, kPingpong ? 64 : 128, kStages, kFilterRow,
+                             kFilterSlots, kStationary> {
+  static constexpr int kStagingAt = SwapAbTile::kRingBytes;
   static constexpr int kStagingBytes = kTileM * 64;  // of a warpgroup
-  static constexpr int kSharedBytes = kStagingAt + 2 * kStagingBytes + 1024;
-  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static constexpr int kSharedBytes = SwapAbTile::SharedBytes(2 * kStagingBytes);
+  static_assert(SwapAbTile::Fits(kSharedBytes));
   static_assert(kTileM % 16 == 0, "a pass of stmatrix stores 32 pixels, the last one perhaps 16");
-  static_assert(kBytesA % 1024 == 0, "the filter's swizzle");
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static_assert(SwapAbTile::kBytesA % 1024 == 0, "the filter's swizzle");
   using Sums = int32_t[kTileM / 2];
   using Results = SwapAbResults<SwapAbTile>;
 

@@ -17,18 +17,16 @@ namespace jaxconv::imma_wgmma {
 template <class Tile>
 struct RowResults;
 
-// Shared memory and registers of a CTA with two consumer warpgroups, each of which multiplies
-// kBlocks x 64 pixels by kTileN channels: of one tile (cooperative), or of a tile of its own
-// (pingpong).
+// The ring and the registers of a CTA with two consumer warpgroups, which multiply a tile of kTileM
+// pixels by kTileN channels together (cooperative), or each a tile of its own (pingpong).
 //
 // kFilterRow: a stage holds the activations of a filter row's taps, kTileM pixels and kMaxSpan more,
 // and the filter has kFilterSlots slots of its own, or kStationary k-blocks that stay for good.
-template <bool kPingpong_, int kBlocks_, int kTileN_, int kStages_, bool kFilterRow_ = false,
-          int kFilterSlots_ = 0, int kStationary_ = 0>
-struct Int8Tile {
+template <bool kPingpong_, int kTileM_, int kTileN_, int kStages_, bool kFilterRow_,
+          int kFilterSlots_, int kStationary_>
+struct TileRing {
   static constexpr bool kPingpong = kPingpong_, kFilterRow = kFilterRow_;
-  static constexpr int kBlocks = kBlocks_;  // of 64 rows, of a warpgroup
-  static constexpr int kTileM = (kPingpong ? 1 : 2) * kBlocks * 64, kTileN = kTileN_;
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_;
   static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // of a copy
   static constexpr int kStages = kStages_;
   static constexpr int kFilterSlots = kFilterSlots_, kStationary = kStationary_;
@@ -36,14 +34,28 @@ struct Int8Tile {
   static constexpr int kBytesA = kPixels * kKBlockBytes, kBytesB = kTileN * kKBlockBytes;
   static constexpr int kStageBytes = kBytesA + (kFilterRow ? 0 : kBytesB);
   static constexpr int kFilterAt = kStages * kStageBytes;
+  static constexpr int kRingBytes = kFilterAt + (kFilterSlots + kStationary) * kBytesB;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+  // With what lies behind the ring, and 1024 to align it.
+  static constexpr int SharedBytes(int behind) { return kRingBytes + behind + 1024; }
+  static constexpr bool Fits(int shared_bytes) {
+    return shared_bytes + 1024 <= 232448;  // 227 KB a CTA, barriers among them
+  }
+};
+
+// A warpgroup multiplies kBlocks x 64 pixels by kTileN channels.
+template <bool kPingpong, int kBlocks_, int kTileN, int kStages, bool kFilterRow = false,
+          int kFilterSlots = 0, int kStationary = 0>
+struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTileN, kStages,
+                           kFilterRow, kFilterSlots, kStationary> {
+  static constexpr int kBlocks = kBlocks_;  // of 64 rows, of a warpgroup
   // Of each consumer warpgroup two buffers, for the tile that it stores and for the next.
   using Terms = SharedTerms<kTileN>;
-  static constexpr int kTermsAt = kFilterAt + (kFilterSlots + kStationary) * kBytesB;
-  // 1024 to align the ring.
-  static constexpr int kSharedBytes = kTermsAt + 4 * Terms::kBytes + 1024;
-  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static constexpr int kTermsAt = Int8Tile::kRingBytes;
+  static constexpr int kSharedBytes = Int8Tile::SharedBytes(4 * Terms::kBytes);
+  static_assert(Int8Tile::Fits(kSharedBytes));
   static constexpr int kAccumulators = kBlocks * kTileN / 2;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   using Sums = int32_t[kAccumulators];  // kTileN / 2 of each block
   using Results = RowResults<Int8Tile>;
 
