@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -324,6 +325,25 @@ def test_the_training_example_learns_with_winograd(tmp_path):
     assert kernels[1].count("dgrad_winograd_bf16_4x4") == 2, said
     found = dict(re.findall(r"^(jaxconv|lax) .*test accuracy ([\d.]+)%", said, re.MULTILINE))
     assert float(found["jaxconv"]) > max(60, float(found["lax"]) - 5), said
+
+
+def test_the_resnet_example_compares_loss_curves(monkeypatch, capsys):
+    """Two of its blocks, on small images: the whole network takes minutes to compile."""
+    for package in ("flax", "optax", "sklearn", "tqdm"):
+        pytest.importorskip(package, reason=f"the example needs {package}")
+    path = REPOSITORY / "examples" / "resnet50.py"
+    spec = importlib.util.spec_from_file_location("resnet50_example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "STAGES", ((1, 1), (1, 2)))
+    options = ["--fuse", "--steps", "12", "--batch-size", "4", "--size", "32"]
+    monkeypatch.setattr(sys, "argv", ["resnet50.py", *options])
+    assert example.main() == 0
+    said = capsys.readouterr().out
+    # Stem and two blocks with a shortcut each; every one but the stem has a data gradient.
+    assert "26 of 26 convolutions on jaxconv's kernels; 9 with statistics" in said
+    monkeypatch.setattr(example, "ALLOWED", 0.0)
+    assert not example.alike(*(example.Run(np.arange(20.0) + i, 1, 1, "") for i in range(3)), "x")
 
 
 def test_the_training_examples_plot_marks_what_is_equal(tmp_path, monkeypatch):

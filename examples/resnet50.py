@@ -1,0 +1,224 @@
+"""Trains a ResNet-50 with lax's convolutions and with jaxconv's, and compares the loss curves.
+
+    pip install '.[examples]'
+    python examples/resnet50.py --fuse
+    python examples/resnet50.py --fuse --size 224 --batch-size 256    # on a GPU
+
+The network is written in Flax as users write it: convolutions of ``nnx.Conv``, batch norm in
+training mode, bfloat16 activations over float32 parameters. jaxconv comes in where the step is
+compiled: ``jaxconv.override()`` puts its kernels under every convolution, and with ``--fuse``
+``jaxconv.fuse`` moves the statistics of batch norm into the convolutions' calls. The data are
+scikit-learn's bundled digits, enlarged; nothing is downloaded.
+
+Two trainings of one network differ by their rounding, and training amplifies that. How much is
+measured: lax trains twice, the second time with the examples of every batch in reverse order, which
+changes no sum but the order of its summands. Exits with status 1 where jaxconv's loss curve is more
+than three times as far from lax's as that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+import jaxconv
+
+ALLOWED = 3.0  # times the distance between lax's two curves
+SMOOTHED = 10  # steps: a loss curve's running mean
+STAGES = ((3, 1), (4, 2), (6, 2), (3, 2))  # blocks and stride of each
+DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+
+
+class ConvNorm(nnx.Module):
+    """A convolution without bias, and batch norm."""
+
+    def __init__(
+        self, c: int, k: int, window: int, stride: int, dtype, rngs: nnx.Rngs, gain: float = 1.0
+    ):
+        """``c`` channels to ``k``, "SAME" padding; ``gain`` is the norm's initial scale."""
+        self.conv = nnx.Conv(
+            c, k, (window, window), strides=stride, use_bias=False, dtype=dtype, rngs=rngs
+        )
+        self.norm = nnx.BatchNorm(
+            k, dtype=dtype, scale_init=nnx.initializers.constant(gain), rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(N, H, W, c) to (N, H/stride, W/stride, k)."""
+        return self.norm(self.conv(x))
+
+
+class Bottleneck(nnx.Module):
+    """1x1, 3x3 and 1x1 convolutions around which the block's input is added."""
+
+    def __init__(self, c: int, width: int, stride: int, dtype, rngs: nnx.Rngs):
+        """``c`` channels to ``4 width``."""
+        self.reduce = ConvNorm(c, width, 1, 1, dtype, rngs)
+        self.window = ConvNorm(width, width, 3, stride, dtype, rngs)
+        # Goyal et al. 2017: each block begins as its shortcut.
+        self.expand = ConvNorm(width, 4 * width, 1, 1, dtype, rngs, gain=0.0)
+        narrow = c != 4 * width or stride != 1
+        self.shortcut = ConvNorm(c, 4 * width, 1, stride, dtype, rngs) if narrow else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(N, H, W, c) to (N, H/stride, W/stride, 4 width)."""
+        y = nnx.relu(self.window(nnx.relu(self.reduce(x))))
+        return nnx.relu(self.expand(y) + (self.shortcut(x) if self.shortcut else x))
+
+
+class ResNet50(nnx.Module):
+    """He et al. 2015, with the stride in the 3x3 convolution."""
+
+    def __init__(self, classes: int, dtype, rngs: nnx.Rngs):
+        """Draws the initial weights."""
+        self.stem = ConvNorm(3, 64, 7, 2, dtype, rngs)
+        blocks, c = [], 64
+        for stage, (count, stride) in enumerate(STAGES):
+            for block in range(count):
+                width = 64 << stage
+                blocks.append(Bottleneck(c, width, 1 if block else stride, dtype, rngs))
+                c = 4 * width
+        self.blocks = nnx.Sequential(*blocks)
+        self.classify = nnx.Linear(c, classes, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits (N, classes), float32, of images (N, H, W, 3)."""
+        x = nnx.max_pool(nnx.relu(self.stem(images)), (3, 3), (2, 2), "SAME")
+        return self.classify(self.blocks(x).mean((1, 2), dtype=jnp.float32))
+
+
+class Run(NamedTuple):
+    """What one training gave."""
+
+    losses: np.ndarray  # one a step
+    milliseconds: float  # a step, without compilation
+    compile_seconds: float
+    summary: str  # of jaxconv's kernels in the step
+
+    @property
+    def curve(self) -> np.ndarray:
+        """The losses' running mean."""
+        return np.convolve(self.losses, np.full(SMOOTHED, 1 / SMOOTHED), "valid")
+
+
+def batches(args: argparse.Namespace):
+    """Images (N, 8, 8) in [-1, 1] and labels (N,): the same ones in every training."""
+    digits = load_digits()
+    rng = np.random.default_rng(args.seed)
+    for _ in range(args.steps):
+        chosen = rng.choice(len(digits.target), args.batch_size, args.batch_size > 1797)
+        yield (digits.images[chosen] / 8 - 1).astype(np.float32), digits.target[chosen]
+
+
+def training_step(args: argparse.Namespace) -> tuple[Callable, nnx.State]:
+    """The step, of (state, images, labels) to (state, loss), and the initial state."""
+    dtype = DTYPES[args.dtype]
+    model = ResNet50(10, dtype, nnx.Rngs(args.seed))
+    rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, max(args.steps // 10, 1), args.steps)
+    optimizer = nnx.Optimizer(model, optax.sgd(rate, 0.9, nesterov=True), wrt=nnx.Param)
+    # fuse and donation want a function of arrays; modules change in place.
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state: nnx.State, images: jax.Array, labels: jax.Array):
+        model, optimizer = nnx.merge(graph, state, copy=True)
+        shape = (len(images), args.size, args.size)
+        images = jax.image.resize(images, shape, "linear")[..., None].repeat(3, -1).astype(dtype)
+
+        def mean_loss(model: ResNet50) -> jax.Array:
+            logits = model(images)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, gradients = nnx.value_and_grad(mean_loss)(model)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), loss
+
+    return step, state
+
+
+def summarised(explanation: jaxconv.Explanation) -> str:
+    """How many convolutions of the step run on jaxconv's kernels, and what those compute beside."""
+    everything = sum(c.count for c in explanation)
+    beside = collections.Counter()
+    for c in explanation:
+        if c.epilogue:
+            beside[c.epilogue] += c.count
+    line = f"{explanation.on_kernels} of {everything} convolutions on jaxconv's kernels"
+    return "; ".join([line, *(f"{count} with {what}" for what, count in beside.most_common())])
+
+
+def train(name: str, args: argparse.Namespace, fuse: bool = False, reverse: bool = False) -> Run:
+    """Trains from the same weights on the same batches; ``name`` "lax" leaves jaxconv out."""
+    step, state = training_step(args)
+    if fuse:
+        step = jaxconv.fuse(step)
+    given = list(batches(args))
+    ours = contextlib.nullcontext() if name == "lax" else jaxconv.override()
+    with ours:
+        summary = "" if name == "lax" else summarised(jaxconv.explain(step, state, *given[0]))
+        start = time.perf_counter()
+        compiled = jax.jit(step, donate_argnums=0).lower(state, *given[0]).compile()
+        compile_seconds = time.perf_counter() - start
+
+    losses, ends = [], []
+    for images, labels in tqdm(given, desc=name + (", reversed" if reverse else ""), unit="step"):
+        if reverse:
+            images, labels = images[::-1], labels[::-1]
+        state, loss = compiled(state, images, labels)
+        losses.append(float(loss))  # waits for the step
+        ends.append(time.perf_counter())
+    milliseconds = 1e3 * float(np.median(np.diff(ends))) if len(ends) > 1 else float("nan")
+    return Run(np.asarray(losses), milliseconds, compile_seconds, summary)
+
+
+def main() -> int:
+    """Trains three times and compares; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--fuse", action="store_true", help="jaxconv.fuse on the whole step")
+    add("--steps", type=int, default=100, help="of training (default: 100)")
+    add("--batch-size", type=int, default=32, help="examples a step (default: 32)")
+    add("--size", type=int, default=64, help="height and width of the images (default: 64)")
+    add("--dtype", choices=DTYPES, default="bf16", help="activations (default: bf16)")
+    add("--seed", type=int, default=0, help="of weights and batches")
+    args = parser.parse_args()
+    if args.steps < SMOOTHED or args.batch_size < 2 or args.size < 32:
+        parser.error(f"expected at least {SMOOTHED} steps, 2 examples a step and 32 pixels")
+    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, jaxconv {jaxconv.__version__}")
+
+    ours_name = "fused" if args.fuse else "jaxconv"
+    lax, again = train("lax", args), train("lax", args, reverse=True)
+    ours = train(ours_name, args, args.fuse)
+    print(ours.summary)
+    for name, run in (("lax", lax), ("lax, reversed", again), (ours_name, ours)):
+        took = f"{run.milliseconds:8.2f} ms a step, compiled in {run.compile_seconds:5.1f} s"
+        print(f"{name:14} {took}, loss {run.losses[0]:.3f} to {run.curve[-1]:.3f}")
+    return 0 if alike(lax, again, ours, ours_name) else 1
+
+
+def alike(lax: Run, again: Run, ours: Run, ours_name: str) -> bool:
+    """Whether our loss curve is as near to lax's as another order of the examples brings lax's."""
+    noise, distance = (
+        float(np.sqrt(np.mean((run.curve - lax.curve) ** 2))) for run in (again, ours)
+    )
+    print(f"distance from lax's loss curve (rms): reversed {noise:.2e}, {ours_name} {distance:.2e}")
+    if distance <= ALLOWED * noise:
+        return True
+    print(f"{ours_name} is more than {ALLOWED:g} times as far from lax as lax from itself")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
