@@ -33,6 +33,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/ring_sm90.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -159,17 +160,15 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   }
   __syncthreads();
 
-  uint32_t stage = 0, parity = 0;
-  auto next = [&] {
-    if (++stage == kRunStages) stage = 0, parity ^= 1;
-  };
+  RingPlace<kRunStages> stage;
   if (warp >= kWarps) {
     LowerRegisters<24>();
     if (warp == kWarps && ElectOne()) {
-      for (int32_t item = slice; item < params.items; item += params.slices, next()) {
+      for (int32_t item = slice; item < params.items; item += params.slices, stage.Next()) {
         const TilePlace tile(params, item, kChannels);
-        const uint32_t to = stages + stage * params.stage_bytes, barrier = full + stage * 8;
-        BarrierWait(empty + stage * 8, parity ^ 1);
+        const uint32_t to = stages + stage.slot * params.stage_bytes,
+                       barrier = full + stage.slot * 8;
+        BarrierWait(empty + stage.slot * 8, stage.parity ^ 1);
         BarrierArriveExpect(barrier, box_bytes + walked_bytes);
         // dy first: x has the guard behind it.
         CopyTile4d(to, &walked_map, barrier, first_channel, tile.column, tile.row,
@@ -202,11 +201,11 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     const int32_t y_row = params.walked_columns * kRunPixelBytes;
     const int32_t x_pixel = (image[0] * rows.box + row[0]) * columns.box + column[0];
     const int32_t y_pixel = (image[1] * rows.tile + row[1]) * params.walked_columns + column[1];
-    for (int32_t item = slice; item < params.items; item += params.slices, next()) {
+    for (int32_t item = slice; item < params.items; item += params.slices, stage.Next()) {
       const TilePlace tile(params, item, kChannels);
       const int32_t images_left = min(params.images - tile.image, params.tile_images);
       const int32_t columns_left = columns.out - tile.column;
-      const uint32_t walked = stages + stage * params.stage_bytes, box = walked + walked_bytes;
+      const uint32_t walked = stages + stage.slot * params.stage_bytes, box = walked + walked_bytes;
       const bool has_x = image[0] < images_left && column[0] < columns_left;
       const bool has_y = image[1] < images_left && column[1] < columns_left;
       RunPlace place;
@@ -219,7 +218,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
           has_y ? walked + y_pixel * kRunPixelBytes + ((y_chunk ^ (y_pixel & 7)) << 4) : zeros;
       place.x_step = has_x ? x_row : 0;
       place.y_step = has_y ? y_row : 0;
-      BarrierWait(full + stage * 8, parity);
+      BarrierWait(full + stage.slot * 8, stage.parity);
       // Tiles of several groups of rows have all of them.
       const int32_t rows_left = rows.out - tile.row;
       if (rows_left >= Tag::kRunRows) {
@@ -228,7 +227,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
         AddRows<Tag>(place, rows_left, sums);
       }
       __syncwarp();
-      if (lane == 0) BarrierArrive(empty + stage * 8);
+      if (lane == 0) BarrierArrive(empty + stage.slot * 8);
     }
   }
   NamedBarrierSync(1, kThreads);

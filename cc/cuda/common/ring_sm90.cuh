@@ -68,13 +68,17 @@ struct Release {
   }
 };
 
-// A slot of a ring of kSize and the parity of its round.
-template <int kSize>
-struct RingPlace {
+// A slot of a ring and the parity of its round.
+struct RingTurn {
   uint32_t slot = 0, parity = 0;
-  __device__ __forceinline__ void Next() {
-    if (++slot == kSize) slot = 0, parity ^= 1;
+  __device__ __forceinline__ void Next(uint32_t size) {
+    if (++slot == size) slot = 0, parity ^= 1;
   }
+};
+// Of a ring of kSize.
+template <int kSize>
+struct RingPlace : RingTurn {
+  __device__ __forceinline__ void Next() { RingTurn::Next(kSize); }
   __device__ __forceinline__ void Skip(uint32_t count) {
     const uint32_t at = slot + count;
     parity ^= at / kSize & 1;

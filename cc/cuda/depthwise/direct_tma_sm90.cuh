@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   __syncwarp();
 
   int64_t held = -1;
-  int32_t stage = 0;
-  uint32_t parity = 0;
+  RingTurn stage;
 #pragma unroll 1
   for (int32_t item = share.item; item < share.end; ++item) {
     TilePlace first = TilePlace(params, item, kChannels);
@@ -103,12 +102,12 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
       }
       __syncthreads();
     }
-    BarrierWait(full + stage * 8, parity);
+    BarrierWait(full + stage.slot * 8, stage.parity);
     float sums[Tag::kRows][Tag::kStrip][kVec] = {};
-    AddWindow<T, Tag>(params, dynamic + stage * params.stage_bytes + box_at, taps + lane * kVec,
-                      sums);
+    AddWindow<T, Tag>(params, dynamic + stage.slot * params.stage_bytes + box_at,
+                      taps + lane * kVec, sums);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty + stage * 8);
+    if (threadIdx.x % 32 == 0) BarrierArrive(empty + stage.slot * 8);
 
     first = first.OfImage(block.image, params.images);
     first.row += block.row, first.column += block.column;
@@ -126,11 +125,11 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
     }
     __syncwarp();
     if (warp == 0 && item + params.stages < share.end && ElectOne()) {
-      BarrierWait(empty + stage * 8, parity);
-      copy(item + params.stages, stage);
+      BarrierWait(empty + stage.slot * 8, stage.parity);
+      copy(item + params.stages, stage.slot);
     }
     __syncwarp();
-    if (++stage == params.stages) stage = 0, parity ^= 1;
+    stage.Next(params.stages);
   }
 }
 

@@ -82,24 +82,23 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   __syncwarp();
 
   float sums[kR][kS][kVec] = {};
-  int32_t stage = 0;
-  uint32_t parity = 0;
+  RingTurn stage;
 #pragma unroll 1
   for (int32_t item = share.slice; item < params.items; item += params.slices) {
-    BarrierWait(full + stage * 8, parity);
-    const unsigned char* box = dynamic + stage * params.stage_bytes;
+    BarrierWait(full + stage.slot * 8, stage.parity);
+    const unsigned char* box = dynamic + stage.slot * params.stage_bytes;
     float gradient[Tag::kRows][Tag::kStrip][kVec];
     LoadGradient<T, Tag>(columns.tile, box + walked_at, gradient);
     AddToTaps<T, Tag>(columns.box, box + box_at, gradient, sums);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty + stage * 8);
+    if (threadIdx.x % 32 == 0) BarrierArrive(empty + stage.slot * 8);
     const int32_t next = item + params.stages * params.slices;
     if (warp == 0 && next < params.items && ElectOne()) {
-      BarrierWait(empty + stage * 8, parity);
-      copy(next, stage);
+      BarrierWait(empty + stage.slot * 8, stage.parity);
+      copy(next, stage.slot);
     }
     __syncwarp();
-    if (++stage == params.stages) stage = 0, parity ^= 1;
+    stage.Next(params.stages);
   }
   __syncthreads();
   StoreTaps(params, share, sums, reinterpret_cast<float*>(dynamic), 0, kR * kS);
