@@ -244,7 +244,9 @@ def train_quantized(
     weights: Weights, scales: Scales, data: Data, args: argparse.Namespace
 ) -> Weights:
     """Quantisation-aware training: a few epochs of ``fake_quant_network`` at fixed scales."""
-    optimizer = optax.adam(3e-5)
+    epochs = max(1, args.epochs // 4)
+    steps = epochs * (len(data.train_labels) // args.batch_size)
+    optimizer = optax.adam(optax.cosine_decay_schedule(2e-5, steps))
 
     @jax.jit
     def step(weights, state, images, labels):
@@ -255,7 +257,6 @@ def train_quantized(
         return optax.apply_updates(weights, updates), state
 
     state = optimizer.init(weights)
-    epochs = max(1, args.epochs // 4)
     for images, labels in batches(data, args.batch_size, epochs, args.seed + 1, "int8, QAT"):
         weights, state = step(weights, state, images, labels)
     return weights
