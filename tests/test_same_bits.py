@@ -1,0 +1,70 @@
+"""same_bits.py judges what kernel_check prints in several processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import same_bits
+
+# Prints a hash for each problem of the file, that of the third as `third` says.
+PROGRAM = """#!/bin/sh
+awk -F'\\t' -v third="{third}" '{{
+  if (NR == 3 && third == "") next
+  print $1, "fprop_some_kernel", NR == 3 ? third : NR
+}}' "$2"
+echo "hash: $(wc -l < "$2") problems"
+exit {status}
+"""
+
+
+@pytest.fixture
+def compared(tmp_path, capsys):
+    """Runs same_bits.py with a program like that: (status, what it prints)."""
+
+    def run(third: str = "bits", status: int = 0, *arguments: str) -> tuple[int, str]:
+        program = tmp_path / "check"
+        program.write_text(PROGRAM.format(third=third, status=status))
+        program.chmod(0o755)
+        returned = same_bits.main(["--program", str(program), *arguments])
+        return returned, capsys.readouterr().out
+
+    return run
+
+
+def test_equal_bits_pass(compared):
+    status, printed = compared()
+    summary = json.loads(printed.splitlines()[-1])
+    assert status == 0
+    assert summary["failed"] == 0
+    assert summary["processes"] == 3
+    assert summary["results"] == len(same_bits.LAYERS) * 3 * len(same_bits.DTYPES)
+
+
+def test_bits_that_differ_are_a_failure(compared):
+    # The number of the process differs in every one.
+    status, printed = compared("$$")
+    assert status == 1
+    assert json.loads(printed.splitlines()[-1])["failed"] == 1
+
+
+def test_a_result_that_a_process_lacks_is_a_failure():
+    runs = [{("a", "k"): "1", ("b", "k"): "2"}, {("a", "k"): "1"}]
+    assert same_bits.differing(runs) == ["b k: 2"]
+
+
+def test_a_program_that_fails_is_a_failure(compared):
+    status, printed = compared(status=1)
+    assert status == 1
+    assert "status 1" in printed
+
+
+def test_one_process_is_refused(compared):
+    with pytest.raises(SystemExit):
+        compared("bits", 0, "--processes", "1")
+
+
+def test_keys_are_of_every_operation_and_layer():
+    names, keys = zip(*(line.split("\t") for line in same_bits.lines()), strict=True)
+    assert len(keys) == len(same_bits.LAYERS) * 3 * len(same_bits.DTYPES)
+    assert len(set(names)) == len(set(keys)) == len(keys)
