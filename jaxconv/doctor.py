@@ -7,6 +7,7 @@ a small convolution and its gradients on every platform against a float64 refere
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib.metadata
 import importlib.resources
@@ -31,6 +32,7 @@ from jaxconv.bench.program import kernel_of, libraries
 _OLDEST_JAX = (0, 9, 2)
 _OLDEST_PYTHON = (3, 11)
 _ONEDNN = "onednn-cpu-gomp"
+_MOST_NAMES = 30  # of kernels that are named; more are counted
 
 # Channel counts that every kernel family takes, and a window that reads padding on all sides.
 _LAYER = Layer(2, (8, 8), 32, 64, (3, 3), (1, 1), (1, 1))
@@ -211,9 +213,17 @@ def _kernels(report: _Report, name: str) -> None:
     instances, families = kernels.kernels(), list(module.families())
     report.ok(f"{len(instances)} kernel instances; families: {', '.join(families) or 'none'}")
     for op in Op:
-        own = [instance for instance in instances if instance.startswith(op.value + "_")]
+        start = op.value + "_"
+        own = [i.removeprefix(start) for i in instances if i.startswith(start)]
+        if len(own) > _MOST_NAMES:
+            of_family = collections.Counter(
+                max((f for f in families if name.startswith(f + "_")), key=len) for name in own
+            )
+            own = [f"{family} {count}" for family, count in of_family.items()]
         if own:
-            report.note(f"{op.value}: {', '.join(i.removeprefix(op.value + '_') for i in own)}")
+            report.note(f"{op.value}: {', '.join(own)}")
+    if len(instances) > _MOST_NAMES:
+        report.note("`print(jaxconv.kernels())` lists them")
     info = module.build_info()
     report.ok("build: " + ", ".join(f"{key} {value}" for key, value in info.items()))
     if info.get("version", jaxconv.__version__) != jaxconv.__version__:

@@ -336,13 +336,15 @@ def _depthwise_problems() -> list[Problem]:
 DEPTHWISE = _depthwise_problems()
 
 # For CPU kernels of windows that are the whole input, and of few output channels.
-WHOLE_WINDOW = [
+FEW_PIXELS = [
     problem("whole_7x7", 7, 7, n=4, c=40, k=33),
     problem("whole_1d", (9,), 9, n=3, c=17, k=100),
     problem("whole_3d", (2, 3, 2), (2, 3, 2), n=1, c=6, k=48),
     problem("whole_strided", (5, 4), (5, 4), n=8, c=8, k=16, stride=3, padding=((0, 1), (0, 2))),
     problem("whole_batched", 3, 3, n=2, c=9, k=20, batch=3),
     problem("pointwise_on_one_pixel", 1, 1, n=5, c=130, k=70),
+    problem("pixels_strided", (9, 7), (4, 3), n=4, c=70, k=40, stride=2, padding=((2, 0), (0, 1))),
+    problem("pixels_batched", 4, 3, n=2, c=130, k=36, padding=1, batch=2),
 ]
 FEW_OUTPUTS = [
     problem("outputs_1", (9, 40), 3, c=64, k=1, padding=1),

@@ -47,6 +47,15 @@ def test_doctor_finds_nothing_broken(capsys, native_cpu):
     assert re.search(r"ok +fprop int8: \w+, relative error 0", said), said
 
 
+def test_doctor_counts_many_kernels(capsys, monkeypatch, native_cpu):
+    monkeypatch.setattr(doctor, "_MOST_NAMES", 7)
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "fprop: few_pixels 1, few_outputs 1, onednn 8\n" in said
+    assert "dgrad: onednn_f32, onednn_f32_no_brgemm," in said
+    assert "`print(jaxconv.kernels())` lists them" in said
+
+
 def test_doctor_reports_missing_kernels_and_still_succeeds(capsys, monkeypatch):
     refusal = native.Refusal("jaxconv[cpu]", "ImportError: taken away by a test")
     monkeypatch.setattr(native, "load", lambda name: refusal)

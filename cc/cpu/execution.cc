@@ -65,12 +65,13 @@ class Execution {
                              static_cast<float*>(result_));
       }
       if (plan_.family == Family::kFewPixels) {
-        FewPixels(p_, task, plan_.slices, Floats(x_), Floats(w_), FewPixelsPartial(task));
+        FewPixels(p_, task, plan_.slices, Floats(x_), Floats(w_), Floats(Scratch(task)),
+                  FewPixelsPartial(task));
         return Status();
       }
       return wgrad_ ? WgradTask(task) : DataTask(task);
     }));
-    AddFewPixels();
+    JAXCONV_RETURN_IF_ERROR(AddFewPixels());
     JAXCONV_RETURN_IF_ERROR(ReducePartials());
     return Finish();
   }
@@ -205,16 +206,19 @@ class Execution {
 
   // The first task writes the result itself.
   float* FewPixelsPartial(int64_t task) const {
-    return task == 0 ? static_cast<float*>(result_) : Floats(Scratch(task - 1));
+    if (task == 0) return static_cast<float*>(result_);
+    return Floats(workspace_ + plan_.products_offset + (task - 1) * plan_.sums_stride);
   }
 
-  void AddFewPixels() const {
-    if (plan_.family != Family::kFewPixels) return;
+  Status AddFewPixels() {
+    if (plan_.family != Family::kFewPixels || plan_.slices == 1) return {};
     float* y = FewPixelsPartial(0);
-    for (int64_t task = 1; task < plan_.slices; ++task) {
-      const float* partial = FewPixelsPartial(task);
-      for (int64_t i = 0; i < p_.y_elements(); ++i) y[i] += partial[i];
-    }
+    return EachRange(p_.y_elements(), [&](int64_t begin, int64_t end) {
+      for (int64_t task = 1; task < plan_.slices; ++task) {
+        const float* partial = FewPixelsPartial(task);
+        for (int64_t i = begin; i < end; ++i) y[i] += partial[i];
+      }
+    });
   }
 
   void ComputeFewOutputs(const Region& region) const {

@@ -9,6 +9,10 @@
 // columns (2 vectors an image) are loaded, 16 vectors of the filter multiplied, and the sums stored.
 // They are a few KB and stay in the first-level cache.
 //
+// Where the window is not the whole input, output pixels, up to 128, take the place of images: for
+// every tap, 64 channels of the pixels of x that it multiplies are gathered (zeros in the padding)
+// and multiplied with these 64 rows of the filter, 8 pixels at a time.
+//
 // The loops over a block must be unrolled, or the sums go through memory.
 #include "cpu/few_pixels.h"
 
@@ -24,6 +28,7 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kMaxImages = 8;
 constexpr int64_t kRowsAtATime = 8;
+constexpr int64_t kMaxPixels = 128, kGatheredRows = 64;
 
 // sum (n, K) += x[:, 0 .. rows) w (rows, K); images of x lie x_stride apart.
 template <int kImages>
@@ -65,38 +70,105 @@ constexpr AddRowsFn kAddRows[kMaxImages + 1] = {nullptr,    AddRows<1>, AddRows<
                                                 AddRows<3>, AddRows<4>, AddRows<5>,
                                                 AddRows<6>, AddRows<7>, AddRows<8>};
 
+// Whether an image has one output pixel, which meets all of the input.
+bool IsWholeWindow(const ConvProblem& p) {
+  for (int a = 0; a < 3; ++a) {
+    const bool whole = p.filter[a] == p.in[a] && (p.filter[a] == 1 || p.dilation[a] == 1);
+    if (!whole || p.out[a] != 1 || p.pad_lo[a] != 0) return false;
+  }
+  return p.n <= kMaxImages;
+}
+
+// Copies channels [first, first + rows) of what tap `tap` multiplies for every output pixel;
+// `gathered` has kGatheredRows elements a pixel.
+void Gather(const ConvProblem& p, const float* x, int64_t tap, int64_t first, int64_t rows,
+            float* gathered) {
+  const Spatial at_tap{tap / (p.filter[1] * p.filter[2]), tap / p.filter[2] % p.filter[1],
+                       tap % p.filter[2]};
+  for (int64_t i = 0; i < p.n * p.out_pixels(); ++i, gathered += kGatheredRows) {
+    int64_t rest = i;
+    Spatial at;
+    bool inside = true;
+    for (int a = 2; a >= 0; --a) {
+      at[a] = rest % p.out[a] * p.stride[a] + at_tap[a] * p.dilation[a] - p.pad_lo[a];
+      rest /= p.out[a];
+      inside &= at[a] >= 0 && at[a] < p.in[a];
+    }
+    if (inside) {
+      const int64_t pixel = ((rest * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2] + at[2];
+      std::memcpy(gathered, x + pixel * p.c + first, rows * sizeof(float));
+    } else {
+      std::memset(gathered, 0, rows * sizeof(float));
+    }
+  }
+}
+
+// sum (pixels, K) += what rows [begin, end) of the filter (taps C, K) contribute.
+void AddGathered(const ConvProblem& p, const float* x, const float* w, int64_t begin, int64_t end,
+                 float* gathered, float* sum) {
+  const int64_t pixels = p.n * p.out_pixels();
+  for (int64_t rows, row = begin; row < end; row += rows) {
+    const int64_t tap = row / p.c, first = row % p.c;
+    rows = std::min({end - row, p.c - first, kGatheredRows});
+    Gather(p, x, tap, first, rows, gathered);
+    for (int64_t i = 0; i < pixels; i += kMaxImages) {
+      kAddRows[std::min(kMaxImages, pixels - i)](gathered + i * kGatheredRows, kGatheredRows, rows,
+                                                 w + row * p.k, p.k, sum + i * p.k);
+    }
+  }
+}
+
 }  // namespace
 
 Status CheckFewPixels(const ConvProblem& p) {
   static const bool runs = __builtin_cpu_supports("avx512f");
   if (!runs) return Status::Unimplemented("needs AVX-512");
   if (p.groups != 1) return Status::Unimplemented("takes no groups");
-  for (int a = 0; a < 3; ++a) {
-    const bool whole = p.filter[a] == p.in[a] && (p.filter[a] == 1 || p.dilation[a] == 1);
-    if (!whole || p.out[a] != 1 || p.pad_lo[a] != 0) {
-      return Status::Unimplemented("takes windows that are the whole input");
-    }
-  }
-  if (p.n > kMaxImages) {
-    return Status::Unimplemented("takes up to " + std::to_string(kMaxImages) + " images, got " +
-                                 std::to_string(p.n));
+  if (p.n * p.out_pixels() > kMaxPixels) {
+    return Status::Unimplemented("takes up to " + std::to_string(kMaxPixels) +
+                                 " output pixels, got " + std::to_string(p.n * p.out_pixels()));
   }
   return {};
 }
 
+Status FewPixelsPays(const ConvProblem& p) {
+  if (IsWholeWindow(p)) return {};
+  // oneDNN reads the filter again for every row of the output, or for every image where the filter
+  // is 1x1, which short rows do not make up for once it has outgrown the second-level cache; of
+  // single pixels not even before (measured: docs/notes/cpu.md).
+  constexpr int64_t kShort = 5, kLargeFilter = 1 << 20;
+  const int64_t run = p.taps() == 1 ? p.out_pixels() : p.out[2];
+  const int64_t filter = p.w_elements() / p.batch * static_cast<int64_t>(sizeof(float));
+  const bool vectors = p.c >= kLanes && p.k >= 2 * kLanes;
+  if (vectors && (run == 1 || (run <= kShort && filter >= kLargeFilter))) return {};
+  return Status::Unimplemented(
+      "pays for windows that are the whole input, and for short rows of a large filter's output");
+}
+
 int64_t FewPixelsPartialBytes(const ConvProblem& p) {
-  return p.batch * p.n * p.k * static_cast<int64_t>(sizeof(float));
+  return p.y_elements() * static_cast<int64_t>(sizeof(float));
+}
+
+int64_t FewPixelsScratchBytes(const ConvProblem& p) {
+  const int64_t pixels = IsWholeWindow(p) ? 0 : p.n * p.out_pixels();
+  return pixels * kGatheredRows * static_cast<int64_t>(sizeof(float));
 }
 
 void FewPixels(const ConvProblem& p, int64_t task, int64_t tasks, const float* x, const float* w,
-               float* partial) {
+               float* scratch, float* partial) {
   std::memset(partial, 0, FewPixelsPartialBytes(p));
-  const int64_t inner = p.taps() * p.c;
+  const int64_t inner = p.taps() * p.c, image = p.n * p.in_pixels() * p.c;
   const int64_t begin = task * inner / tasks, end = (task + 1) * inner / tasks;
   for (int64_t b = 0; b < p.batch; ++b) {
+    const float* filter = w + b * inner * p.k;
+    float* sum = partial + b * p.n * p.out_pixels() * p.k;
+    if (!IsWholeWindow(p)) {
+      AddGathered(p, x + b * image, filter, begin, end, scratch, sum);
+      continue;
+    }
     for (int64_t i = begin; i < end; i += kRowsAtATime) {
-      kAddRows[p.n](x + b * p.n * inner + i, inner, std::min(kRowsAtATime, end - i),
-                    w + (b * inner + i) * p.k, p.k, partial + b * p.n * p.k);
+      kAddRows[p.n](x + b * image + i, inner, std::min(kRowsAtATime, end - i), filter + i * p.k,
+                    p.k, sum);
     }
   }
 }

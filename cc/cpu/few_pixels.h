@@ -1,5 +1,6 @@
-// Forward convolutions whose window is the whole input, of few images, float32: a classifier's last
-// layers, and dense layers written as convolutions. They are products of a few rows with a matrix.
+// Forward convolutions with few output pixels, float32: windows that are the whole input (a
+// classifier's last layers, and dense layers written as convolutions), and large filters on small
+// maps. They are products of a few rows with a matrix, the filter.
 #ifndef JAXCONV_CPU_FEW_PIXELS_H_
 #define JAXCONV_CPU_FEW_PIXELS_H_
 
@@ -10,17 +11,23 @@
 
 namespace jaxconv::cpu {
 
-// Fails, with the reason, where the kernel does not take the problem: unless an image has one output
-// pixel that meets every input element, beyond 8 images, with groups, and without AVX-512.
+// Fails, with the reason, where the kernel does not take the problem: beyond 128 output pixels of
+// all images, with groups, and without AVX-512.
 Status CheckFewPixels(const ConvProblem& problem);
+
+// Fails where oneDNN is as fast.
+Status FewPixelsPays(const ConvProblem& problem);
 
 // Partial sums of one task, of all independent convolutions.
 int64_t FewPixelsPartialBytes(const ConvProblem& problem);
 
-// Writes to `partial` (batch, n, K) what the rows of the filter matrix (taps C, K) of task `task` of
-// `tasks` contribute.
+// Of one task.
+int64_t FewPixelsScratchBytes(const ConvProblem& problem);
+
+// Writes to `partial` (batch, pixels, K) what the rows of the filter matrix (taps C, K) of task
+// `task` of `tasks` contribute.
 void FewPixels(const ConvProblem& problem, int64_t task, int64_t tasks, const float* x,
-               const float* w, float* partial);
+               const float* w, float* scratch, float* partial);
 
 }  // namespace jaxconv::cpu
 

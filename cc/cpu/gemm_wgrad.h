@@ -1,9 +1,9 @@
 // The weight gradient as matrix products, dw[tap] = x[tap]^T dy, where x[tap] are the pixels of x
 // that the tap multiplies with those of dy. float32 operands, inputs not dilated.
 //
-// A task owns a range of input channels for all taps or, of few channels, for some taps, so there are
-// no partial sums. Rows of dy of at least 192 pixels are multiplied with x in place; for shorter ones
-// x[tap] is gathered first.
+// A task owns a range of input channels for all taps or, of few channels, for some taps, so there
+// are no partial sums. Rows of dy of at least 192 pixels are multiplied with x in place; for shorter
+// ones x[tap] is gathered first.
 #ifndef JAXCONV_CPU_GEMM_WGRAD_H_
 #define JAXCONV_CPU_GEMM_WGRAD_H_
 

@@ -131,8 +131,11 @@ class Planner {
       plan_.scratch_stride = AlignUp(GemmWgradScratchBytes(g.p, plan_.slices));
       plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
     } else if (kernel.family == Family::kFewPixels) {
-      plan_.scratch_stride = AlignUp(FewPixelsPartialBytes(g.p));
-      plan_.scratch_offset = Reserve(plan_.scratch_stride * (plan_.slices - 1));
+      // Of every task what it gathers, then its sums; the first task's sums are the result.
+      plan_.scratch_stride = AlignUp(FewPixelsScratchBytes(g.p));
+      plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
+      plan_.sums_stride = AlignUp(FewPixelsPartialBytes(g.p));
+      plan_.products_offset = Reserve(plan_.sums_stride * (plan_.slices - 1));
     } else {
       int64_t rows = DividedRows(g), images = g.p.n;
       if (wgrad_ && onednn) rows = MaxRegionRows(g);

@@ -49,7 +49,8 @@ struct Plan {
   int64_t reversed_offset = -1;  // the filter with its taps in reverse order, or as (taps, K, C)
   int64_t result_offset = -1;    // a result that differs from the output's type or order
   int64_t sums_offset = -1,
-          sums_stride = 0;  // by task: a region's, where the epilogue follows them
+          sums_stride = 0;       // by task: a region's, where the epilogue follows them
+  int64_t products_offset = -1;  // of kFewPixels, by task but for the first, sums_stride apart
   int64_t moments_offset = -1, moments_stride = 0;  // by region, in the order of the tasks
   int64_t unpack_offset = -1, unpack_stride = 0;    // wgrad, by task: in the primitive's own layout
   int64_t scratch_offset = -1, scratch_stride = 0;  // by task

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "cpu/few_outputs.h"
+#include "cpu/few_pixels.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
@@ -167,13 +168,13 @@ Times WhereXlaIsFaster(const ConvProblem& p, Family family) {
     const double work = flops / kOperationsPerMicrosecond;
     return {1.6 + work, 0.7 + work};
   }
-  // Few terms of few input channels: storing the output decides, and 64 channels at a time of rows of a multiple
-  // of 2 KB share a few cache sets. With an epilogue XLA stores it more than once.
+  // Few terms of few input channels: storing the output decides, and oneDNN's 64 channels at a time
+  // of rows of a multiple of 2 KB share a few cache sets. With an epilogue XLA stores it more than
+  // once.
   constexpr int64_t kFewTerms = 40;
   constexpr double kDense = 200e3, kStored = 11e3, kStoredInBlocks = 7e3;  // a microsecond
-  const bool one_axis = p.rank == 1 && p.k == 512;  // there brgconv is as fast
   if (family == Family::kOnednn && p.c <= 4 && p.taps() * p.c <= kFewTerms && p.k % 512 == 0 &&
-      !one_axis && p.epilogue.Plain()) {
+      p.epilogue.Plain()) {
     const auto bytes = static_cast<double>(p.y_elements() * ByteWidth(p.y_dtype));
     const double work = flops / kDense;
     return {work + bytes / kStoredInBlocks, work + bytes / kStored};
@@ -215,6 +216,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     if (is_auto && kernel.family == Family::kGemm) {
       status = GemmWgradPays(problem, ChooseSlices(problem, Family::kOnednn, threads));
     }
+    if (is_auto && kernel.family == Family::kFewPixels) status = FewPixelsPays(problem);
     if (is_auto && kernel.family == Family::kFewOutputs) status = FewOutputsPays(problem);
     if (status.ok()) status = FindPlan(problem, kernel, slices, &plan);
     if (status.ok() && is_auto && kernel.family == Family::kDepthwise &&

@@ -374,7 +374,11 @@ void CheckSmallProblems() {
       {Geometry2d(4, 32, 32, 64, 16, 3, 3, 1, 1), "fprop_onednn_f32"},
       {Geometry2d(4, 7, 7, 256, 128, 7, 7, 1, 0), "fprop_few_pixels_f32"},
       {Geometry2d(4, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_few_pixels_f32"},
-      {Geometry2d(64, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_onednn_f32"},
+      {Geometry2d(256, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_onednn_f32"},
+      {Geometry2d(64, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_few_pixels_f32"},
+      {Geometry2d(4, 8, 8, 512, 100, 4, 4, 1, 0), "fprop_few_pixels_f32"},
+      {Geometry2d(4, 8, 8, 64, 100, 4, 4, 1, 0), "fprop_onednn_f32"},
+      {Geometry2d(1, 7, 7, 512, 512, 3, 3, 1, 1), "fprop_onednn_f32"},
       {Geometry2d(4, 8, 8, 16, 16, 3, 3, 1, 1), "fprop_onednn_f32"},
   };
   const bool avx512 = __builtin_cpu_supports("avx512f");
@@ -401,6 +405,9 @@ void CheckSmallProblems() {
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
   p.epilogue.bias = true;
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
+  p = Geometry2d(4, 1, 4000, 1, 512, 1, 10, 5, 0);
+  p.rank = 1, p.stride[1] = 1, p.out = {1, 1, 799};
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
   p = Geometry2d(1, 224, 224, 3, 1024, 16, 16, 16, 0);  // a sum of many terms
   p.out = {1, 14, 14};
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
