@@ -383,3 +383,23 @@ def test_eight_bit_filters_of_eight_taps_for_eight_channels(native_cpu):
         )
     windows = np.lib.stride_tricks.sliding_window_view(x.astype(np.int32), (2, 2, 2), (2, 3, 4))
     np.testing.assert_array_equal(y, np.einsum("ncdhwrst,crst->ncdhw", windows, w[:, 0]))
+
+
+def test_rows_behind_the_last_window_are_zero(native_cpu):
+    """oneDNN's data gradient leaves them unwritten on AMX, where x has more than 16 columns."""
+    problem = make_problem(
+        "rows_behind_the_last_window",
+        (22, 9, 19),
+        (3, 1, 2),
+        n=4,
+        c=1,
+        k=5,
+        stride=(3, 3, 1),
+        padding=((1, 0), (0, 0), (0, 0)),
+        dilation=(1, 1, 2),
+    )
+    dy, w, expected = exact_operands(Op.DGRAD, problem, "bf16", seed=0)
+    assert not expected[:, 20:].any()
+    with jax.default_device(jax.devices("cpu")[0]):
+        dx = jax.jit(problem.operation(Op.DGRAD, "bf16"))(dy, w)
+    assert_exact(dx, expected, problem.name)

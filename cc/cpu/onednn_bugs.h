@@ -76,9 +76,17 @@ inline bool OffsetIsWrong(const ConvProblem& p, DType operands) {
   return eight_bit && p.groups == 8 && p.c == 8 && p.k == 8 && p.filter == Spatial{2, 2, 2};
 }
 
+// Three spatial axes, the data gradient on AMX: rows of x behind the last window stay unwritten (5 of
+// some 40,000 random problems in bfloat16, with filters of 3 or 4 rows and x of 19 to 24 columns).
+inline bool LeavesRowsUnwritten(const std::string& implementation, const ConvProblem& p) {
+  const int64_t window = (p.filter[0] - 1) * p.dilation[0] + 1;
+  return p.op == Op::kDgrad && p.rank == 3 && implementation == "jit:avx512_core_amx" &&
+         (p.out[0] - 1) * p.stride[0] + window < p.in[0] + p.pad_lo[0];
+}
+
 // Whether the implementation of this name gives wrong results.
 inline bool IsWrong(const std::string& implementation, const ConvProblem& p, DType operands) {
-  if (OffsetIsWrong(p, operands)) return true;
+  if (OffsetIsWrong(p, operands) || LeavesRowsUnwritten(implementation, p)) return true;
   if (p.op != Op::kWgrad || implementation.rfind("x64:gemm", 0) == 0) return false;
   if (p.rank == 3 && ReachesOverFrontAndBack(p)) return true;
   if (PadsBeyondBlock(p)) return true;
