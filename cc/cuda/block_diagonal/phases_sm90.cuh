@@ -26,6 +26,7 @@
 #include <cstdint>
 
 #include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/run_loads_sm90.cuh"
 #include "cuda/block_diagonal/run_maps_sm90.cuh"
 #include "cuda/block_diagonal/runs_sm90.cuh"
 #include "cuda/block_diagonal/tile.cuh"
@@ -107,25 +108,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     CopyTile4d(stages + stage * params.stage_bytes, &gathered_map, barrier, tile.first_channel,
                tile.column - (columns.pad >> 1), tile.row - (rows.pad >> 1), tile.image);
   };
-  if (warp == 0 && ElectOne()) {
-    BarrierInit(barriers, 1);
-    BarrierInit(barriers + 8, 1);
-    BarrierInitFence();
-  }
-  WaitForPrecedingGrids();
-  LetNextGridStart();
-  if (warp == 0 && ElectOne()) {
-    if (range.item < range.end) load(range.item, 0);
-    if (range.item + 1 < range.end) load(range.item + 1, 1);
-  }
-  int32_t held;
-  {
-    const TilePlace tile(params, range.item, kChannels);
-    held = FilterOf(params, tile);
-    ClearFilter<Tag>(params, filter);
-    CopyFilter<Tag>(params, tile, filter);
-    CopyAsyncCommit();
-  }
+  LoadFirstBoxes(barriers, range, load);
+  HeldFilter<Tag> held(params, filter, range.item);
 
   // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
   const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
@@ -153,17 +137,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   uint32_t stage = 0, parity = 0;
   for (int32_t item = range.item; item < range.end; ++item) {
-    {
-      const TilePlace tile(params, item, kChannels);
-      const int32_t wanted = FilterOf(params, tile);
-      if (wanted != held) {
-        CopyFilter<Tag>(params, tile, filter);
-        CopyAsyncCommit();
-        CopyAsyncWait<0>();
-        __syncthreads();
-        held = wanted;
-      }
-    }
+    held.Exchange(item);
     const uint32_t box = stages + stage * params.stage_bytes;
     BarrierWait(barriers + stage * 8, parity);
 #pragma unroll 1

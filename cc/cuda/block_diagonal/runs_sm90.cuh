@@ -38,6 +38,7 @@
 #include <cstdint>
 
 #include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/run_loads_sm90.cuh"
 #include "cuda/block_diagonal/run_maps_sm90.cuh"
 #include "cuda/block_diagonal/tile.cuh"
 #include "cuda/common/element.cuh"
@@ -70,54 +71,6 @@ struct Runs {
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
-
-// Begins to copy the groups' elements of a tile's channels; zeros lie around them. A thread copies up to
-// 8 channels of a group at a time.
-template <class Tag, int kBytes>
-__device__ __forceinline__ void CopyGroups(const Params& params, const typename Tag::T* filter,
-                                           int32_t first_channel, uint32_t to) {
-  constexpr int kCount = kBytes / 2, kOfRow = kChannels / kCount;
-  const int32_t group = params.group, group_log2 = params.group_log2;
-  const int32_t channel = static_cast<int32_t>(threadIdx.x) % kOfRow * kCount;
-  if (first_channel + channel >= params.channels) return;
-  const int32_t first_row = channel % Tag::kBlock & ~(group - 1);
-  to += channel % 8 * 2;
-  filter += first_channel + channel;
-  for (int32_t i = threadIdx.x / kOfRow; i < 9 * group; i += kThreads / kOfRow) {
-    const int32_t tap = i >> group_log2, row = first_row + (i & (group - 1));
-    const int32_t source = Tag::kOp == Op::kDgrad ? i + ((8 - 2 * tap) << group_log2) : i;
-    CopyAsync<kBytes>(
-        to + tap * Tag::kTapBytes + row * kRunPixelBytes + ((channel / 8 ^ (row & 7)) << 4),
-        filter + int64_t{source} * params.channels, true);
-  }
-}
-template <class Tag>
-__device__ __forceinline__ void CopyFilter(const Params& params, const TilePlace& tile,
-                                           uint32_t to) {
-  const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
-                       params.images_divmod.Div(tile.image) * params.filter_stride;
-  if (params.group >= 8) {
-    CopyGroups<Tag, 16>(params, filter, tile.first_channel, to);
-  } else if (params.group == 4) {
-    CopyGroups<Tag, 8>(params, filter, tile.first_channel, to);
-  } else {
-    CopyGroups<Tag, 4>(params, filter, tile.first_channel, to);
-  }
-}
-
-// The zeros between groups are those of every filter.
-template <class Tag>
-__device__ __forceinline__ void ClearFilter(const Params& params, uint32_t filter) {
-  if (params.group == Tag::kBlock) return;
-  for (int32_t i = threadIdx.x * 16; i < Tag::kFilterBytes; i += kThreads * 16) {
-    StoreChunk(filter + i, {0, 0, 0, 0});
-  }
-  __syncthreads();
-}
-// Which filter and channels a tile has.
-__device__ __forceinline__ int32_t FilterOf(const Params& params, const TilePlace& tile) {
-  return params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
-}
 
 // Adds the three taps of one filter column, of 16 gathered channels. box: the lane's pixel and chunk of the
 // box's first row under the column. filter: the lane's row and chunk of the tap (0, s).
@@ -181,31 +134,14 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                  tile.first_channel, tile.column + ((1 - columns.pad) >> 1), row, tile.image);
     }
   };
-  if (warp == 0 && ElectOne()) {
-    BarrierInit(barriers, 1);
-    BarrierInit(barriers + 8, 1);
-    BarrierInitFence();
-  }
-  WaitForPrecedingGrids();
-  LetNextGridStart();
-  if (warp == 0 && ElectOne()) {
-    if (range.item < range.end) load(range.item, 0);
-    if (range.item + 1 < range.end) load(range.item + 1, 1);
-  }
+  LoadFirstBoxes(barriers, range, load);
   // Behind a box, the padding that its last row shares with a row behind it.
   for (int32_t i = params.box_pixels * kRunPixelBytes + threadIdx.x * 16; i < params.stage_bytes;
        i += kThreads * 16) {
     StoreChunk(stages + i, {0, 0, 0, 0});
     StoreChunk(stages + params.stage_bytes + i, {0, 0, 0, 0});
   }
-  int32_t held;
-  {
-    const TilePlace tile(params, range.item, kChannels);
-    held = FilterOf(params, tile);
-    ClearFilter<Tag>(params, filter);
-    CopyFilter<Tag>(params, tile, filter);
-    CopyAsyncCommit();
-  }
+  HeldFilter<Tag> held(params, filter, range.item);
 
   // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
   const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
@@ -236,17 +172,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   uint32_t stage = 0, parity = 0;
   for (int32_t item = range.item; item < range.end; ++item) {
-    {
-      const TilePlace tile(params, item, kChannels);
-      const int32_t wanted = FilterOf(params, tile);
-      if (wanted != held) {
-        CopyFilter<Tag>(params, tile, filter);
-        CopyAsyncCommit();
-        CopyAsyncWait<0>();
-        __syncthreads();
-        held = wanted;
-      }
-    }
+    held.Exchange(item);
     const uint32_t box = stages + stage * params.stage_bytes;
     float sums[kRows][2][4] = {};
     BarrierWait(barriers + stage * 8, parity);
