@@ -416,9 +416,12 @@ void MbarrierComplete(uint32_t address, uint32_t bytes) {
   barrier.bytes -= bytes;
   CheckPhase(&barrier);
 }
+bool MbarrierTest(uint32_t address, uint32_t parity) {
+  return (MbarrierAt(address).phase & 1) != parity;
+}
 void MbarrierWait(uint32_t address, uint32_t parity) {
   Mbarrier& barrier = MbarrierAt(address);
-  while ((barrier.phase & 1) == parity) {
+  while (!MbarrierTest(address, parity)) {
     Wait(&barrier.phase, "the mbarrier at offset, parity",
          static_cast<int64_t>(address & kOffsetMask) - static_cast<int64_t>(kFirst), parity);
   }

@@ -70,6 +70,7 @@ void ClusterWait();
 void MbarrierInit(uint32_t address, uint32_t arrivals);
 void MbarrierArrive(uint32_t address, uint32_t arrivals, uint32_t expected_bytes);
 void MbarrierComplete(uint32_t address, uint32_t bytes);
+bool MbarrierTest(uint32_t address, uint32_t parity);  // whether the phase is complete
 void MbarrierWait(uint32_t address, uint32_t parity);
 
 // cp.async of the running thread: commit_group and wait_group.

@@ -81,6 +81,10 @@ INSTRUCTIONS = [
             r"mbarrier\.try_wait\.parity(?:\.acquire\.(?:cta|cluster))?\.shared(?:::cta)?\.b64",
             "{0} = TryWait({1}, {2})",
         ),
+        (
+            r"mbarrier\.test_wait\.parity(?:\.acquire\.(?:cta|cluster))?\.shared(?:::cta)?\.b64",
+            "{0} = MbarrierTest({1}, {2})",
+        ),
         (r"elect\.sync", "{0} = Elect({1})"),
         (
             r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::cluster\.global(?:\.tile)?"

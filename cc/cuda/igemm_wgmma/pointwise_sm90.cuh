@@ -35,27 +35,31 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Behind the barriers: for each stage the tile that begins there, and for each consumer whether the
-// other one has met the end of the tiles.
+// Beside Barriers: for each consumer, whether the other one has met the end of the tiles; and for each
+// stage a word, the tile that begins there.
 //
-// The order of the accesses to a stage's word: the producer writes it after its wait for Empty(s)
-// and before its arrival at Full(s); consumers read it after their wait for Full(s) and before
-// their arrival at Empty(s). An arrival at an mbarrier has release semantics and a wait acquire
-// semantics at CTA scope, so every write happens before the reads of its round, and after the reads
-// of the round before. compute-sanitizer's racecheck reports the accesses as hazards
-// all the same.
+// Arrivals have release semantics, waits and tests acquire semantics at CTA scope, of the accesses of
+// their own thread. The producer writes a stage's word between its wait for Empty(s) and its arrival at
+// Full(s). Each warp of a consumer reads it, so each warp arrives at Empty(s).
 template <class Tile>
 struct PointwiseBarriers : Barriers<Tile> {
+  static constexpr int kReaders = 4;  // arrivals that free a stage, of the warps of a consumer
   using Barriers<Tile>::kCount;
-  static constexpr int kWords = kCount + (Tile::kStages + 1) / 2 + 1;
-  __device__ __forceinline__ uint32_t TileAt(uint32_t stage) const {
-    return this->first + kCount * 8 + stage * 4;
-  }
-  // Read by the consumer's threads after its named barrier, written by the other consumer before it
-  // arrives there: were it one word for both, a consumer's first warp could write it before the
-  // last has read it, which would then leave without its arrival.
+  static constexpr int kWords = kCount + 2 + (Tile::kStages + 1) / 2;
+  // Whose first phase the other consumer completes at the end, before it arrives at the named barrier
+  // behind which a consumer asks. Were it one for both, a consumer's first warp could complete it before
+  // the last has asked, which would then leave without its arrival.
   __device__ __forceinline__ uint32_t Ended(int consumer) const {
-    return TileAt(Tile::kStages + consumer);
+    return this->first + (kCount + consumer) * 8;
+  }
+  __device__ __forceinline__ uint32_t TileAt(uint32_t stage) const {
+    return this->first + (kCount + 2) * 8 + stage * 4;
+  }
+
+  __device__ __forceinline__ void Init() const {
+    BarrierInit(Ended(0), 1);
+    BarrierInit(Ended(1), 1);
+    Barriers<Tile>::Init(kReaders);
   }
 };
 
@@ -160,6 +164,7 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
   const int32_t k_blocks = of.k_blocks;
   const bool residual_in_ring = ResidualInRing<Tile, Epilogue>(params);
   const int32_t stages_of_tile = k_blocks + (residual_in_ring ? Tile::kTileN / 64 : 0);
+  const bool signals = threadIdx.x % 32 == 0;
   RingPlace<Tile::kStages> stage;
   if (kWarpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
@@ -167,11 +172,12 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
   }
   for (bool first = true;; first = false) {
     NamedBarrierSync(1 + kWarpgroup, 256);
-    if (LoadWord(barriers.Ended(kWarpgroup)) != 0) break;
+    if (BarrierTest(barriers.Ended(kWarpgroup), 0)) break;
     BarrierWait(barriers.Full(stage.slot), stage.parity);
     const int32_t index = __shfl_sync(0xffffffff, LoadWord(barriers.TileAt(stage.slot)), 0);
+    __syncwarp();  // lane 0 will arrive at Empty(s)
     if (index >= params.tiles) {
-      if (threadIdx.x % 128 == 0) StoreWord(barriers.Ended(1 - kWarpgroup), 1);
+      if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Ended(1 - kWarpgroup));
       NamedBarrierArrive(2 - kWarpgroup, 256);
       break;
     }
@@ -187,13 +193,13 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       }
       Tile::template Multiply<T, false, kMnMajorFilter<kOp, T>>(acc, a, b, i > 0);
       WgmmaWait<1>();
-      if (i > 0 && threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(last));
+      if (i > 0 && signals) BarrierArrive(barriers.Empty(last));
       last = stage.slot;
       stage.Next();
     }
     NamedBarrierArrive(2 - kWarpgroup, 256);
     WgmmaWait<0>();
-    if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(last));
+    if (signals) BarrierArrive(barriers.Empty(last));
     const TilePlace place(params, index);
     const Epilogue epilogue(params.epilogue);
     if constexpr (Tile::kSwapAb) {
@@ -228,7 +234,7 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
           StoreWithMoments<kOp, T, Tile>(params, place, of, acc, staging);
         }
       } else if constexpr (!Epilogue::kPlain && kHasRingResidual<Tile>) {
-        RingResidual<Tile, PointwiseBarriers<Tile>, 3 + kWarpgroup> residual{barriers, ring, stage};
+        RingResidual<Tile, PointwiseBarriers<Tile>> residual{barriers, ring, stage};
         if (residual_in_ring) {
           StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue,
                                          residual);
@@ -257,9 +263,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
   const PointwiseBarriers<Tile> barriers{SharedAddress(barrier_words)};
   if (threadIdx.x == 0) {
-    barriers.Init(1);
-    StoreWord(barriers.Ended(0), 0);
-    StoreWord(barriers.Ended(1), 0);
+    barriers.Init();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
   }

@@ -104,8 +104,8 @@ struct LoadedResidual {
 };
 
 // From stages of the ring, a stage for 64 columns of all rows, in whose swizzle rows of 128 bytes
-// lie as in RoundedRows. Its threads meet at kBarrier before they give a stage back.
-template <class Tile, class Barriers, int kBarrier>
+// lie as in RoundedRows. Each warp gives a stage back.
+template <class Tile, class Barriers>
 struct RingResidual {
   static constexpr bool kPresent = true, kInRing = true;
   const Barriers& barriers;
@@ -119,8 +119,8 @@ struct RingResidual {
   }
   __device__ __forceinline__ void Release(int block) {
     if (block + 1 < Tile::kBlocks) return;
-    NamedBarrierSync(kBarrier, 128);
-    if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Empty(stage.slot));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) BarrierArrive(barriers.Empty(stage.slot));
     stage.Next();
   }
 };

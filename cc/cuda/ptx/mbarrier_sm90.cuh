@@ -40,6 +40,17 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// Whether the phase is complete, without waiting for it.
+__device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, done;\n\t}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
 
 // True in one thread of a warp whose threads are all here. Where the compiler does not know that
 // only one issues a copy, it loops over the threads that might.
