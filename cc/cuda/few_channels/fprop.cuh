@@ -32,6 +32,7 @@
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_tile.cuh"
+#include "cuda/common/two_buffers.cuh"
 #include "cuda/few_channels/halo_loader.cuh"
 #include "cuda/few_channels/params.h"
 #include "cuda/ptx/lane.cuh"
@@ -303,35 +304,33 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     }
   };
 
-  int32_t index = blockIdx.x;
-  PixelTile tile(params, index);
-  if (index < params.tiles) {
+  TwoBuffers<PixelTile> walk(params);
+  if (walk.index < params.tiles) {
     if constexpr (Tag::kByChunks) {
-      loader.Load(tile, halo_address);
+      loader.Load(walk.tile, halo_address);
     } else {
-      for (loader.Begin(tile); loader.More();) {
+      for (loader.Begin(walk.tile); loader.More();) {
         loader.Load();
         loader.Store(store_to(halo));
       }
     }
   }
   if constexpr (!Tag::kByChunks) __syncthreads();
-  uint32_t offset = 0;
-  for (; index < params.tiles; index += gridDim.x) {
-    const uint32_t other = params.halo_bytes - offset;
-    const PixelTile next(params, index + gridDim.x);
+  while (walk.index < params.tiles) {
+    const uint32_t offset = walk.buffer, other = walk.Other(params.halo_bytes);
+    const PixelTile next(params, walk.NextIndex());
     float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
     if constexpr (Tag::kByChunks) {
       // This tile's copies have arrived, and nobody reads the tile before it any more.
       CopyAsyncWait<0>();
       __syncthreads();
-      if (index + gridDim.x < params.tiles) loader.Load(next, halo_address + other);
+      if (walk.NextIndex() < params.tiles) loader.Load(next, halo_address + other);
 #pragma unroll 1
       for (int32_t k_block = 0; k_block < params.k_blocks; ++k_block) {
         multiply(k_block, offset, acc);
       }
     } else {
-      if (index + gridDim.x < params.tiles) loader.Begin(next);
+      if (walk.NextIndex() < params.tiles) loader.Begin(next);
       int32_t k_block = 0;
       // The next halo tile arrives in parts, each while some k-blocks are multiplied.
       do {
@@ -354,17 +353,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       }
     }
     if (finished) {
-      StorePixels(params, tile, acc, of_warp,
+      StorePixels(params, walk.tile, acc, of_warp,
                   static_cast<T*>(params.out) + batch * params.out_batch, n_first);
     } else if constexpr (!Tag::Epilogue::kPlain) {
-      StoreFusedPixels(params, tile, acc, of_warp, static_cast<T*>(params.out), epilogue,
+      StoreFusedPixels(params, walk.tile, acc, of_warp, static_cast<T*>(params.out), epilogue,
                        batch * params.out_batch, n_first);
     }
-    epilogue.FinishTile(index * kTilePixels, (index + 1) * kTilePixels, n_first,
+    epilogue.FinishTile(walk.index * kTilePixels, (walk.index + 1) * kTilePixels, n_first,
                         min(n_first + kTileChannels, params.k));
     if constexpr (!Tag::kByChunks) __syncthreads();
-    offset = other;
-    tile = next;
+    walk.Advance(next, params.halo_bytes);
   }
 }
 

@@ -30,6 +30,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_tile.cuh"
 #include "cuda/common/splitk_reduce.cuh"
+#include "cuda/common/two_buffers.cuh"
 #include "cuda/few_channels/halo_loader.cuh"
 #include "cuda/few_channels/params.h"
 #include "cuda/ptx/mma.cuh"
@@ -230,15 +231,14 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const FragmentReader<T, Gradient, true> reader(SharedAddress(shared), warp_column);
 
   float acc[kBlocksM][kBlocksN][4] = {};
-  int32_t index = blockIdx.x;
-  PixelTile tile(params, index);
+  TwoBuffers<PixelTile> walk(params);
   // A k-block of 16 pixels.
   auto multiply = [&](int32_t k_block, int buffer) {
     const int32_t down = k_block >> params.log2_across;
     const int32_t column = (k_block - (down << params.log2_across)) * 16;
     // Pixels that y does not have: their gradients are zeros, their x may be NaN.
-    const int32_t left = params.columns.out - tile.column - column;
-    if (tile.row + down >= params.rows.out || left <= 0) return;
+    const int32_t left = params.columns.out - walk.tile.column - column;
+    if (walk.tile.row + down >= params.rows.out || left <= 0) return;
     uint32_t b[kBlocksN / 2][4];
     reader.Read(buffer * (kPixels / 16) + k_block, b);
     auto rows = [&](auto whole) {
@@ -269,19 +269,19 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       rows(std::false_type());
     }
   };
-  if (index < params.tiles) {
-    load_gradient(tile, 0);
-    source.LoadFirst(tile);
+  if (walk.index < params.tiles) {
+    load_gradient(walk.tile, 0);
+    source.LoadFirst(walk.tile);
   }
-  int buffer = 0;
-  for (; index < params.tiles; index += gridDim.x) {
+  while (walk.index < params.tiles) {
     CopyAsyncWait<0>();
     __syncthreads();
-    const PixelTile next(params, index + gridDim.x);
-    const bool more = index + gridDim.x < params.tiles;
-    if (more) load_gradient(next, 1 - buffer);
+    const int buffer = walk.buffer, other = walk.Other(1);
+    const PixelTile next(params, walk.NextIndex());
+    const bool more = walk.NextIndex() < params.tiles;
+    if (more) load_gradient(next, other);
     if constexpr (Tag::kByChunks) {
-      if (more) source.Load(next, 1 - buffer);
+      if (more) source.Load(next, other);
 #pragma unroll 1
       for (int k_block = warp_k; k_block < kPixels / 16; k_block += kWarpsK) {
         multiply(k_block, buffer);
@@ -298,11 +298,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                             : min(kPixels / 16, k_block + params.blocks_per_fetch * kWarpsK);
 #pragma unroll 1
         for (; k_block < end; k_block += kWarpsK) multiply(k_block, buffer);
-        if (loader.More()) source.Store(1 - buffer);
+        if (loader.More()) source.Store(other);
       } while (loader.More() || k_block < kPixels / 16);
     }
-    buffer = 1 - buffer;
-    tile = next;
+    walk.Advance(next, 1);
   }
 
   float* out =

@@ -28,6 +28,7 @@
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/requantize.cuh"
+#include "cuda/common/two_buffers.cuh"
 #include "cuda/imma_few_channels/params.h"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -154,26 +155,25 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const uint32_t pitch = params.halo_copies * 16;
   const uint32_t halo_bytes = params.halo_rows * pitch;
 
-  int32_t index = blockIdx.x;
-  TilePlace tile(params, index);
-  if (index < params.tiles) CopyHalo(params, tile, halo);
+  TwoBuffers<TilePlace> walk(params);
+  if (walk.index < params.tiles) CopyHalo(params, walk.tile, halo);
   CopyAsyncCommit();
   // The grid is a multiple of the parts, so that a CTA's channels stay.
-  const int32_t channel = tile.part * kChannels + t * 8;
+  const int32_t channel = walk.tile.part * kChannels + t * 8;
   const bool inside = channel < params.channels;
-  const FilterRows<Tag::kRows> filter(params, tile.part * kChannels);
-  const Terms terms{SharedAddress(dynamic), tile.part * kChannels};
+  const FilterRows<Tag::kRows> filter(params, walk.tile.part * kChannels);
+  const Terms terms{SharedAddress(dynamic), walk.tile.part * kChannels};
   terms.Copy(params.requantize, threadIdx.x, params.channels);
   const uint32_t of_lane = params.lead * kPixelBytes + g * columns.stride * kPixelBytes +
                            t * 2 * columns.dilation * kPixelBytes;
 
-  uint32_t offset = 0;
-  for (; index < params.tiles; index += gridDim.x) {
+  while (walk.index < params.tiles) {
     CopyAsyncWait<0>();
     __syncthreads();
-    const TilePlace next(params, index + gridDim.x);
-    if (index + gridDim.x < params.tiles) CopyHalo(params, next, halo + (halo_bytes - offset));
+    const TilePlace next(params, walk.NextIndex());
+    if (walk.NextIndex() < params.tiles) CopyHalo(params, next, halo + walk.Other(halo_bytes));
     CopyAsyncCommit();
+    const TilePlace& tile = walk.tile;
     const int32_t blocks_across = static_cast<int32_t>(params.blocks_across.divisor);
 #pragma unroll 1
     for (int32_t block = threadIdx.x / 32; block < params.tile_rows * blocks_across;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       params.blocks_across.Divmod(block, &down, &along);
       const int32_t p = tile.row + down, q = tile.column + along * kBlockPixels + g;
       if (p >= rows.out || q - g >= columns.out) continue;
-      const uint32_t window = halo + offset + of_lane + down * rows.stride * pitch +
+      const uint32_t window = halo + walk.buffer + of_lane + down * rows.stride * pitch +
                               along * kBlockPixels * columns.stride * kPixelBytes;
       int32_t acc[kChannels / 8][4] = {};
       MultiplyBlock<typename Tag::T, Tag::kStride>(params, filter, window, rows.dilation * pitch,
@@ -205,8 +205,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                                [&](int i, int e) { return acc[e / 2][i * 2 + e % 2]; });
       });
     }
-    offset = halo_bytes - offset;
-    tile = next;
+    walk.Advance(next, halo_bytes);
   }
 }
 
