@@ -30,6 +30,7 @@ from test_emulated_kernels import CASES, Case
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SUMMARY = re.compile(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) (?:hazards?|errors?)")
+REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER)", re.MULTILINE)
 KERNELS = re.compile(r"^\w+: \d+ problems, (\d+) kernels, (\d+) failures", re.MULTILINE)
 
 
@@ -69,7 +70,16 @@ def run(tool: str, call: Call, gpu: str | None, seconds: float) -> Outcome:
     summary, kernels = SUMMARY.search(output), KERNELS.search(output)
     count, failures = map(int, kernels.groups()) if kernels else (0, 0)
     complete = summary and count >= call.kernels and not failures
-    return Outcome(count, int(summary[1]) if complete else -1, output[-4000:])
+    return Outcome(count, int(summary[1]) if complete else -1, excerpt(output))
+
+
+def excerpt(output: str, half: int = 2000) -> str:
+    """From the first report on, which names the access that the others meet, and the end."""
+    first = REPORT.search(output)
+    at = first.start() if first else 0
+    if len(output) - at <= 2 * half:
+        return output[-2 * half :]
+    return f"{output[at : at + half]}\n...\n{output[-half:]}"
 
 
 def commands(

@@ -62,3 +62,14 @@ def test_floats_share_processes(tmp_path):
     floats = [call for call in calls if call.command[0] == "check"]
     assert len(floats) == 4
     assert sum(call.kernels for call in calls) == len(sanitize.CASES)
+
+
+def test_the_first_report_is_printed():
+    report = "========= Error: Race reported between Write access at kernel+0x10\n"
+    before, after = "========= COMPUTE-SANITIZER\n" + "fine\n" * 2000, "and Read\n" * 2000
+    output = f"{before}{report}{after}end"
+    said = sanitize.excerpt(output)
+    assert said.startswith(report)
+    assert said.endswith("end")
+    assert len(said) < 5000
+    assert sanitize.excerpt("all there is") == "all there is"
