@@ -17,16 +17,17 @@
 #include "cuda/imma_nchw32/plan.h"
 #include "cuda/imma_wgmma/plan.h"
 #include "cuda/winograd/plan.h"
+#include "cuda/winograd_int8/plan.h"
 
 namespace jaxconv {
 namespace {
 
 std::vector<KernelDesc> FamilyKernels() {
   std::vector<KernelDesc> all;
-  for (auto family :
-       {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels, depthwise::Kernels,
-        block_diagonal::Kernels, igemm_simt::Kernels, imma_wgmma::Kernels, imma_nchw32::Kernels,
-        imma_few_channels::Kernels, depthwise_int8::Kernels, winograd::Kernels}) {
+  for (auto family : {igemm_wgmma::Kernels, igemm_wmma::Kernels, few_channels::Kernels,
+                      depthwise::Kernels, block_diagonal::Kernels, igemm_simt::Kernels,
+                      imma_wgmma::Kernels, imma_nchw32::Kernels, imma_few_channels::Kernels,
+                      depthwise_int8::Kernels, winograd::Kernels, winograd_int8::Kernels}) {
     for (const KernelDesc& kernel : family()) all.push_back(kernel);
   }
   return all;

@@ -1,8 +1,8 @@
 // The transforms of registers against the matrices, in one dimension and in two.
+#include "cuda/common/winograd_transform.cuh"
+
 #include <cmath>
 #include <cstdio>
-
-#include "cuda/winograd/transform.cuh"
 
 namespace {
 

@@ -4,7 +4,7 @@
         [tolerance=X] [weight=N] [offset=N]
 
 run_kernels.cc explains the arguments. Instances of 8-bit operands run in cc/int8_check.cu, which
-knows the seed and the SMs alone. ``--sanitize`` adds AddressSanitizer and UBSan.
+knows the seed, the SMs and its mode (``check`` or ``error``) alone. ``--sanitize`` adds AddressSanitizer and UBSan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def command(name: str, problem: str, options: list[str], folder: pathlib.Path, s
         values = dict(option.split("=") for option in options)
         environment = {"EMULATOR_SEED": values.get("seed", "0"), "SMS": values.get("sms", "2")}
         program = build([name], folder, TESTS / "cc" / "int8_check.cu", sanitize)
-        return [str(program), "check", problem, name], environment
+        return [str(program), values.get("mode", "check"), problem, name], environment
     # A filter stored as krsc is read by the other operation's instance.
     op, _, rest = name.partition("_")
     other = {"fprop": "dgrad", "dgrad": "fprop"}.get(op, op) + "_" + rest

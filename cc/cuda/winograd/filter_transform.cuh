@@ -24,11 +24,11 @@
 #ifndef JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 
+#include "cuda/common/winograd_transform.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
 #include "cuda/winograd/row_filter.h"
-#include "cuda/winograd/transform.cuh"
 
 namespace jaxconv::winograd {
 

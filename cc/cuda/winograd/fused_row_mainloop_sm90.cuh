@@ -10,11 +10,11 @@
 #include <cstring>
 
 #include "cuda/common/ring_sm90.cuh"
+#include "cuda/common/winograd_transform.cuh"
 #include "cuda/ptx/cluster_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 #include "cuda/winograd/fused_row_tile_sm90.cuh"
-#include "cuda/winograd/transform.cuh"
 
 namespace jaxconv::winograd {
 

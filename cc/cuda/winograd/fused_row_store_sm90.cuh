@@ -9,12 +9,12 @@
 #include <cstring>
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/winograd_transform.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/fused_row_mainloop_sm90.cuh"
-#include "cuda/winograd/transform.cuh"
 
 namespace jaxconv::winograd {
 

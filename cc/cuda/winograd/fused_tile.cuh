@@ -12,13 +12,13 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/mma_tile.cuh"
+#include "cuda/common/winograd_transform.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/direct_fragments.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/pkf_params.h"
-#include "cuda/winograd/transform.cuh"
 
 namespace jaxconv::winograd {
 

@@ -21,10 +21,10 @@
 #ifndef JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 
+#include "cuda/common/winograd_transform.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
-#include "cuda/winograd/transform.cuh"
 
 namespace jaxconv::winograd {
 

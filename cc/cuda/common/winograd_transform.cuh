@@ -13,8 +13,8 @@
 // the coefficients of (x - q) h and (x - p) h. So both follow from h . d and from h . d one element
 // further on. One transform takes 8 instructions
 // for m = 2, 25 for m = 4 and 32 for m = 6 (by rows of B^T: 8, 26, 44).
-#ifndef JAXCONV_CUDA_WINOGRAD_TRANSFORM_CUH_
-#define JAXCONV_CUDA_WINOGRAD_TRANSFORM_CUH_
+#ifndef JAXCONV_CUDA_COMMON_WINOGRAD_TRANSFORM_CUH_
+#define JAXCONV_CUDA_COMMON_WINOGRAD_TRANSFORM_CUH_
 
 #ifdef __CUDACC__
 #include <cuda_fp16.h>
@@ -271,4 +271,4 @@ JAXCONV_HOST_DEVICE void TransformOutputTile(const float (&products)[m + 2][m + 
 
 #undef JAXCONV_WINOGRAD_UNROLL
 
-#endif  // JAXCONV_CUDA_WINOGRAD_TRANSFORM_CUH_
+#endif  // JAXCONV_CUDA_COMMON_WINOGRAD_TRANSFORM_CUH_

@@ -1,0 +1,79 @@
+// F(m x m, 3x3) of int8 operands in four stages, between which everything goes through memory:
+//
+//     x [n][h][w][C] -- V = B^T d B ----> V int8, a scale of each tile and point
+//     w [K][3x3][C]  -- U = G g G^T ----> U int8, a scale of each output channel and point
+//     V, U           -- products -------> M float16
+//     M              -- Y = A^T M A ----> int32 sums -- epilogue --> y
+//
+// The products are a grouped 1x1 convolution, whose groups are the points: V's row of a tile holds the
+// channels of all of them. An instance of imma_wgmma computes it, chosen by its predicted time; its
+// epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11 bits show
+// nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's transform
+// multiplies by the tile's scales.
+//
+// Bytes of a tile and channel, C = K, written and read: V 2 (m + 2)^2, M 4 (m + 2)^2; int32 sums would
+// double M's.
+//
+// Refused, with a reason (plan.cc): groups, other windows than 3x3 of stride 1, channels that are no
+// multiples of 32.
+#ifndef JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_
+#define JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_
+
+#include "cuda/common/kernel.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/launch_table.h"
+#include "cuda/winograd_int8/params.h"
+#include "cuda/winograd_int8/transforms.cuh"
+
+namespace jaxconv::winograd_int8 {
+
+template <Op kOp, DType kType, int m>
+struct FourStage {
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    const auto& launch = plan.As<LaunchParams>();
+    const char* const name = plan.kernel->name;
+    char* const workspace = static_cast<char*>(operands.workspace);
+    LaunchConfig config;
+
+    FilterParams filter = launch.filter;
+    filter.w = static_cast<const int8_t*>(operands.rhs);
+    filter.u = reinterpret_cast<int8_t*>(workspace + launch.u);
+    filter.u_scale = reinterpret_cast<float*>(workspace + launch.u_scale);
+    config.grid = filter.rows.ctas();
+    config.threads = filter.rows.threads();
+    JAXCONV_RETURN_IF_ERROR(
+        (jaxconv::Launch<FilterTransformKernel<Tag, m>>(name, config, stream, filter)));
+
+    InputParams input = launch.input;
+    input.x = static_cast<const int8_t*>(operands.lhs);
+    input.v = reinterpret_cast<int8_t*>(workspace + launch.v);
+    input.v_scale = reinterpret_cast<float*>(workspace + launch.v_scale);
+    config.grid = input.rows.ctas();
+    config.threads = input.rows.threads();
+    JAXCONV_RETURN_IF_ERROR(
+        (jaxconv::Launch<InputTransformKernel<Tag, m>>(name, config, stream, input)));
+
+    Operands products;
+    products.lhs = input.v;
+    products.rhs = filter.u;
+    products.scale = filter.u_scale;
+    products.out = workspace + launch.m;
+    JAXCONV_RETURN_IF_ERROR(
+        FindLaunch(launch.products.kernel->name)(launch.products, products, stream));
+
+    OutputParams output = launch.output;
+    BindRequantize(operands, &output.requantize);
+    output.m = products.out;
+    output.v_scale = input.v_scale;
+    const int32_t tiles_of_cta = 2 * kOutputThreads / output.block_channels;
+    config.grid = dim3((output.tiles + tiles_of_cta - 1) / tiles_of_cta,
+                       output.columns / output.block_channels);
+    config.threads = kOutputThreads;
+    return jaxconv::Launch<OutputTransformKernel<Tag, m>>(name, config, stream, output);
+  }
+};
+
+}  // namespace jaxconv::winograd_int8
+
+#endif  // JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_

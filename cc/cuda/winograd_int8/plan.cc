@@ -1,0 +1,193 @@
+#include "cuda/winograd_int8/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "cuda/common/instances.h"
+#include "cuda/common/registry.h"
+#include "cuda/winograd_int8/matrices.h"
+#include "cuda/winograd_int8/params.h"
+
+namespace jaxconv::winograd_int8 {
+namespace {
+
+struct Instance {
+  int m;  // outputs of a tile along an axis
+};
+
+// The instances of the products, of which the one that is predicted fastest is taken.
+constexpr const char* kProducts[] = {
+    "fprop_imma_wgmma_s8_128x128x128_pingpong",
+    "fprop_imma_wgmma_s8_128x256x128_cooperative",
+    "fprop_imma_wgmma_s8_256x64x128_pingpong",
+};
+constexpr int64_t kAlignment = 1024;
+// M times its power of two is below 2^15, and so below float16's largest number.
+constexpr int kHalfExponent = 15;
+constexpr int64_t kMaxTiles = int64_t{1} << 26;
+
+Status CheckProblem(const KernelDesc& kernel, const ConvProblem& problem) {
+  JAXCONV_RETURN_IF_ERROR(CheckInt8Types(kernel, problem));
+  if (problem.rank != 2) return Refuse("2 spatial axes", problem.rank);
+  if (problem.batch != 1) return Refuse("one batch", problem.batch);
+  if (problem.groups != 1) return Refuse("one group", problem.groups);
+  for (int a = 1; a < 3; ++a) {
+    if (problem.filter[a] != kTaps) return Refuse("a 3x3 filter, extent 3", problem.filter[a]);
+    if (problem.stride[a] != 1) return Refuse("stride 1", problem.stride[a]);
+    if (problem.lhs_dilation[a] != 1) return Refuse("no lhs_dilation", problem.lhs_dilation[a]);
+    if (problem.dilation[a] != 1) return Refuse("no dilation", problem.dilation[a]);
+  }
+  if (problem.c % 32 != 0) return Refuse("C in multiples of 32", problem.c);
+  if (problem.k % 32 != 0) return Refuse("K in multiples of 32", problem.k);
+  return problem.RequireInt32();
+}
+
+template <int m>
+void SetUnits(Rows* input, Rows* filter) {
+  constexpr int kAlpha = m + 2;
+  for (int p = 0; p < kAlpha * kAlpha; ++p) {
+    const auto& exact = kMatrices<m>;
+    input->unit[p] = exact.input_unit[p / kAlpha] * exact.input_unit[p % kAlpha];
+    filter->unit[p] = exact.filter_unit[p / kAlpha] * exact.filter_unit[p % kAlpha];
+  }
+}
+
+void SetLanes(int64_t rows, int64_t channels, int64_t most, Rows* lanes) {
+  const int64_t words = channels / kWordChannels;
+  lanes->rows = static_cast<int32_t>(rows);
+  lanes->words = static_cast<int32_t>(words);
+  lanes->passes = static_cast<int32_t>(CeilDiv(words, most));
+  const int64_t of_row = CeilDiv(CeilDiv(words, lanes->passes), 8) * 8;
+  lanes->rows_of_cta = static_cast<int32_t>(std::max<int64_t>(1, kShortRowThreads / of_row));
+  lanes->lanes = FastDivmod(of_row);
+}
+
+// M = V U^T of every point.
+ConvProblem ProductsProblem(const ConvProblem& problem, int64_t tiles, int64_t points) {
+  ConvProblem products;
+  products.rank = 1;
+  products.x_dtype = products.w_dtype = DType::kS8;
+  products.y_dtype = DType::kF16;
+  products.groups = points;
+  products.c = points * problem.c;
+  products.k = points * problem.k;
+  products.in[2] = products.out[2] = tiles;
+  products.filter_layout = FilterLayout::kPacked;
+  products.epilogue.scale = ScaleKind::kChannel;
+  return products;
+}
+
+Status PlanProducts(const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
+  JAXCONV_RETURN_IF_ERROR(problem.Validate());
+  Status refusal = Status::Internal("no kernel of imma_wgmma for the products");
+  for (const char* name : kProducts) {
+    const KernelDesc* const kernel = FindKernel(name);
+    if (kernel == nullptr) continue;
+    Plan candidate;
+    if (Status status = kernel->plan(*kernel, problem, gpu, 1, &candidate); !status.ok()) {
+      refusal = status;
+      continue;
+    }
+    if (plan->kernel == nullptr || candidate.microseconds < plan->microseconds) {
+      *plan = std::move(candidate);
+    }
+  }
+  return plan->kernel == nullptr ? refusal : Status();
+}
+
+Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                int64_t slices, Plan* plan) {
+  const int64_t m = static_cast<const Instance*>(kernel.instance)->m;
+  JAXCONV_RETURN_IF_ERROR(CheckProblem(kernel, problem));
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
+  const int64_t points = (m + 2) * (m + 2);
+  const int64_t tiles_h = CeilDiv(problem.out[1], m), tiles_w = CeilDiv(problem.out[2], m);
+  const int64_t tiles = problem.n * tiles_h * tiles_w;
+  if (tiles >= kMaxTiles) return Refuse("less than 2^26 tiles", tiles);
+  auto launch = std::make_shared<LaunchParams>();
+  JAXCONV_RETURN_IF_ERROR(
+      PlanProducts(ProductsProblem(problem, tiles, points), gpu, &launch->products));
+
+  const bool blocked = problem.activation_layout == ActivationLayout::kNchw32;
+  InputParams& input = launch->input;
+  FilterParams& filter = launch->filter;
+  OutputParams& output = launch->output;
+  if (m == 2) {
+    SetUnits<2>(&input.rows, &filter.rows);
+  } else {
+    SetUnits<4>(&input.rows, &filter.rows);
+  }
+  const int64_t lanes = m == 2 ? kMaxLanes<2> : kMaxLanes<4>;
+  SetLanes(tiles, problem.c, lanes, &input.rows);
+  SetLanes(problem.k, problem.c, lanes, &filter.rows);
+  // |V| and |U| are at most 127 times 127 in all, C of them.
+  int exponent = 0;
+  while (std::ldexp(1.0, exponent + kHalfExponent) <
+         128.0 * 128.0 * static_cast<double>(problem.c)) {
+    ++exponent;
+  }
+  input.exponent = std::ldexp(1.0f, exponent);
+  filter.exponent = std::ldexp(1.0f, -exponent);
+
+  input.channels = filter.channels = static_cast<int32_t>(problem.c);
+  input.in_h = static_cast<int32_t>(problem.in[1]);
+  input.in_w = static_cast<int32_t>(problem.in[2]);
+  input.pad_h = static_cast<int32_t>(problem.pad_lo[1]);
+  input.pad_w = static_cast<int32_t>(problem.pad_lo[2]);
+  input.tiles_h = output.tiles_h = FastDivmod(tiles_h);
+  input.tiles_w = output.tiles_w = FastDivmod(tiles_w);
+  input.pixel_stride = static_cast<int32_t>(blocked ? 32 : problem.c);
+  input.block_stride = blocked ? problem.in_pixels() * 32 : 32;
+  input.image_stride = problem.in_pixels() * problem.c;
+  filter.row_stride = static_cast<int32_t>(problem.packed_row());
+  filter.tap_stride = static_cast<int32_t>(blocked ? 32 : problem.c);
+  filter.block_stride = static_cast<int32_t>(blocked ? kTaps * kTaps * 32 : 32);
+  output.requantize = MakeRequantizeParams(problem);
+  output.tiles = static_cast<int32_t>(tiles);
+  output.columns = static_cast<int32_t>(problem.k);
+  output.out_h = static_cast<int32_t>(problem.out[1]);
+  output.out_w = static_cast<int32_t>(problem.out[2]);
+  output.block_channels = problem.k % 64 == 0 ? 64 : 32;
+
+  int64_t bytes = 0;
+  auto take = [&bytes](int64_t size) {
+    const int64_t at = bytes;
+    bytes += CeilDiv(size, kAlignment) * kAlignment;
+    return at;
+  };
+  launch->v = take(tiles * points * problem.c);
+  launch->v_scale = take(tiles * points * 4);
+  launch->u = take(points * problem.k * problem.c);
+  launch->u_scale = take(points * problem.k * 4);
+  launch->m = take(tiles * points * problem.k * 2);
+  plan->kernel = &kernel;
+  plan->slices = 1;
+  plan->workspace_bytes = bytes;
+  const auto of_v = static_cast<double>(tiles * points * problem.c);
+  const auto of_m = static_cast<double>(tiles * points * problem.k * 2);
+  const auto of_u = static_cast<double>(points * problem.k * problem.c);
+  plan->microseconds = launch->products.microseconds + 3 * gpu.launch_us +
+                       (of_v + of_m + of_u + Int8Bytes(problem)) / gpu.dram_bytes_per_us;
+  plan->params = std::move(launch);
+  return {};
+}
+
+}  // namespace
+
+const std::vector<KernelDesc>& Kernels() {
+  static const std::vector<KernelDesc> kernels = [] {
+    std::vector<KernelDesc> all;
+#define KERNEL(ops, types, variant, header, form, arguments, plan)                         \
+  JAXCONV_ADD_KERNELS(all, ops, types, winograd_int8, variant, 90, 90, MakePlan, Instance, \
+                      JAXCONV_UNPACK plan)
+#define PADDED(...)
+#include "cuda/winograd_int8/kernels.def"
+    for (KernelDesc& kernel : all) kernel.on_request = true;
+    return all;
+  }();
+  return kernels;
+}
+
+}  // namespace jaxconv::winograd_int8

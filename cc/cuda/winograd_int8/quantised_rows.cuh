@@ -1,0 +1,147 @@
+// Rows of channels in the Winograd domain -> 8 bits, with a scale of each row and point: what the
+// transforms of the input (a row is a tile) and of the filter (a row is an output channel) share.
+//
+// A thread has four neighbouring channels of a row, all points of which it computes in float32, exactly,
+// and holds in float16. The scale is the larger of unit and max / 127, with max the largest magnitude
+// of a row at a point: where it is the unit, nothing was rounded. Eight lanes, which have 32 channels, find their maximum by
+// shuffles that halve the points a lane holds each time; from there on shared memory's atomics.
+//
+// Rows longer than a CTA are transformed twice: for the maximum, and for the bytes.
+#ifndef JAXCONV_CUDA_WINOGRAD_INT8_QUANTISED_ROWS_CUH_
+#define JAXCONV_CUDA_WINOGRAD_INT8_QUANTISED_ROWS_CUH_
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/winograd_int8/params.h"
+
+namespace jaxconv::winograd_int8 {
+
+template <int kPoints>
+struct RowScales {
+  uint32_t largest[kMaxRows][kPoints];  // bits of float32, in the order of the numbers
+  float factor[kMaxRows][kPoints];      // 1 / scale
+};
+
+// The maximum of two lanes that differ in `kBit`: each keeps half of the values.
+template <int kBit, int kCount>
+__device__ __forceinline__ void HalveMaxima(float* value) {
+  static_assert(kCount % 2 == 0);
+  const bool upper = threadIdx.x & kBit;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const float own = upper ? value[i + kCount / 2] : value[i];
+    const float other = upper ? value[i] : value[i + kCount / 2];
+    value[i] = fmaxf(own, __shfl_xor_sync(0xffffffff, other, kBit));
+  }
+}
+
+// A byte of two's complement in each word's low end -> one word.
+__device__ __forceinline__ uint32_t PackLowBytes(const uint32_t (&word)[4]) {
+  return __byte_perm(__byte_perm(word[0], word[1], 0x0040), __byte_perm(word[2], word[3], 0x0040),
+                     0x5410);
+}
+
+// load(row, word, words): what a thread reads of a row. transform(words, c, values): the points of
+// channel c of four. store_scale(row, point, scale). store(row, word, point, bytes).
+template <int kPoints, int kWords, typename Load, typename Transform, typename StoreScale,
+          typename Store>
+__device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints>* scales,
+                                             Load load, Transform transform, StoreScale store_scale,
+                                             Store store) {
+  constexpr int kPadded = (kPoints + 7) / 8 * 8;
+  const int32_t first_row = blockIdx.x * rows.rows_of_cta;
+  int32_t slot, lane;
+  rows.lanes.Divmod(threadIdx.x, &slot, &lane);
+  const int32_t row = first_row + slot;
+  const bool has_row = slot < rows.rows_of_cta && row < rows.rows;
+  const auto lanes = static_cast<int32_t>(rows.lanes.divisor);
+  for (int i = threadIdx.x; i < rows.rows_of_cta * kPoints; i += blockDim.x) {
+    scales->largest[i / kPoints][i % kPoints] = 0;
+  }
+  __syncthreads();
+
+  static_assert(kPoints % 2 == 0);
+  __half2 value[kWordChannels][kPoints / 2];  // two points each
+  auto compute = [&](int32_t word) {
+    uint32_t words[kWords];
+    load(ComputedHere(row), word, words);  // not every point's address in front of the passes
+#pragma unroll
+    for (int c = 0; c < kWordChannels; ++c) {
+      float points[kPoints];
+      transform(words, c, points);
+#pragma unroll
+      for (int p = 0; p < kPoints; p += 2) {
+        value[c][p / 2] = __floats2half2_rn(points[p], points[p + 1]);
+      }
+    }
+  };
+#pragma unroll 1
+  for (int32_t pass = 0; pass < rows.passes; ++pass) {
+    const int32_t word = pass * lanes + lane;
+    const bool inside = has_row && word < rows.words;
+    float largest[kPadded] = {};
+    if (inside) {
+      compute(word);
+#pragma unroll
+      for (int p = 0; p < kPoints; p += 2) {
+        const __half2 of_pairs[2] = {__hmax2(__habs2(value[0][p / 2]), __habs2(value[1][p / 2])),
+                                     __hmax2(__habs2(value[2][p / 2]), __habs2(value[3][p / 2]))};
+        const float2 both = __half22float2(__hmax2(of_pairs[0], of_pairs[1]));
+        largest[p] = both.x;
+        largest[p + 1] = both.y;
+      }
+    }
+    HalveMaxima<4, kPadded>(largest);
+    HalveMaxima<2, kPadded / 2>(largest);
+    HalveMaxima<1, kPadded / 4>(largest);
+    const int32_t eighth = threadIdx.x % 8;
+    const int32_t first = (eighth & 4 ? kPadded / 2 : 0) + (eighth & 2 ? kPadded / 4 : 0) +
+                          (eighth & 1 ? kPadded / 8 : 0);
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < kPadded / 8; ++i) {
+        if (first + i < kPoints) {
+          atomicMax(&scales->largest[slot][first + i], __float_as_uint(largest[i]));
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < rows.rows_of_cta * kPoints; i += blockDim.x) {
+    const int32_t of_row = i / kPoints, point = i % kPoints;
+    if (first_row + of_row >= rows.rows) continue;
+    const float largest = __uint_as_float(scales->largest[of_row][point]);
+    const float unit = rows.unit[point];
+    const bool rounds = largest > 127 * unit;
+    store_scale(first_row + of_row, point, rounds ? largest / 127 : unit);
+    scales->factor[of_row][point] = rounds ? 127 / largest : 1 / unit;
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (int32_t pass = 0; pass < rows.passes; ++pass) {
+    const int32_t word = pass * lanes + lane;
+    if (!has_row || word >= rows.words) continue;
+    if (rows.passes > 1) compute(word);
+#pragma unroll
+    for (int p = 0; p < kPoints; ++p) {
+      const float factor = scales->factor[slot][p];
+      uint32_t bits[kWordChannels];
+#pragma unroll
+      for (int c = 0; c < kWordChannels; ++c) {
+        const float2 both = __half22float2(value[c][p / 2]);
+        // 1.5 * 2^23 more: the sum is rounded to an integer, whose byte is the low one.
+        bits[c] = __float_as_uint(fmaf(p % 2 == 0 ? both.x : both.y, factor, 12582912.0f));
+      }
+      store(row, word, p, PackLowBytes(bits));
+    }
+  }
+}
+
+}  // namespace jaxconv::winograd_int8
+
+#endif  // JAXCONV_CUDA_WINOGRAD_INT8_QUANTISED_ROWS_CUH_
