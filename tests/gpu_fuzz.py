@@ -266,7 +266,7 @@ def judge(
         program.memory_analysis().alias_size_in_bytes == size
     )
     counts["problems"] += 1
-    counts["large problems"] += case.problem.name == "large"
+    counts["large problems"] += case.problem.name.endswith("large")
     counts[f"dtype {case.dtype} {case.precision}"] += len(labels)
     counts[f"rank {case.problem.rank}"] += len(labels)
     counts[f"layout {case.layout}"] += len(labels)

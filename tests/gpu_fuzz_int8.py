@@ -96,9 +96,15 @@ def forced(spec: Int8Spec, algorithm: str) -> Int8Spec:
     return dataclasses.replace(spec, conv=conv)
 
 
+def is_sparse(p: Problem) -> bool:
+    """Whether the operands are those of which Winograd rounds nothing."""
+    return p.name.startswith("sparse")
+
+
 def accepting(p: Problem, spec: Int8Spec, x_dtype: str, platform: str) -> list[str]:
     """What computes the call: "native", unless it leaves it to XLA, and every instance by name."""
     names = [n for n in native.load(platform).kernels() if n.startswith(f"{Op.FPROP.value}_")]
+    names = [n for n in names if is_sparse(p) or "_winograd_int8_" not in n]
     sizes, dtype = _sizes(p, spec), X_DTYPES[x_dtype]
     chosen = (int8_primitive.select(platform, forced(spec, n), sizes, dtype)[0] for n in names)
     accepted = [n for n, each in zip(names, chosen, strict=True) if each.instance == n]
@@ -111,6 +117,9 @@ def arrays(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """(operands in the layout of the call, its result channels last)."""
     x, w = int8_reference.operands(p, X_DTYPES[x_dtype], seed)
+    if is_sparse(p):
+        rng = np.random.default_rng(seed)
+        x, w = (int8_reference.sparse(rng, array.shape) for array in (x, w))
     given = {}
     if spec.scale:
         every = int8_reference.terms(p, spec.out_dtype, seed, of_image=spec.scale == "image_scale")

@@ -134,6 +134,12 @@ def _int8_small(rng: np.random.Generator) -> dict:
     return dict(window=window, c=32 * _between(rng, 1, 3), k=32 * _between(rng, 1, 2))
 
 
+def _int8_winograd(rng: np.random.Generator) -> dict:
+    """3x3, stride 1, of operands that are transformed without rounding."""
+    c, k = (32 * _between(rng, 1, 5) for _ in range(2))
+    return dict(window=(3, 3), c=c, k=k, sparse=True)
+
+
 # --- the kinds ------------------------------------------------------------------------------------
 
 
@@ -170,6 +176,7 @@ def _kinds() -> list[Kind]:
     found += each(of(_int8_depthwise, stride=2), (INT8,), ("s8", "u8"), 5)
     for window, stride in ((3, 1), (3, 2), (5, 2), (7, 1), (7, 2)):
         found += each(of(_int8_image, window=window, stride=stride), (INT8,), ("s8", "u8"))
+    found += each(_int8_winograd, (INT8,), ("s8",), 3)
     return found + each(_int8_small, (INT8,), ("s8", "u8"), 3)
 
 
@@ -211,7 +218,7 @@ def draw(rng: np.random.Generator, form: Form, pixels: int | None) -> Problem:
         "none": lambda r: (0, 0),
     }[drawn["padding"]]
     return Problem(
-        name="large" if pixels else "small",
+        name="sparse_" * bool(drawn.get("sparse")) + ("large" if pixels else "small"),
         spatial=tuple(spatial),
         window=window,
         n=n,

@@ -21,10 +21,8 @@ TABLES = pathlib.Path(__file__).resolve().parents[1] / "cc" / "cuda"
 OPS = ("fprop", "dgrad", "wgrad")
 TYPES = ("f32", "bf16", "f16", "s8", "u8")
 # Those whose filter is packed and whose result has an epilogue: the call jaxconv_int8.
-INT8_FAMILIES = (
-    *("depthwise_int8", "imma_few_channels", "imma_nchw32", "imma_wgmma"),
-    "winograd_int8",
-)
+EXACT_INT8_FAMILIES = ("depthwise_int8", "imma_few_channels", "imma_nchw32", "imma_wgmma")
+INT8_FAMILIES = (*EXACT_INT8_FAMILIES, "winograd_int8")
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 CALL = re.compile(r"\b(KERNEL|PADDED|FUSED)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")

@@ -196,7 +196,7 @@ def tolerance_of(instance: str) -> float:
     """The largest error of a kernel instance on integers, over the largest result: that of
     ``cc/stated_error.h``, which says why.
     """
-    if "_winograd_" not in instance:
+    if "_winograd_" not in instance or "_winograd_int8_" in instance:
         return 0.0
     tolerance = _WINOGRAD_ERRORS[instance.split("_")[3][0]]
     return tolerance * (_HALF_FACTOR if instance.endswith("_half") else 1)

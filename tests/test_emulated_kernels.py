@@ -35,7 +35,7 @@ import host_build
 from kernel_tables import INT8_FAMILIES, fused_instances, instances
 
 # Families of which every line of the table runs.
-WHOLE = ("block_diagonal", "depthwise", "winograd")
+WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
 
 DEPTHWISE = [
     problem("3x3", (9, 11), 3, c=72, k=72, groups=72, padding=1),
@@ -136,6 +136,13 @@ WINOGRAD_PINGPONG = [
 ]
 # Of one k-block of 32 channels and most of another: V of all of them is in shared memory.
 WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)
+
+# Tails of tiles; the last, several tiles of the products a CTA.
+WINOGRAD_INT8 = [
+    (problem("tails", (9, 7), 3, n=2, c=96, k=160, padding=((1, 1), (0, 3))), ""),
+    (problem("nchw32", (7, 18), 3, n=1, c=64, k=32, padding=((2, 2), (-1, 1))), ""),
+    (problem("several_tiles", (11, 34), 3, n=5, c=32, k=288, padding=1), ""),
+]
 
 DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
 # Three tiles a consumer.
@@ -383,6 +390,8 @@ def cases() -> Iterator[Case]:
         elif family == "winograd":
             chosen = problems_of_winograd(instance)
             options = (f"tolerance={tolerance_of(instance)}",)
+        elif family == "winograd_int8":
+            chosen = WINOGRAD_INT8
         else:
             chosen = ((p, "") for p in OTHERS[instance])
         for p, words in chosen:

@@ -1,4 +1,4 @@
-"""Every kernel of 8-bit operands, forced by name, on every problem that it accepts: bit for bit.
+"""Every exact kernel of 8-bit operands, forced by name, on every problem it accepts: bit for bit.
 
 Each problem is computed in the layouts that hold it: as plain sums, with the whole epilogue, and
 with the epilogues of most layers, for which kernels have straight code.
@@ -26,7 +26,9 @@ from jaxconv._src.int8_primitive import Int8Spec
 LEAST_ACCEPTED = 4
 SMS = 132  # of an H100 or H200
 CPU = ("fprop_onednn_s8", "fprop_onednn_u8")
-CUDA = [each for each in kernel_tables.instances() if each.family in kernel_tables.INT8_FAMILIES]
+CUDA = [
+    each for each in kernel_tables.instances() if each.family in kernel_tables.EXACT_INT8_FAMILIES
+]
 X_DTYPES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
 
 

@@ -82,7 +82,9 @@ def conv(
         zero_point: the value of x that stands for 0.
         out_zero_point: the value of an int8 or uint8 result that stands for 0.
         algorithm: "auto", "native", a kernel family, an instance, or "xla", as in
-            ``jaxconv.conv``.
+            ``jaxconv.conv``; or "winograd_f2x2" or "winograd_f4x4" of int8 images, 3x3 filters,
+            stride 1 and one group, which is not exact: the sums above are then those of
+            docs/winograd.md, which states their error.
 
     Returns:
         (N, *out_spatial, K), or a ``Packed`` of K channels.

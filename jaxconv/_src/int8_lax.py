@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv._src import native
+from jaxconv._src import native, winograd_jax
 from jaxconv._src.int8_layout import (
     FEW,
     crop_axis,
@@ -67,6 +67,8 @@ def _refused(reason: str) -> Plan:
 def _plan(
     platform: str, target: str, automatic: str, op: Op, spec: ConvSpec, sizes: Sizes, out: np.dtype
 ) -> Plan:
+    if spec.algorithm_of(op) in winograd_jax.ALGORITHMS:
+        return _refused("Winograd of integers is not exact; jaxconv.int8.conv takes it")
     if op is Op.WGRAD:
         return _refused("no kernel computes weight gradients of integers")
     forward = as_fprop(op, spec)

@@ -31,7 +31,16 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxconv._src import compat, exact, int8_partition, native, partition, record
+from jaxconv._src import (
+    compat,
+    exact,
+    int8_partition,
+    int8_winograd,
+    native,
+    partition,
+    record,
+    winograd_jax,
+)
 from jaxconv._src.int8_layout import (
     BLOCK,
     to_nchw32,
@@ -145,7 +154,7 @@ def canonical_conv(
 # --- selection ---
 
 
-def _no_kernel(spec: Int8Spec, sizes: Sizes) -> str:
+def _no_kernel(spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype) -> str:
     """Why no kernel of any platform comes into question, or ""."""
     if spec.algorithm in BY_XLA:
         return f'algorithm="{spec.algorithm}" was asked for'
@@ -157,6 +166,8 @@ def _no_kernel(spec: Int8Spec, sizes: Sizes) -> str:
         return f"{spec.conv.rank} spatial axes; kernels take 1 to 3"
     if spec.conv.crops_everything:
         return "negative padding crops the whole input"
+    if spec.algorithm in winograd_jax.ALGORITHMS:
+        return int8_winograd.refusal(spec.conv, sizes, x_dtype, spec.algorithm)
     return ""
 
 
@@ -174,15 +185,24 @@ def select(
     Raises:
         ValueError: the demanded algorithm is not known on this platform.
     """
-    if reason := _no_kernel(spec, sizes):
+    if reason := _no_kernel(spec, sizes, x_dtype):
         return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),)), ""
     names = [_DTYPE_NAMES[np.dtype(d).name] for d in (x_dtype, np.int8, spec.out_dtype)]
     words = spec.words("krsc", "nhwc") if platform == "cpu" else spec.words("packed", spec.layout)
     key = key_of(Op.FPROP, names, spec.conv, sizes, words)
     kernels = native.load(platform)
+    algorithm = spec.algorithm
+    if algorithm in int8_winograd.ALGORITHMS:
+
+        def by_kernel(name: str) -> native.Selection:
+            if isinstance(kernels, native.Refusal):
+                return native.Selection(None)
+            return kernels.select(key, name, native.target())
+
+        chosen = int8_winograd.select(algorithm, sizes, by_kernel)
+        return chosen, "" if chosen.in_jax else key
     if isinstance(kernels, native.Refusal):
         return native.Selection(None, refusals=(kernels,)), key
-    algorithm = spec.algorithm
     if algorithm == "auto":
         algorithm = native.automatic()
     try:
@@ -215,7 +235,10 @@ def _check_algorithm(spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype) -> None:
             continue
         if chosen.instance:
             return
-        refusals += [r._replace(reason=f"{r.reason} ({key})") for r in chosen.refusals]
+        refusals += [
+            r._replace(reason=f"{r.reason} ({key})") if key else r for r in chosen.refusals
+        ]
+    refusals = list(dict.fromkeys(refusals))
     raise ValueError(
         f"algorithm {spec.algorithm!r} cannot serve this int8 convolution: {_reasons(refusals)}"
     )
@@ -376,7 +399,10 @@ def _in_xla(*operands, spec: Int8Spec):
             terms["residual"] = to_nhwc(terms["residual"])
     c = sizes.c // conv.groups
     w = jnp.moveaxis(unpack_rows(w, conv.filter_spatial, c, spec.layout), 0, -1)
-    acc = exact.sums(x, w, conv)
+    if spec.algorithm in int8_winograd.ALGORITHMS:
+        acc = int8_winograd.sums(x, w, conv, spec.algorithm)
+    else:
+        acc = exact.sums(x, w, conv)
     if spec.scale:
         y = exact.requantize(
             acc,
@@ -416,6 +442,9 @@ def _lower(platform: str, ctx, *operands, spec: Int8Spec):
         split = int8_partition.lower(ctx, conv_int8_p, factors, operands, spec=spec)
     if split is not None:
         return recorded(chosen, split)
+    if chosen.in_jax:
+        _log.debug("int8 on %s: %s", platform, chosen.instance)
+        return recorded(chosen, _lower_to_xla(ctx, *operands, spec=spec))
     if chosen.instance is None:
         beforehand, its_key = _select_cropped(platform, spec, sizes, x.dtype)
         if beforehand.instance is not None:

@@ -73,8 +73,8 @@ DOMAINS: dict[str, Any] = {
 }
 
 
-def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
-    """Why Winograd does not take a problem, or ""."""
+def window_refusal(spec: ConvSpec) -> str:
+    """Why Winograd does not take a window, or ""."""
     if spec.rank != 2:
         return f"{spec.rank} spatial axes; Winograd takes 2"
     for name, values, expected in (
@@ -85,6 +85,13 @@ def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
     ):
         if values != (expected, expected):
             return f"{name} {values[0]}x{values[1]}; Winograd takes {expected}x{expected}"
+    return ""
+
+
+def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
+    """Why Winograd does not take a problem, or ""."""
+    if reason := window_refusal(spec):
+        return reason
     name = np.dtype(dtype).name
     if name not in DOMAINS:
         return f"operands of {name}; Winograd takes {', '.join(DOMAINS)}"
@@ -169,6 +176,7 @@ _RMS_ERROR = {
     "bf16": {"2x2": 1.7e-3, "2x3": 1.7e-3, "4x3": 1.7e-3, "4x4": 2.4e-3, "6x6": 5.2e-3},
     "f32": {"2x2": 5.6e-7, "2x3": 4.2e-7, "4x3": 8.8e-7, "4x4": 2.3e-6, "6x6": 6.8e-6},
     "tf32": {"2x2": 4.3e-4, "2x3": 3.5e-4, "4x3": 6.5e-4, "4x4": 1.7e-3, "6x6": 5.1e-3},
+    "int8_s8": {"2x2": 1.4e-2, "4x4": 6.7e-2},  # against the exact sums
 }
 
 # Of CUDA instances that round M to float16 too (``*_half``), emulated at C = 1280.
@@ -238,7 +246,7 @@ def _unscaled(y: jax.Array, scales: tuple[jax.Array, ...]) -> jax.Array:
 # --- transformations ------------------------------------------------------------------------------
 
 
-def _transform(matrix: Matrix, array: jax.Array, axis: int) -> jax.Array:
+def transform(matrix: Matrix, array: jax.Array, axis: int) -> jax.Array:
     """Multiplies a matrix by one axis of an array, terms added in the axis' order.
 
     Sums of scaled slices, which XLA fuses; as a matrix product a GPU would round to TF32. A row of
@@ -267,7 +275,7 @@ def _odd(number: int) -> int:
     return number // (number & -number)
 
 
-def _rounded(array: jax.Array, dtype: np.dtype) -> jax.Array:
+def rounded(array: jax.Array, dtype: np.dtype) -> jax.Array:
     """``array`` in the domain's dtype, rounded to its 11 bits on every platform.
 
     Where a product widens float16 operands, XLA may leave out a rounding to float16 and back; it
@@ -299,8 +307,8 @@ def filter_transform(
     u = u if scale is None else u * scale
     for axis, m in enumerate(tile):
         if m > 1:
-            u = _transform(matrices(m).g, u, axis)
-    return _rounded(u, domain(w.dtype)), scale
+            u = transform(matrices(m).g, u, axis)
+    return rounded(u, domain(w.dtype)), scale
 
 
 def as_rows(op: Op, w: jax.Array, groups: int) -> jax.Array:
@@ -351,8 +359,8 @@ def multiply(
     v = v * scales[1] if scales else v
     for axis, m in enumerate(tile):
         if m > 1:
-            v = _transform(matrices(m).bt, v, 3 + axis)
-    v = _rounded(v, narrow).reshape(*v.shape[:5], groups, c // groups)
+            v = transform(matrices(m).bt, v, 3 + axis)
+    v = rounded(v, narrow).reshape(*v.shape[:5], groups, c // groups)
     u = u.reshape(*u.shape[:2], groups, k // groups, c // groups)
     # Rows that are not transformed are part of the sum.
     rows = "a" if tile.h > 1 else ""
@@ -366,7 +374,7 @@ def multiply(
     axes = [m for m in tile if m > 1]
     y = m_of_points
     for axis, m in enumerate(axes):
-        y = _transform(matrices(m).at, y, axis)
+        y = transform(matrices(m).at, y, axis)
     y = y.reshape(*tile, *y.shape[len(axes) :])  # (i, j, g, n, h, w, k)
     y = _unscaled(y, scales).astype(out_dtype)
     y = jnp.transpose(y, (3, 4, 0, 5, 1, 2, 6))

@@ -39,7 +39,7 @@ class Matrices(NamedTuple):
     at: Matrix
 
 
-def _balanced(row: list[Fraction]) -> tuple[Fraction, tuple[Fraction, ...]]:
+def balanced(row: list[Fraction]) -> tuple[Fraction, tuple[Fraction, ...]]:
     """The power of two that brings the row's 1-norm into (1/2, 1], and the row times it."""
     norm, scale = sum(map(abs, row)), Fraction(1)
     while norm * scale > 1:
@@ -70,8 +70,8 @@ def matrices(m: int) -> Matrices:
         else:
             taps = [Fraction(k == TAPS - 1) for k in range(TAPS)]
             column = [Fraction(k == m - 1) for k in range(m)]
-        input_scale, row = _balanced(product)
-        filter_scale, row_of_g = _balanced(taps)
+        input_scale, row = balanced(product)
+        filter_scale, row_of_g = balanced(taps)
         bt.append(row)
         g.append(row_of_g)
         columns.append([c / input_scale / filter_scale for c in column])

@@ -13,13 +13,16 @@ import numpy as np
 from jax import lax
 
 import jaxconv
+from jaxconv import int8
+from jaxconv._src import int8_winograd
 from jaxconv._src.winograd_jax import TILES
 from jaxconv.bench import environment, options
 from jaxconv.bench.problem import DTYPES
 from jaxconv.bench.progress import INTERRUPTED, Progress, each
 
 _CHANNELS = (64, 256, 1280)
-_DTYPES = ("f16", "bf16", "f32")
+_INT8 = "s8"
+_DTYPES = ("f16", "bf16", "f32", _INT8)
 
 # Extents that every tile divides, and output channels: 36,864 results a row.
 _EXTENT, _K = 24, 64
@@ -33,8 +36,11 @@ operands' type. The reference is computed in float64 by NumPy, the direct convol
 float32 at HIGHEST and rounded once to the operands' type. Errors are relative to the standard
 deviation of the reference: "rms" and "max" of the result in the operands' type, "rms f32" of a
 float32 result of the same operands. The last column is rms over that of the direct convolution;
-"auto" may use at most {_ALLOWED}, where it is also faster. Winograd is computed as in a program on
-this machine: by a kernel on a GPU that has one, else in JAX.
+of s8 the operands are rounded to int8, by one scale of all inputs and one of each output channel's
+filter, the reference is their exact sums, and the last column compares the results' distances from
+the convolution of the numbers before they were rounded. "auto" may use at most {_ALLOWED}, where it
+is also faster. Winograd is computed as in a program on this machine: by a kernel on a GPU that has
+one, else in JAX.
 """
 
 
@@ -71,6 +77,27 @@ def _reference(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return sum(x[:, r : r + p, s : s + q] @ w[r, s] for r in range(3) for s in range(3))
 
 
+def _drawn(seed: int, c: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and filters in float64."""
+    rng = np.random.default_rng([seed, c])
+    x = np.maximum(rng.standard_normal((1, _EXTENT, _EXTENT, c)), 0)
+    w = rng.standard_normal((3, 3, c, _K)) * (2 / (9 * c)) ** 0.5
+    return x, w
+
+
+def _rounded_to_int8(array: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(int8, its scale): the largest magnitude along the axes becomes 127."""
+    scale = np.max(np.abs(array), axis=axes) / 127
+    return np.rint(array / scale).astype(np.int8), scale
+
+
+def int8_operands(c: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int8 x (n, h, w, c) and w (3, 3, c, k) as measured, and the exact sums with padding 1."""
+    x, w = _drawn(seed, c)
+    x, w = _rounded_to_int8(x, (0, 1, 2, 3))[0], _rounded_to_int8(w, (0, 1, 2))[0]
+    return x, w, _reference(x, w)
+
+
 class Measurement:
     """Draws the operands of each type and number of channels once."""
 
@@ -81,10 +108,7 @@ class Measurement:
     def _operands(self, dtype: str, c: int) -> tuple:
         """x, w, the reference, and the direct convolution's rms error and result in float32."""
         if (dtype, c) not in self.made:
-            rng = np.random.default_rng([self.seed, c])
-            x = np.maximum(rng.standard_normal((1, _EXTENT, _EXTENT, c)), 0)
-            w = rng.standard_normal((3, 3, c, _K)) * (2 / (9 * c)) ** 0.5
-            x, w = (jnp.asarray(a.astype(DTYPES[dtype])) for a in (x, w))
+            x, w = (jnp.asarray(a.astype(DTYPES[dtype])) for a in _drawn(self.seed, c))
             exact = _reference(np.asarray(x), np.asarray(w))
             direct = lax.conv_general_dilated(
                 x.astype(jnp.float32),
@@ -97,7 +121,24 @@ class Measurement:
             self.made = {(dtype, c): (x, w, exact, direct)}
         return self.made[dtype, c]
 
+    def _of_int8(self, case: Case) -> Errors:
+        x, w, exact = int8_operands(case.c, self.seed)
+        y: Any = exact
+        if case.tile != "direct":
+            y = int8.conv(x, w, out_dtype=jnp.int32, algorithm=f"winograd_{case.tile}")
+        y = np.asarray(y).astype(np.float64)
+        deviation = (y - exact) / exact.std()
+        before = _drawn(self.seed, case.c)
+        real = _reference(*before)
+        scale_of_x = _rounded_to_int8(before[0], (0, 1, 2, 3))[1]
+        scale = scale_of_x * _rounded_to_int8(before[1], (0, 1, 2))[1]
+        ratio = np.std(y * scale - real) / np.std(exact * scale - real)
+        rms = float(np.sqrt(np.mean(deviation**2)))
+        return Errors(case, rms, float(np.abs(deviation).max()), rms, float(ratio))
+
     def __call__(self, case: Case) -> Errors:
+        if case.dtype == _INT8:
+            return self._of_int8(case)
         x, w, exact, direct = self._operands(case.dtype, case.c)
 
         def of(y: jax.Array) -> tuple[float, float]:
@@ -209,6 +250,7 @@ def main(argv: Sequence[str]) -> int:
         for dtype in arguments.dtype
         for c in arguments.channels
         for tile in ("direct", *tiles)
+        if dtype != _INT8 or tile == "direct" or f"winograd_{tile}" in int8_winograd.ALGORITHMS
     ]
     facts = environment.describe()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")

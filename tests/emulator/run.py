@@ -4,7 +4,8 @@
         [tolerance=X] [weight=N] [offset=N]
 
 run_kernels.cc explains the arguments. Instances of 8-bit operands run in cc/int8_check.cu, which
-knows the seed, the SMs and its mode (``check`` or ``error``) alone. ``--sanitize`` adds AddressSanitizer and UBSan.
+knows the seed, the SMs and its mode (mode=check or mode=error) alone. ``--sanitize`` adds
+AddressSanitizer and UBSan.
 """
 
 from __future__ import annotations
