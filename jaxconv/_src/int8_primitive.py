@@ -167,7 +167,7 @@ def _no_kernel(spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype) -> str:
     if spec.conv.crops_everything:
         return "negative padding crops the whole input"
     if spec.algorithm in winograd_jax.ALGORITHMS:
-        return int8_winograd.refusal(spec.conv, sizes, x_dtype, spec.algorithm)
+        return int8_winograd.refusal(spec.conv, x_dtype, spec.algorithm)
     return ""
 
 

@@ -79,7 +79,7 @@ def integer_matrices(m: int) -> Matrices:
     )
 
 
-def refusal(spec: ConvSpec, sizes: Sizes, x_dtype: np.dtype, algorithm: str) -> str:
+def refusal(spec: ConvSpec, x_dtype: np.dtype, algorithm: str) -> str:
     """Why Winograd does not take a quantised convolution, or ""."""
     if algorithm not in ALGORITHMS:
         return f"Winograd of int8 operands has the tiles {' and '.join(ALGORITHMS)}"

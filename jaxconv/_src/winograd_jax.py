@@ -190,11 +190,12 @@ def largest_rms_error(operands: str, tile: str, precision: str) -> float:
     """An error that results stay below on every platform; 0 of no tile.
 
     Args:
-        operands: "f16", "bf16" or "f32".
+        operands: "f16", "bf16" or "f32"; any other is of 8-bit operands.
         tile: as ``tile_named`` returns it; of a tile without a stated error, F(m x m)'s.
         precision: of float32 operands.
     """
     operands = "tf32" if (operands, precision) == ("f32", "default") else operands
+    operands = operands if operands in _RMS_ERROR else "int8_s8"
     stated = {**_RMS_ERROR[operands], **_RMS_ERROR_HALF_PRODUCTS.get(operands, {})}
     return stated.get(tile[1:], stated[f"{tile[1]}x{tile[1]}"]) if tile else 0.0
 

@@ -2,7 +2,8 @@
 
 A variant is a CUDA kernel instance of the family or, where none takes the problem with a tile, the
 form in JAX; in fprop each also with a filter that is prepared ahead of the calls. Variants are
-measured alone: lax and the direct kernel stand in the row before them.
+measured alone: lax and the direct kernel stand in the row before them. Of quantised layers (dtype
+int8_nhwc or int8_nchw32) they are the tiles of ``jaxconv.int8.conv``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import lowering, native, winograd_jax, winograd_prepared
+from jaxconv._src import int8_winograd, lowering, native, winograd_jax, winograd_prepared
 from jaxconv._src.spec import Op
 from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
 from jaxconv.bench.problem import Library, Problem, Row
@@ -29,7 +31,12 @@ def of(problem: Problem, platform: str) -> Iterator[Problem]:
     """
     yield problem
     layer, op = problem.layer, problem.op
-    if op not in winograd_jax.OPS:
+    if problem.requantized:
+        spec = layer.spec()
+        for name in int8_winograd.ALGORITHMS:
+            if not int8_winograd.refusal(spec, problem.operand_dtype, name):
+                yield dataclasses.replace(problem, algorithm=name, variant=True)
+    if op not in winograd_jax.OPS or problem.operand_dtype == np.int8:
         return
     dtypes = problem.operand_dtype, problem.out_dtype
     short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}[dtypes[0].name]
