@@ -14,6 +14,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/winograd_int8/params.h"
@@ -26,16 +27,22 @@ struct RowScales {
   float factor[kMaxRows][kPoints];      // 1 / scale
 };
 
-// The maximum of two lanes that differ in `kBit`: each keeps half of the values.
-template <int kBit, int kCount>
-__device__ __forceinline__ void HalveMaxima(float* value) {
+// The maxima of two lanes that differ in `kBit`: each keeps those of half of the pairs.
+template <int kBit, int kCount, int kAll>
+__device__ __forceinline__ void HalveMaxima(__half2 (&pairs)[kAll]) {
   static_assert(kCount % 2 == 0);
   const bool upper = threadIdx.x & kBit;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
-    const float own = upper ? value[i + kCount / 2] : value[i];
-    const float other = upper ? value[i] : value[i + kCount / 2];
-    value[i] = fmaxf(own, __shfl_xor_sync(0xffffffff, other, kBit));
+    uint32_t bits[2];
+    memcpy(&bits[0], &pairs[i], sizeof(bits[0]));
+    memcpy(&bits[1], &pairs[i + kCount / 2], sizeof(bits[1]));
+    const uint32_t kept = upper ? bits[1] : bits[0];
+    const uint32_t got = __shfl_xor_sync(0xffffffff, upper ? bits[0] : bits[1], kBit);
+    __half2 own, other;
+    memcpy(&own, &kept, sizeof(own));
+    memcpy(&other, &got, sizeof(other));
+    pairs[i] = __hmax2(own, other);
   }
 }
 
@@ -46,13 +53,14 @@ __device__ __forceinline__ uint32_t PackLowBytes(const uint32_t (&word)[4]) {
 }
 
 // load(row, word, words): what a thread reads of a row. transform(words, c, values): the points of
-// channel c of four. store_scale(row, point, scale). store(row, word, point, bytes).
+// channels c and c + 1 of four. store_scale(row, point, scale). store(row, word, point, bytes).
 template <int kPoints, int kWords, typename Load, typename Transform, typename StoreScale,
           typename Store>
 __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints>* scales,
                                              Load load, Transform transform, StoreScale store_scale,
                                              Store store) {
-  constexpr int kPadded = (kPoints + 7) / 8 * 8;
+  static_assert(kPoints % 2 == 0);
+  constexpr int kPairs = kPoints / 2, kPadded = (kPairs + 7) / 8 * 8;
   const int32_t first_row = blockIdx.x * rows.rows_of_cta;
   int32_t slot, lane;
   rows.lanes.Divmod(threadIdx.x, &slot, &lane);
@@ -64,18 +72,22 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
   }
   __syncthreads();
 
-  static_assert(kPoints % 2 == 0);
-  __half2 value[kWordChannels][kPoints / 2];  // two points each
+  __half2 value[kWordChannels][kPairs];  // two points each
   auto compute = [&](int32_t word) {
     uint32_t words[kWords];
     load(ComputedHere(row), word, words);  // not every point's address in front of the passes
 #pragma unroll
-    for (int c = 0; c < kWordChannels; ++c) {
-      float points[kPoints];
+    for (int c = 0; c < kWordChannels; c += 2) {
+      if (c > 0) {  // Or both pairs' bytes are unpacked in front of the first's transform.
+#pragma unroll
+        for (uint32_t& word_of : words) word_of = ComputedHere(static_cast<int>(word_of));
+      }
+      float points[2][kPoints];
       transform(words, c, points);
 #pragma unroll
       for (int p = 0; p < kPoints; p += 2) {
-        value[c][p / 2] = __floats2half2_rn(points[p], points[p + 1]);
+        value[c][p / 2] = __floats2half2_rn(points[0][p], points[0][p + 1]);
+        value[c + 1][p / 2] = __floats2half2_rn(points[1][p], points[1][p + 1]);
       }
     }
   };
@@ -83,16 +95,15 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
   for (int32_t pass = 0; pass < rows.passes; ++pass) {
     const int32_t word = pass * lanes + lane;
     const bool inside = has_row && word < rows.words;
-    float largest[kPadded] = {};
+    __half2 largest[kPadded];
+#pragma unroll
+    for (int p = 0; p < kPadded; ++p) largest[p] = __float2half2_rn(0.0f);
     if (inside) {
       compute(word);
 #pragma unroll
-      for (int p = 0; p < kPoints; p += 2) {
-        const __half2 of_pairs[2] = {__hmax2(__habs2(value[0][p / 2]), __habs2(value[1][p / 2])),
-                                     __hmax2(__habs2(value[2][p / 2]), __habs2(value[3][p / 2]))};
-        const float2 both = __half22float2(__hmax2(of_pairs[0], of_pairs[1]));
-        largest[p] = both.x;
-        largest[p + 1] = both.y;
+      for (int p = 0; p < kPairs; ++p) {
+        largest[p] = __hmax2(__hmax2(__habs2(value[0][p]), __habs2(value[1][p])),
+                             __hmax2(__habs2(value[2][p]), __habs2(value[3][p])));
       }
     }
     HalveMaxima<4, kPadded>(largest);
@@ -104,9 +115,11 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
     if (inside) {
 #pragma unroll
       for (int i = 0; i < kPadded / 8; ++i) {
-        if (first + i < kPoints) {
-          atomicMax(&scales->largest[slot][first + i], __float_as_uint(largest[i]));
-        }
+        if (first + i >= kPairs) continue;
+        const float2 both = __half22float2(largest[i]);
+        uint32_t* const to = &scales->largest[slot][2 * (first + i)];
+        atomicMax(to, __float_as_uint(both.x));
+        atomicMax(to + 1, __float_as_uint(both.y));
       }
     }
   }

@@ -39,6 +39,15 @@ __device__ __forceinline__ float ByteOf(uint32_t word, int byte) {
   return requantize_internal::ByteAsFloat<true>(word, byte, 0x4b000000);
 }
 
+// Bytes `c` and the next of a word. A byte is the low end of 1024's mantissa, whose number is
+// subtracted, exactly.
+__device__ __forceinline__ __half2 PairOf(uint32_t word, int c) {
+  const uint32_t bits = __byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 | (c + 1) << 8 | c);
+  __half2 pair;
+  memcpy(&pair, &bits, sizeof(pair));
+  return __hsub2(pair, __float2half2_rn(1024.0f + 128.0f));
+}
+
 template <class Tag, int m>
 __global__ void __launch_bounds__(kMaxLanes<m>, 1)
     InputTransformKernel(const __grid_constant__ InputParams params) {
@@ -64,10 +73,33 @@ __global__ void __launch_bounds__(kMaxLanes<m>, 1)
       from += int64_t{params.in_w} * stride;
     }
   };
-  auto transform = [](const uint32_t (&words)[kPoints], int c, float (&value)[kPoints]) {
+  auto transform = [](const uint32_t (&words)[kPoints], int c, float (&value)[2][kPoints]) {
+    // Down the columns in float16: of the two channels at once, and exact, since all sums have
+    // less than 11 bits.
+    __half2 half[kAlpha][kAlpha];
 #pragma unroll
-    for (int p = 0; p < kPoints; ++p) value[p] = ByteOf(words[p], c);
-    winograd::TransformInputTile<m>(reinterpret_cast<float (&)[kAlpha][kAlpha]>(value));
+    for (int j = 0; j < kAlpha; ++j) {
+      __half2 column[kAlpha], transformed[kAlpha];
+#pragma unroll
+      for (int i = 0; i < kAlpha; ++i) column[i] = PairOf(words[i * kAlpha + j], c);
+      winograd::TransformInput<m>(column, transformed);
+#pragma unroll
+      for (int i = 0; i < kAlpha; ++i) half[i][j] = transformed[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kAlpha; ++i) {
+      float rows[2][kAlpha];
+#pragma unroll
+      for (int j = 0; j < kAlpha; ++j) {
+        const float2 both = __half22float2(half[i][j]);
+        rows[0][j] = both.x, rows[1][j] = both.y;
+      }
+#pragma unroll
+      for (int channel = 0; channel < 2; ++channel) {
+        auto& points = reinterpret_cast<float (&)[kAlpha][kAlpha]>(value[channel]);
+        winograd::TransformInput<m>(rows[channel], points[i]);
+      }
+    }
   };
   QuantiseRows<kPoints, kPoints>(
       params.rows, &scales, load, transform,
@@ -112,20 +144,24 @@ __global__ void __launch_bounds__(kMaxLanes<m>, 1)
       words[tap] = __ldg(reinterpret_cast<const uint32_t*>(from + tap * params.tap_stride));
     }
   };
-  auto transform = [](const uint32_t (&words)[kWords], int c, float (&value)[kPoints]) {
-    float rows[kAlpha][kTaps];
+  auto transform = [](const uint32_t (&words)[kWords], int c, float (&value)[2][kPoints]) {
 #pragma unroll
-    for (int s = 0; s < kTaps; ++s) {
-      const float column[kTaps] = {ByteOf(words[s], c), ByteOf(words[kTaps + s], c),
-                                   ByteOf(words[2 * kTaps + s], c)};
-      float transformed[kAlpha];
-      TransformFilter<m>(column, transformed);
+    for (int channel = 0; channel < 2; ++channel) {
+      float rows[kAlpha][kTaps];
 #pragma unroll
-      for (int i = 0; i < kAlpha; ++i) rows[i][s] = transformed[i];
+      for (int s = 0; s < kTaps; ++s) {
+        const float column[kTaps] = {ByteOf(words[s], c + channel),
+                                     ByteOf(words[kTaps + s], c + channel),
+                                     ByteOf(words[2 * kTaps + s], c + channel)};
+        float transformed[kAlpha];
+        TransformFilter<m>(column, transformed);
+#pragma unroll
+        for (int i = 0; i < kAlpha; ++i) rows[i][s] = transformed[i];
+      }
+      auto& tile = reinterpret_cast<float (&)[kAlpha][kAlpha]>(value[channel]);
+#pragma unroll
+      for (int i = 0; i < kAlpha; ++i) TransformFilter<m>(rows[i], tile[i]);
     }
-    auto& tile = reinterpret_cast<float (&)[kAlpha][kAlpha]>(value);
-#pragma unroll
-    for (int i = 0; i < kAlpha; ++i) TransformFilter<m>(rows[i], tile[i]);
   };
   QuantiseRows<kPoints, kWords>(
       params.rows, &scales, load, transform,
