@@ -59,7 +59,9 @@ def forms() -> dict[str, tuple[str, ...]]:
 def launches(name: str) -> list[str]:
     """The instances of other families that an instance launches."""
     family = forms()[name.removesuffix("_padded")][0]
-    return ["fprop_imma_wgmma_s8_128x128x128_pingpong"] if family == "winograd_int8" else []
+    if family != "winograd_int8":
+        return []
+    return [f"fprop_imma_wgmma_s8_{tile}_pingpong" for tile in ("128x64x128", "128x128x128")]
 
 
 def units(names: list[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@
 //     M              -- Y = A^T M A ----> int32 sums -- epilogue --> y
 //
 // The products are a grouped 1x1 convolution, whose groups are the points: V's row of a tile holds the
-// channels of all of them. An instance of imma_wgmma computes it, chosen by its predicted time; its
+// channels of all of them. An instance of imma_wgmma computes it; its
 // epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11 bits show
 // nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's transform
 // multiplies by the tile's scales.
