@@ -169,13 +169,14 @@ Times WhereXlaIsFaster(const ConvProblem& p, Family family) {
     return {1.6 + work, 0.7 + work};
   }
   // Few terms of few input channels: storing the output decides, and oneDNN's 64 channels at a time
-  // of rows of a multiple of 2 KB share a few cache sets. With an epilogue XLA stores it more than
-  // once.
-  constexpr int64_t kFewTerms = 40;
+  // of rows of a multiple of 2 KB share a few cache sets; of outputs beyond the caches, more terms
+  // are few. With an epilogue XLA stores it more than once.
+  constexpr int64_t kFewTerms = 40, kFewTermsOfLarge = 80, kLarge = 16 << 20;
   constexpr double kDense = 200e3, kStored = 11e3, kStoredInBlocks = 7e3;  // a microsecond
-  if (family == Family::kOnednn && p.c <= 4 && p.taps() * p.c <= kFewTerms && p.k % 512 == 0 &&
-      p.epilogue.Plain()) {
-    const auto bytes = static_cast<double>(p.y_elements() * ByteWidth(p.y_dtype));
+  const int64_t output = p.y_elements() * ByteWidth(p.y_dtype);
+  const bool few = p.taps() * p.c <= (output >= kLarge ? kFewTermsOfLarge : kFewTerms);
+  if (family == Family::kOnednn && p.c <= 4 && few && p.k % 512 == 0 && p.epilogue.Plain()) {
+    const auto bytes = static_cast<double>(output);
     const double work = flops / kDense;
     return {work + bytes / kStoredInBlocks, work + bytes / kStored};
   }

@@ -411,6 +411,11 @@ void CheckSmallProblems() {
   p = Geometry2d(1, 224, 224, 3, 1024, 16, 16, 16, 0);  // a sum of many terms
   p.out = {1, 14, 14};
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
+  p = Geometry2d(4, 1, 3200, 2, 512, 1, 25, 1, 0);
+  p.rank = 1, p.out = {1, 1, 3176};
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
+  p.n = 1;  // 6.5 MB of output
+  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
   p = Geometry2d(1, 24, 24, 3, 576, 3, 3, 1, 1);
   p.out = p.in;
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
