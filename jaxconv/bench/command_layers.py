@@ -30,6 +30,9 @@ from jaxconv.bench.progress import INTERRUPTED, Progress, each
 
 _CPU_BATCH = 4
 
+# Sides through cuDNN's frontend.
+_CUDNN = {"cudnn", "cudnn-winograd"}
+
 _EPILOG = f"""
 A layer of your own: --layer {layers.FORM}; for example
 --layer 64,56,56,128,128,3,3,2,1,32 is 3x3 of stride 2 with 32 groups. stride, pad and dilation hold
@@ -38,8 +41,9 @@ for every axis, pad on both sides.
 int8 is lax's: int32 results. int8_nhwc and int8_nchw32 are layers of a quantised network in one
 layout or the other: int8 results, with a scale and a bias for each channel, ReLU and rounding in
 the convolution, the operands packed before; beside them lax's int32 convolution, where it has one,
-and the same in XLA. --peer cudnn is cuDNN's own int8 convolution in NHWC, with the same epilogue,
-the fastest of its plans.
+and the same in XLA. --peer cudnn is cuDNN's own convolution in NHWC by its graph API, the fastest
+of its plans: fprop of int8, with the same epilogue, float16 and bfloat16. --peer cudnn-winograd is
+the fastest of its plans of Winograd's, in NCHW, the only layout that these take.
 
 Every row is checked first, against float32 HIGHEST (integers: exactly). Then each library runs one
 program of several independent convolutions with random inputs of their own, in turns. Times are
@@ -103,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reps", type=options.count, help="least runs of each program (default: 10)")
     add("--seconds", type=options.seconds, help="to spend on each program (default: 0.4, GPU 0.1)")
     add("--seed", type=int, default=0, help="of the random inputs")
-    peers = ["torch", "cudnn", "im2col"]
+    peers = ["torch", *sorted(_CUDNN), "im2col"]
     add("--peer", nargs="+", choices=peers, default=[], help="further columns")
     add("--regret", action="store_true", help="the selected kernel beside all others, see below")
     add("--random", type=options.count, default=0, help="random dense layers to add, from --seed")
@@ -179,8 +183,9 @@ def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) 
     peers = {}
     if "torch" in arguments.peer:
         peers["torch"] = functools.partial(peer.program, platform=platform)
-    if "cudnn" in arguments.peer:
-        peers["cudnn"] = peer_cudnn.program
+    for name in sorted(_CUDNN & set(arguments.peer)):
+        winograd = name == "cudnn-winograd"
+        peers[name] = functools.partial(peer_cudnn.program, winograd=winograd)
     seconds = arguments.seconds
     if seconds is None:
         seconds = 0.4 if platform == "cpu" else 0.1
@@ -220,8 +225,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platf
     options.check_outputs(parser, arguments)
     if "torch" in arguments.peer and (reason := peer.missing(platform)):
         parser.error(f"--peer torch: {reason}")
-    if "cudnn" in arguments.peer and (reason := peer_cudnn.missing(platform)):
-        parser.error(f"--peer cudnn: {reason}")
+    if (asked := sorted(_CUDNN & set(arguments.peer))) and (reason := peer_cudnn.missing(platform)):
+        parser.error(f"--peer {asked[0]}: {reason}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -231,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.list:
         _list()
         return 0
-    if {"torch", "cudnn"} & set(arguments.peer):
+    if {"torch", *_CUDNN} & set(arguments.peer):
         # JAX would reserve most of the GPU's memory before PyTorch gets any.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = environment.kernel_platform()
@@ -244,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
     facts["clock"] = "the device's" if arguments.device_time else "the host's"
     if "torch" in arguments.peer:
         facts["torch"] = peer.about()
-    if "cudnn" in arguments.peer:
+    if _CUDNN & set(arguments.peer):
         facts["cudnn"] = peer_cudnn.about()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
     content = {"environment": facts, "command": list(argv)}

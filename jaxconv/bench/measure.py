@@ -182,7 +182,7 @@ def measure(
         for name, library in compared.items()
         if not row.sides[name].failure
     }
-    for name, peer in (peers or {}).items():
+    for name, peer in ({} if problem.variant else peers or {}).items():
         row.sides[name] = Side()
         makers[name] = functools.partial(peer, problem, row.copies)
     lengths = {}

@@ -2,8 +2,8 @@
 
 A variant is a CUDA kernel instance of the family or, where none takes the problem with a tile, the
 form in JAX; in fprop each also with a filter that is prepared ahead of the calls. Variants are
-measured alone: lax and the direct kernel stand in the row before them. Of quantised layers (dtype
-int8_nhwc or int8_nchw32) they are the tiles of ``jaxconv.int8.conv``.
+measured alone: lax, peers and the direct kernel stand in the row before them. Of quantised layers
+(dtype int8_nhwc or int8_nchw32) they are the tiles of ``jaxconv.int8.conv``.
 """
 
 from __future__ import annotations
@@ -144,6 +144,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
                     "-" if memory is None else f"{memory / 1e6:.3g}",
                 )
             )
+        for name in direct.sides.keys() - {"jaxconv", "lax"}:
+            if seconds := _seconds(direct, name):
+                rate = f"{problem.layer.flops / seconds / 1e12:.3g}"
+                ratios = _ratio(_seconds(direct), seconds), _ratio(lax, seconds)
+                table.append((name, f"{seconds * 1e6:.1f}", *ratios, rate, "-", "-"))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         label = f"{problem.name} {problem.layer} {problem.op.value} {problem.dtype_label}"
         lines += ["", label]
