@@ -422,6 +422,7 @@ READERS = [
         "_bf16_6x6_four_stage_64",
         "_f16_4x3_",
         "_f16_2x2_pkf_shmem_16",
+        "_f16_4x4_four_stage_128x128x64_pingpong_half",
     )
 ]
 

@@ -436,10 +436,11 @@ def test_bench_refuses_networks_without_an_int8_form(arguments, message, capsys)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU may have the frontend")
-def test_bench_says_what_cudnn_needs(capsys):
+@pytest.mark.parametrize("peer", ["cudnn", "cudnn-winograd"])
+def test_bench_says_what_cudnn_needs(capsys, peer):
     with pytest.raises(SystemExit):
-        bench.main(["--set", "int8", "--peer", "cudnn"])
-    assert "--peer cudnn: cuDNN needs an NVIDIA GPU" in capsys.readouterr().err
+        bench.main(["--set", "int8", "--peer", peer])
+    assert f"--peer {peer}: cuDNN needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_the_quantised_example_keeps_the_accuracy(tmp_path):

@@ -22,8 +22,9 @@
 // spatial, 32), and zeros up to L, the next multiple of 32.
 //
 // A filter prepared for Winograd's F(m, 3) is a vector of L float16 elements: a record of 256 bytes,
-// whose first four are the power of two, as float32, by which the filter was multiplied, then its
-// transform U (point, K, C / groups). Of the one-dimensional F(4, 3) along W, U is in the order of
+// whose first four are the power of two, as float32, by which the filter was multiplied, and whose
+// next four another, which brings the largest magnitude of what U was made of into [2^13, 2^14), then
+// the transform U (point, K, C / groups). Of the one-dimensional F(4, 3) along W, U is in the order of
 // cuda/winograd/row_filter.h, where a group's K is filled up to a multiple of 128 and its C of 32.
 //
 // Sizes. Validate bounds every size, so that the arithmetic of all kernels and of selection stays

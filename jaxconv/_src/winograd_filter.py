@@ -1,8 +1,9 @@
 """Filters prepared for Winograd: U = G w G^T, computed once, in the order in which kernels read it.
 
 Of float16 and bfloat16 filters it is the vector that ``cc/core/conv_problem.h`` defines: a record
-of 256 bytes, whose first four are the power of two, as float32, by which the filter was multiplied,
-and U in float16. Of float32 and float64 filters, which no CUDA kernel takes, it is U alone.
+of 256 bytes, which begins with the power of two, as float32, by which the filter was multiplied,
+and another by which kernels scale the products if they round them, and U in float16. Of float32 and
+float64 filters, which no CUDA kernel takes, it is U alone.
 """
 
 from __future__ import annotations
@@ -144,14 +145,18 @@ def prepare(
     rows = winograd_jax.as_rows(Op.FPROP, w, groups)
     u, scale = winograd_jax.filter_transform(rows, TILES[tile], largest_scale=_LARGEST_SCALE)
     made = PreparedFilter(u, tile, np.dtype(w.dtype), channels, features, groups)
-    return dataclasses.replace(made, data=_record(made, scale)) if made.is_record else made
+    return dataclasses.replace(made, data=_record(made, w, scale)) if made.is_record else made
 
 
-def _record(u: PreparedFilter, scale: jax.Array | None) -> jax.Array:
-    """The vector that kernels read, from U (points along H, along W, k, c / groups)."""
-    scale = jnp.ones((), np.float32) if scale is None else scale
-    halves = lax.bitcast_convert_type(scale, np.float16)  # the lower half first
-    front = lax.pad(halves, np.zeros((), np.float16), [(0, _RECORD - 2, 0)])
+def _record(u: PreparedFilter, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The vector that kernels read, from U (points along H, along W, k, c / groups).
+
+    ``scale``: by which U's filter w was multiplied.
+    """
+    one = jnp.ones((), np.float32)
+    scales = (one, winograd_jax.scale_of(w)) if scale is None else (scale, one)
+    halves = lax.bitcast_convert_type(jnp.stack(scales), np.float16)  # the lower half first
+    front = lax.pad(halves.ravel(), np.zeros((), np.float16), [(0, _RECORD - 4, 0)])
     return jnp.concatenate([front, _row_order(u).ravel() if u.outputs.h == 1 else u.data.ravel()])
 
 

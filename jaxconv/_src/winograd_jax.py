@@ -183,6 +183,7 @@ _RMS_ERROR = {
 _RMS_ERROR_HALF_PRODUCTS = {
     "f16": {"4x4": 2.3e-3, "6x6": 6.7e-3},
     "bf16": {"4x4": 2.9e-3, "6x6": 7.0e-3},
+    "tf32": {"4x4": 2.3e-3},
 }
 
 
@@ -206,10 +207,10 @@ def rms_error(instance: str, platform: str, precision: str) -> float | None:
     if found is None:
         return None
     operands, tile = found.groups()
-    if instance.endswith("_half"):
-        return _RMS_ERROR_HALF_PRODUCTS.get(operands, {}).get(tile)
-    in_tf32 = operands == "f32" and platform == "cuda" and precision == "default"
-    return _RMS_ERROR.get("tf32" if in_tf32 else operands, {}).get(tile)
+    if operands == "f32" and platform == "cuda" and precision == "default":
+        operands = "tf32"
+    stated = _RMS_ERROR_HALF_PRODUCTS if instance.endswith("_half") else _RMS_ERROR
+    return stated.get(operands, {}).get(tile)
 
 
 # --- scales ---------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@
 //     host   nanoseconds of host time for one call as the FFI handler makes it (plan lookup,
 //            checks, launch), and of a bare launch of an empty kernel with parameters as large
 //
+// `time` and `host` take problems with a prepared filter too: it is drawn as any tensor.
+//
 // Of a problem with an epilogue the operands of its terms are drawn too, in `check` as integers, and
 // `pre` is stored and compared. Activations that are not exact may differ by their rounding, statistics
 // by a millionth; `hash` is of them too.
@@ -134,7 +136,9 @@ struct Tensors {
   bool scale, bias, residual, pre, statistics;
 
   explicit Tensors(const ConvProblem& problem) {
-    const int64_t x = problem.x_elements(), w = problem.w_elements(), y = problem.y_elements();
+    const int64_t x = problem.x_elements(), y = problem.y_elements();
+    const bool prepared = WinogradPoints(problem.filter_layout) > 0;
+    const int64_t w = prepared ? problem.winograd_elements() : problem.w_elements();
     lhs = problem.op == Op::kDgrad ? y : x;
     rhs = problem.op == Op::kWgrad ? y : w;
     out = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;

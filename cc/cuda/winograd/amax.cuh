@@ -7,6 +7,10 @@
 //
 //     scale = 2^e  such that  2^13 <= scale * largest < 2^14,  1 where all is zero.
 //
+// Operands of float16 whose products alone are scaled need no pass: the transforms, which read them
+// anyway, raise the partial maxima (TakeMaximum) that a small kernel has cleared. The largest of a set
+// does not depend on the order.
+//
 // Infinities and NaN are left out: they stay what they are in the transform, and the finite values
 // beside them keep their accuracy.
 #ifndef JAXCONV_CUDA_WINOGRAD_AMAX_CUH_
@@ -76,6 +80,28 @@ __global__ void __launch_bounds__(kAmaxThreads)
   if (threadIdx.x == 0) {
     for (int warp = 1; warp < kAmaxThreads / 32; ++warp) largest = max(largest, of_warp[warp]);
     of.partials[blockIdx.x] = largest;
+  }
+}
+
+// Clears the partial maxima of one operand or both: one CTA.
+struct ClearMaximaParams {
+  uint32_t* maxima = nullptr;
+  int32_t count = 0;
+};
+inline constexpr int kClearThreads = 2 * kMaxPartials;
+static_assert(kClearThreads <= 1024);
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    ClearMaximaKernel(const __grid_constant__ ClearMaximaParams params) {
+  if (static_cast<int32_t>(threadIdx.x) < params.count) params.maxima[threadIdx.x] = 0;
+}
+
+// Raises one of a tensor's partial maxima to the largest of the lanes of `mask`, all that call it.
+// `magnitude`: of a finite number, as float32 bits.
+__device__ __forceinline__ void TakeMaximum(uint32_t* maxima, unsigned mask, uint32_t magnitude) {
+  const uint32_t largest = __reduce_max_sync(mask, magnitude);
+  if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(static_cast<int>(mask)) - 1)) {
+    atomicMax(maxima + blockIdx.x % kMaxPartials, largest);
   }
 }
 

@@ -52,6 +52,7 @@
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
+#include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/pingpong_gemm_params.h"
 #include "cuda/winograd/stages.h"
 
@@ -121,7 +122,7 @@ __device__ __forceinline__ void ProducePingpongGemm(const PingpongGemmParams& pa
 template <typename Product>
 __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
                                               const PingpongGemmPlace& place, int32_t row,
-                                              const float (&acc)[64]) {
+                                              const float (&acc)[64], float scale) {
   constexpr bool kHalf = std::is_same_v<Product, __half>;
   const int32_t col = place.col + Lane() % 4 * 4;
   Product* to;
@@ -140,7 +141,6 @@ __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
       const float* first = &acc[4 * j + 2 * half];
       if (!inside || col + j * 8 >= params.cols) continue;
       if constexpr (kHalf) {
-        const float scale = params.half_scale;
         const __half2 quad[2] = {__floats2half2_rn(first[0] * scale, first[1] * scale),
                                  __floats2half2_rn(first[4] * scale, first[5] * scale)};
         uint2 words;
@@ -167,6 +167,10 @@ __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& pa
     if (to < kPingpongGemmCtas) BarrierArriveInCluster(AddressInCluster(barriers.Empty(slot), to));
   };
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
+  float scale = 1.0f;                               // of M
+  if constexpr (std::is_same_v<Product, __half>) {
+    scale = params.half_scale * WarpScale(params.input_scale) * WarpScale(params.filter_scale);
+  }
   const int32_t stride = gridDim.x / kPingpongGemmCtas;
   for (int32_t index = ClusterId() + kWarpgroup * stride; index < params.tiles;
        index += 2 * stride) {
@@ -198,8 +202,8 @@ __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& pa
     release(last);
     const PingpongGemmPlace place(params, index, rank);
     const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
-    StoreProducts<Product>(params, place, row, acc[0]);
-    StoreProducts<Product>(params, place, row + 64, acc[1]);
+    StoreProducts<Product>(params, place, row, acc[0], scale);
+    StoreProducts<Product>(params, place, row + 64, acc[1], scale);
   }
 }
 

@@ -35,6 +35,7 @@ namespace jaxconv::winograd {
 struct FilterTransformParams {
   FilterStrides filter;
   ScaleSource scale;
+  uint32_t* maxima = nullptr;  // of measured float16 operands
   const void* w = nullptr;
   __half* u = nullptr;
   int32_t red = 0, cols = 0;  // of a group
@@ -106,6 +107,7 @@ __global__ void __launch_bounds__(kFilterThreads, 4)
   const int lane = threadIdx.x % 32;
   const int32_t red = first_red + 2 * lane;
   constexpr int kColsOfWarp = kFilterCols / (kFilterThreads / 32);
+  uint32_t largest = 0;
 #pragma unroll 1
   for (int i = 0; i < kColsOfWarp; ++i) {
     const int32_t own = threadIdx.x / 32 * kColsOfWarp + i, col = first_col + own;
@@ -134,6 +136,10 @@ __global__ void __launch_bounds__(kFilterThreads, 4)
       }
       taps[0][tap / kTaps][tap % kTaps] = low * scale;
       taps[1][tap / kTaps][tap % kTaps] = high * scale;
+      if constexpr (std::is_same_v<T, __half> && !kOneDimensional) {
+        largest =
+            max(largest, max(FiniteBits(__float_as_uint(low)), FiniteBits(__float_as_uint(high))));
+      }
     }
     if constexpr (kOneDimensional) {
       if (red >= params.row_filter.reduction_blocks * RowFilter::kReduction) continue;
@@ -163,6 +169,9 @@ __global__ void __launch_bounds__(kFilterThreads, 4)
         }
       }
     }
+  }
+  if constexpr (std::is_same_v<T, __half> && !kOneDimensional) {
+    if (params.maxima != nullptr) TakeMaximum(params.maxima, 0xffffffffu, largest);
   }
 }
 

@@ -69,7 +69,9 @@ double MemoryMicroseconds(const Gpu& gpu, double bytes, double share) {
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
   const double filter_bytes = static_cast<double>(launch.filter_elements) * launch.element_bytes();
   double microseconds = 0;
-  if (launch.scaled()) {
+  if (launch.measured()) {
+    microseconds = gpu.launch_us;  // clears the maxima
+  } else if (launch.scaled()) {
     const double bytes = Activations(launch, /*in=*/true) + (launch.prepared ? 0 : filter_bytes);
     microseconds = MemoryMicroseconds(gpu, bytes, kAmaxShare);
   }

@@ -106,10 +106,6 @@ Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* laun
 
 Status PlanPingpongHalf(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                         double* microseconds) {
-  if (launch->prepared && launch->dtype == DType::kF16) {
-    return Status::Unimplemented(
-        "expected a filter that was scaled, and prepared ones of float16 are not");
-  }
   launch->half_products = true;
   return PlanPingpong(instance, gpu, launch, microseconds);
 }

@@ -12,8 +12,7 @@ Status PlanFourStage(const Instance& instance, const Gpu& gpu, LaunchParams* lau
 // The same with the persistent GEMM of batched_gemm_pingpong_sm90.cuh.
 Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                     double* microseconds);
-// The same with M in float16. Both operands are scaled for it, so it refuses prepared filters of
-// float16, which are not.
+// The same with M in float16.
 Status PlanPingpongHalf(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                         double* microseconds);
 // In chunks of tiles whose V and M stay in L2 between the stages.

@@ -32,6 +32,7 @@ struct InputTransformParams {
   Geometry geometry;
   ScaleSource scale;
   const void* x = nullptr;
+  uint32_t* maxima = nullptr;  // of measured float16 operands
   __half* v = nullptr;
   int64_t v_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
@@ -44,6 +45,35 @@ inline constexpr int kInputCtas = m == 6   ? 3
                                   : m == 4 ? 5
                                            : 8;  // of an SM, at least
 
+// The largest finite magnitude of a tile's pairs, as float32 bits: by pairs, and once more by elements
+// where one is infinite. The maximum of a NaN and a number is the number.
+template <int kAlpha>
+__device__ __forceinline__ uint32_t LargestFinite(const uint32_t (&pairs)[kAlpha][kAlpha]) {
+  __half2 largest = __float2half2_rn(0.0f);
+#pragma unroll
+  for (int i = 0; i < kAlpha; ++i) {
+#pragma unroll
+    for (int j = 0; j < kAlpha; ++j) {
+      __half2 pair;
+      memcpy(&pair, &pairs[i][j], sizeof(pair));
+      largest = __hmax2(largest, __habs2(pair));
+    }
+  }
+  const float2 both = __half22float2(largest);
+  uint32_t bits = __float_as_uint(fmaxf(both.x, both.y));
+  if (FiniteBits(bits) == bits) return bits;
+  bits = 0;
+#pragma unroll
+  for (int i = 0; i < kAlpha; ++i) {
+#pragma unroll
+    for (int j = 0; j < kAlpha; ++j) {
+      bits = max(bits, FiniteBits(__float_as_uint(ElementOfPair<__half, 0>(pairs[i][j]))));
+      bits = max(bits, FiniteBits(__float_as_uint(ElementOfPair<__half, 1>(pairs[i][j]))));
+    }
+  }
+  return bits;
+}
+
 template <int m, typename T>
 __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     InputTransformKernel(const __grid_constant__ InputTransformParams params) {
@@ -54,7 +84,9 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
   params.pairs.Divmod(blockIdx.x * kInputThreads + threadIdx.x, &tile, &pair);
   const int32_t channel = 2 * (blockIdx.y * static_cast<int32_t>(params.pairs.divisor) + pair);
   const int32_t channels = g.in_channels();
-  if (tile >= params.tiles || channel >= channels) return;
+  const bool inside_v = tile < params.tiles && channel < channels;
+  const unsigned lanes = __ballot_sync(0xffffffffu, inside_v);
+  if (!inside_v) return;
 
   const TilePlace place = g.Place(params.first_tile + tile);
   const int32_t h = place.row * m - g.pad_h, w = place.column * m - g.pad_w;
@@ -72,6 +104,9 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     }
     from += int64_t{g.in_w} * channels;
   }
+  if constexpr (std::is_same_v<T, __half>) {
+    if (params.maxima != nullptr) TakeMaximum(params.maxima, lanes, LargestFinite(pair_of));
+  }
   float low[kAlpha][kAlpha], high[kAlpha][kAlpha];
 #pragma unroll
   for (int i = 0; i < kAlpha; ++i) {
@@ -81,7 +116,7 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
       high[i][j] = ElementOfPair<T, 1>(pair_of[i][j]);
     }
   }
-  if (!std::is_same_v<T, __half> || scale != 1.0f) {  // float16 seldom is scaled
+  if constexpr (!std::is_same_v<T, __half>) {
 #pragma unroll
     for (int i = 0; i < kAlpha; ++i) {
 #pragma unroll

@@ -104,6 +104,9 @@ struct LaunchParams {
   int32_t alpha() const { return m + 2; }
   int32_t points() const { return one_dimensional ? alpha() : alpha() * alpha(); }
   bool scaled() const { return dtype != DType::kF16 || half_products; }
+  // The transforms take the largest magnitudes of operands that they do not scale, and M is scaled by
+  // them: float16 holds V and U as they are.
+  bool measured() const { return dtype == DType::kF16 && half_products; }
   int32_t element_bytes() const { return dtype == DType::kF32 ? 4 : 2; }  // of the operands
 };
 

@@ -31,7 +31,8 @@ struct PingpongGemmParams {
   float* m = nullptr;
   void* half_m = nullptr;  // M in float16, times half_scale
   float half_scale = 1.0f;
-  int32_t rows = 0, cols = 0;  // of a group's GEMM
+  ScaleSource input_scale, filter_scale;  // and these, of measured operands
+  int32_t rows = 0, cols = 0;             // of a group's GEMM
   int32_t k_blocks = 0;
   int32_t m_row = 0;    // elements: the channels of all groups
   int64_t m_point = 0;  // elements from a point to the next
@@ -67,6 +68,8 @@ inline PingpongGemmParams MakePingpongGemmParams(const Products& products) {
   params.m = products.m;
   params.half_m = products.half_m;
   params.half_scale = products.half_scale;
+  params.input_scale = products.input_scale;
+  params.filter_scale = products.filter_scale;
   params.rows = products.tiles;
   params.cols = g.cols;
   params.k_blocks = (g.red + 63) / 64;

@@ -74,12 +74,27 @@ Status LaunchAmax(const LaunchParams& launch, const StagePointers& at, void* str
   return Launch<AmaxKernel<__nv_bfloat16>>(name, config, stream, params);
 }
 
+// Of the input, and of the filter behind it unless that is prepared.
+Status ClearMaxima(const LaunchParams& launch, const StagePointers& at, void* stream) {
+  ClearMaximaParams params;
+  params.maxima = const_cast<uint32_t*>(at.input_scale.partials);
+  params.count = launch.prepared ? kMaxPartials : 2 * kMaxPartials;
+  LaunchConfig config;
+  config.grid = 1;
+  config.threads = kClearThreads;
+  return Launch<ClearMaximaKernel<kClearThreads>>("winograd clear maxima", config, stream, params);
+}
+
 template <int m, bool kOneDimensional, typename T>
 Status LaunchFilterTransform(const LaunchParams& launch, const StagePointers& at, void* stream) {
   const Geometry& g = launch.geometry;
   FilterTransformParams params;
   params.filter = launch.filter;
-  params.scale = at.filter_scale;
+  if (launch.measured()) {
+    params.maxima = const_cast<uint32_t*>(at.filter_scale.partials);
+  } else {
+    params.scale = at.filter_scale;
+  }
   params.w = at.filter;
   params.u = static_cast<__half*>(const_cast<void*>(at.u));
   params.red = g.red;
@@ -132,7 +147,7 @@ StagePointers Locate(const LaunchParams& launch, const Operands& operands) {
     at.input_scale.partials = reinterpret_cast<const uint32_t*>(workspace + parts.input_partials);
   }
   if (launch.prepared) {
-    at.filter_scale.value = static_cast<const float*>(operands.rhs);
+    at.filter_scale.value = static_cast<const float*>(operands.rhs) + (launch.measured() ? 1 : 0);
   } else if (launch.scaled()) {
     at.filter_scale.partials = reinterpret_cast<const uint32_t*>(workspace + parts.filter_partials);
   }
@@ -147,6 +162,8 @@ Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t
           launch.half_products ? nullptr : static_cast<float*>(at.m),
           launch.half_products ? at.m : nullptr,
           std::ldexp(1.0f, -ProductExponent(g.red)),
+          launch.measured() ? at.input_scale : ScaleSource(),
+          launch.measured() ? at.filter_scale : ScaleSource(),
           launch.points(),
           tiles,
           int64_t{launch.chunk_tiles} * g.in_channels(),
@@ -155,7 +172,11 @@ Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t
 }
 
 Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, void* stream) {
-  if (launch.scaled()) JAXCONV_RETURN_IF_ERROR(LaunchAmax(launch, at, stream));
+  if (launch.measured()) {
+    JAXCONV_RETURN_IF_ERROR(ClearMaxima(launch, at, stream));
+  } else if (launch.scaled()) {
+    JAXCONV_RETURN_IF_ERROR(LaunchAmax(launch, at, stream));
+  }
   if (launch.prepared) return {};
   return ForTileAndType(launch, [&](auto m, auto element) {
     using Element = decltype(element);
@@ -172,7 +193,11 @@ Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int
                         int32_t tiles, void* stream) {
   InputTransformParams params;
   params.geometry = launch.geometry;
-  params.scale = at.input_scale;
+  if (launch.measured()) {
+    params.maxima = const_cast<uint32_t*>(at.input_scale.partials);
+  } else {
+    params.scale = at.input_scale;
+  }
   params.x = at.input;
   params.v = static_cast<__half*>(at.v);
   params.v_point = int64_t{launch.chunk_tiles} * launch.geometry.in_channels();

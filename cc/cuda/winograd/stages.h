@@ -28,9 +28,10 @@ struct Products {
   const Geometry& geometry;
   const void* v = nullptr;
   const void* u = nullptr;
-  float* m = nullptr;       // nullptr where M is float16
-  void* half_m = nullptr;   // M in float16, times
-  float half_scale = 1.0f;  // a power of two
+  float* m = nullptr;                     // nullptr where M is float16
+  void* half_m = nullptr;                 // M in float16, times
+  float half_scale = 1.0f;                // a power of two
+  ScaleSource input_scale, filter_scale;  // and these, where operands are measured
   int32_t points = 0;
   int32_t tiles = 0;                              // of the chunk
   int64_t v_point = 0, u_point = 0, m_point = 0;  // elements from a point to the next
@@ -38,7 +39,8 @@ struct Products {
 // Of a chunk of `tiles` tiles: the points lie launch.chunk_tiles tiles apart.
 Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t tiles);
 
-// The largest magnitudes of both operands (if they are scaled), and U; of a prepared filter only the input's.
+// The largest magnitudes of both operands (if they are scaled), and U; of a prepared filter only the
+// input's. Of measured operands the slots of the maxima are cleared, and the filter's are taken.
 Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, void* stream);
 // V of the tiles from `first_tile` on.
 Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int32_t first_tile,
