@@ -155,11 +155,13 @@ def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch,
     monkeypatch.setattr(winograd_jax, "TILES", tiles)
     out = tmp_path / "rows.json"
     arguments = ["--set", "winograd", "--name", "seed_224", "--dtype", "bf16", "--reps", "1"]
-    assert bench.main([*arguments, "--seconds", "0", "--json", str(out)]) == 0
+    peer = ["--peer", "im2col"]
+    assert bench.main([*arguments, *peer, "--seconds", "0", "--json", str(out)]) == 0
     said = capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]
     direct, *variants = rows
     assert direct["algorithm"] == "native" and "_winograd_" not in direct["kernel"]
+    assert re.search(r"\n  im2col  +[\d.]+  +[\d.]+x  +[\d.]+x  +\S+  +-  +-\n", said)
     assert direct["lax"]["median_s"] > 0
     for tile in ("2x2", "4x3"):
         of_tile = [row for row in variants if f"_bf16_{tile}_" in row["kernel"]]
