@@ -241,7 +241,7 @@ OTHERS = {
     "fprop_imma_wgmma_s8_128x64x128_pingpong": EIGHT_BIT[:1],
     "fprop_imma_wgmma_u8_128x128x128_pingpong_filter_row": [*EIGHT_BIT[1:], EIGHT_BIT_PARTIAL],
     "fprop_imma_wgmma_u8_96x128x128_swap_ab": EIGHT_BIT_TILES[:1],
-    "fprop_imma_wgmma_s8_208x128x128_swap_ab_filter_row": EIGHT_BIT_TILES,
+    "fprop_imma_wgmma_s8_112x128x128_swap_ab_filter_row": EIGHT_BIT_TILES,
     "fprop_imma_wgmma_u8_224x64x128_swap_ab_weight_stationary": EIGHT_BIT_TILES[1:],
 }
 

@@ -87,6 +87,9 @@ __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& 
                                  : (unit.Tap(params) * params.row_taps + s) * params.tap_bytes +
                                        unit.at.channels * kKBlockBytes;
         if constexpr (Tile::kStationary > 0) {
+          // A few at a time: the first activations wait behind what is asked for before them.
+          constexpr int kAtOnce = 3;
+          if (k_block >= kAtOnce) BarrierWait(barriers.Stationary(k_block - kAtOnce), 0);
           BarrierArriveExpect(barriers.Stationary(k_block), Tile::kBytesB);
           CopyTile5d(filter + k_block * Tile::kBytesB, &maps.filter, barriers.Stationary(k_block),
                      from, 0, 0, 0, filter_block);
@@ -112,6 +115,9 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
   RingPlace<Tile::kStages> stage;
   RingPlace<Tile::kFilterSlots == 0 ? 1 : Tile::kFilterSlots> slot;
   constexpr bool kPingpong = Tile::kPingpong;
+  // The other consumer's turn begins once the last products are issued, before those of the k-block
+  // before have retired. Where the filter has a ring this gains nothing.
+  constexpr bool kEarlyTurn = kPingpong && Tile::kStationary > 0;
   const int32_t stride = (kPingpong ? 2 : 1) * gridDim.x;
   const int32_t stages = params.k_blocks;
   const int32_t steps_of_stage = params.row_taps * kSteps;
@@ -152,6 +158,9 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
         MultiplyKBlock<T, Tile>(params, sums, Tile::Pixels(params, shared, warpgroup),
                                 Tile::Filter(b_at, warpgroup), params.step_offset + step,
                                 min(steps - step, steps_of_k_block), k_block > 0);
+        if constexpr (kEarlyTurn) {
+          if (i + 1 == stages && step + kSteps >= steps) NamedBarrierArrive(2 - warpgroup, 256);
+        }
         // Slots and stages are given back one k-block late, so that one wgmma is always in flight.
         WgmmaWait<1>();
         if constexpr (Tile::kStationary == 0) {
@@ -164,7 +173,7 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
       last_stage = stage.slot;
       stage.Next();
     }
-    if constexpr (kPingpong) NamedBarrierArrive(2 - warpgroup, 256);
+    if constexpr (kPingpong && !kEarlyTurn) NamedBarrierArrive(2 - warpgroup, 256);
     WgmmaWait<0>();
     if constexpr (Tile::kStationary == 0) release(barriers.EmptyFilter(last_slot));
     release(barriers.Empty(last_stage));

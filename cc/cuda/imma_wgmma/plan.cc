@@ -170,32 +170,41 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
 // The predicted time, on the model of the GPU. A k-block passes through the tensor cores, through
 // shared memory and, row by row of its boxes, through TMA; the slowest of the three sets the
 // throughput. The epilogue adds to it; in pingpong one consumer stores while the other multiplies.
-// Fitted to 759 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 1.2 % on
-// average against the best tile, 11 % at most. Terms stand in for each other; only their sum is to
+// Fitted to 785 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.5 % on
+// average against the best tile, 7 % at most. Terms stand in for each other; only their sum is to
 // be believed.
 constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
-constexpr double kWgmmaShare = 0.846;  // of the rate
+constexpr double kWgmmaShare = 0.798;  // of the rate
 constexpr double kSharedBytesPerCycle = 128;
 // Of TMA for a row of a box of activations, by its bytes; for a row of the filter's.
-constexpr double kRow128Cycles = 2.07, kRow64Cycles = 1.98, kRow32Cycles = 0.958;
-constexpr double kStridedRow32 = 1.78;  // times as long where the box's pixels are apart
-constexpr double kFilterRowCycles = 2.62;
-constexpr double kKBlockCycles = 2.2;                           // that every k-block adds
-constexpr double kReuseCycles = 12.6;                           // and with filter-row reuse
-constexpr double kSwapAbShare = 1.02, kStationaryShare = 0.95;  // of such a k-block's cycles
-constexpr double kPingpongTileCycles = 873, kCooperativeTileCycles = 71;
-constexpr double kSwapAbTileCycles = 831;
+constexpr double kRow128Cycles = 2.53, kRow64Cycles = 2.65, kRow32Cycles = 0.8;
+// For each run of neighbouring pixels in a box of 32-byte rows; both where its pixels are apart.
+constexpr double kRun32Cycles = 7.17;
+constexpr double kStridedRow32Cycles = 1.51, kStridedRun32Cycles = 1.99;
+constexpr double kFilterRowCycles = 1.8;
+constexpr double kKBlockCycles = 2.2;                             // that every k-block adds
+constexpr double kReuseCycles = 21.5, kSwapAbReuseCycles = 12.4;  // and with filter-row reuse
+constexpr double kStationaryShare = 0.972;                        // of such a k-block's cycles
+constexpr double kPingpongTileCycles = 879, kCooperativeTileCycles = 65.2;
+constexpr double kSwapAbPingpongTileCycles = 503, kSwapAbCooperativeTileCycles = 707;
 // Of a thread for one of its outputs; how much more a residual, a wider output or pieces of 32 bytes
 // (nhwc; swapped, of 64) take; for the scales and biases of 32 channels.
-constexpr double kPingpongOutputCycles = 14.9, kCooperativeOutputCycles = 15.5;
-constexpr double kPingpongResidualExcess = 1.3, kCooperativeResidualExcess = 1.14;
-constexpr double kByteExcess = 0.25, kNhwcExcess = 0.59;
-constexpr double kSwapAbPingpongOutputCycles = 14.4, kSwapAbCooperativeOutputCycles = 14.7;
-constexpr double kSwapAbNhwcExcess = 0.512;
-constexpr double kTermsCycles = 190;
-constexpr double kStartCycles = 306;
-constexpr double kDramSlower = 1.08;
+constexpr double kPingpongOutputCycles = 16.5, kCooperativeOutputCycles = 18.1;
+constexpr double kPingpongResidualExcess = 1.28, kCooperativeResidualExcess = 1.02;
+constexpr double kByteExcess = 0.25, kNhwcExcess = 0.476;
+constexpr double kSwapAbPingpongOutputCycles = 15.1, kSwapAbCooperativeOutputCycles = 16.7;
+constexpr double kSwapAbNhwcExcess = 0.521;
+constexpr double kTermsCycles = 112;
+constexpr double kStartCycles = 295;
+constexpr double kDramSlower = 1.09;
 constexpr double kExposed = 0.0032;  // of the shorter of SM and DRAM time
+
+// Of TMA for a row of 32 bytes. A run ends with a row of the output, but for pointwise layers.
+double Row32Cycles(const ConvProblem& problem) {
+  const auto width = static_cast<double>(problem.out[2]);
+  if (problem.stride[2] > 1) return kStridedRow32Cycles + kStridedRun32Cycles / width;
+  return kRow32Cycles + (problem.taps() == 1 ? 0 : kRun32Cycles / width);
+}
 
 // Of a k-block in the main loop.
 double KBlockCycles(const Instance& instance, const ConvProblem& problem, const Params& params,
@@ -213,15 +222,17 @@ double KBlockCycles(const Instance& instance, const ConvProblem& problem, const 
   const double reads = instance.swap_ab ? n / 64 * (64 + m) : m / 64 * (64 + n);
   const double shared =
       (reads * kSteps * kStepBytes + (pixels + filter_rows) * kKBlockBytes) / kSharedBytesPerCycle;
-  const double row_cycles = params.unit_bytes == 128 ? kRow128Cycles
-                            : params.unit_bytes == 64
-                                ? kRow64Cycles
-                                : kRow32Cycles * (problem.stride[2] > 1 ? kStridedRow32 : 1);
+  const double row_cycles = params.unit_bytes == 128  ? kRow128Cycles
+                            : params.unit_bytes == 64 ? kRow64Cycles
+                                                      : Row32Cycles(problem);
   const double tma =
       pixels * (kKBlockBytes / params.unit_bytes) * row_cycles + filter_rows * kFilterRowCycles;
-  return std::max({tensor, shared, tma}) * (instance.swap_ab ? kSwapAbShare : 1) *
+  return std::max({tensor, shared, tma}) *
              (instance.stationary_k_blocks > 0 ? kStationaryShare : 1) +
-         kKBlockCycles + (instance.filter_row ? kReuseCycles : 0);
+         kKBlockCycles +
+         (!instance.filter_row ? 0
+          : instance.swap_ab   ? kSwapAbReuseCycles
+                               : kReuseCycles);
 }
 
 // Of a tile's outputs.
@@ -247,9 +258,10 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                            const Params& params, int64_t tiles, int64_t ctas, const Gpu& gpu) {
   const double k_blocks =
       static_cast<double>(problem.taps() * problem.c_per_group()) / kKBlockBytes;
-  const double tile_cycles = instance.swap_ab    ? kSwapAbTileCycles
-                             : instance.pingpong ? kPingpongTileCycles
-                                                 : kCooperativeTileCycles;
+  const double tile_cycles =
+      instance.pingpong
+          ? (instance.swap_ab ? kSwapAbPingpongTileCycles : kPingpongTileCycles)
+          : (instance.swap_ab ? kSwapAbCooperativeTileCycles : kCooperativeTileCycles);
   const double mainloop = k_blocks * KBlockCycles(instance, problem, params, gpu) + tile_cycles;
   const double epilogue = EpilogueCycles(instance, problem, params);
   const double waves = static_cast<double>(CeilDiv(tiles, ctas));
