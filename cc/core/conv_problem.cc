@@ -299,6 +299,14 @@ int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dil
   return span < 0 ? 0 : span / stride + 1;
 }
 
+double ConvProblem::PartOfX() const {
+  double part = 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    part *= std::min(1.0, static_cast<double>(filter[axis]) / static_cast<double>(stride[axis]));
+  }
+  return part;
+}
+
 Extents ConvProblem::Shape(Role role, bool with_batch) const {
   Extents extents;
   const bool activation = role != Role::kW;

@@ -121,6 +121,8 @@ struct ConvProblem {
   int64_t taps() const { return filter[0] * filter[1] * filter[2]; }
 
   int64_t x_elements() const { return batch * n * in_pixels() * c; }
+  // The share of x's pixels that some window touches: strides wider than the filter skip the others.
+  double PartOfX() const;
   int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
   int64_t y_elements() const { return batch * n * out_pixels() * k; }
   // Bytes of a packed filter's row.

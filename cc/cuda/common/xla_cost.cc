@@ -27,57 +27,56 @@ enum class Pipe { kWgmma, kMmaSync, kFma };  // kWgmma: mma.sync where the GPU h
 
 constexpr int kFprop = 1, kDgrad = 2, kWgrad = 4, kGather = kFprop | kDgrad;
 
-// Predicted microseconds: fixed + sqrt(compute^2 + memory^2). Compute is the FLOPs at a share of the
-// pipe's rate; memory is every tensor once at a share of the DRAM rate.
+// Predicted microseconds: fixed + (compute^p + memory^p)^(1/p). Compute is the FLOPs at a share of
+// the pipe's rate; memory is every tensor once at a share of the DRAM rate, with what is written
+// counted so much more. p is how well the two overlap (Overlap).
 struct Row {
   Class problem_class;
   int ops;
   Operands operands;
   double fixed_us;  // launches, memsets, first and last tile, split-K reduction
   Pipe pipe;
-  double flop_share, dram_share;
+  double flop_share, dram_share, written_excess = 0;
 };
 
 // Fitted to lax on an H200 with jax 0.11.2 (docs/notes/xla.md). The last column: the number of
-// measured times, and the least and greatest prediction over measurement (kDense without 1x1 of
-// stride 2, which reads a part of x: up to 3.4, as the kernels' predictions count all of x too).
-// fprop and dgrad of kDense with 16-bit and TF32 operands lie above most of the measured times:
-// kernels of this library are about as fast there, and a layer is left to XLA only where that
-// probably gains.
+// measured times, and the least and greatest prediction over measurement. fprop and dgrad of kDense
+// with 16-bit and TF32 operands lie above most of the measured times: kernels of this library are
+// about as fast there, and a layer is left to XLA only where that probably gains.
 // clang-format off
 constexpr Row kRows[] = {
-    {Class::kDepthwise,         kGather, Operands::k16Bit,  4,   Pipe::kFma,     0.18,   0.80},  // 11  0.85 1.12
-    {Class::kDepthwise,         kWgrad,  Operands::k16Bit,  8,   Pipe::kFma,     0.25,   0.55},  //  7  0.24 1.01
-    {Class::kDepthwise,         kGather, Operands::kFp32,   1,   Pipe::kFma,     0.085,  1.00},  // 12  0.93 1.21
-    {Class::kDepthwise,         kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.18,   0.60},  //  3  0.96 0.99
-    {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},  //  3  0.98 1.05
-    {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},  //  1  0.95
-    {Class::kGrouped,           kGather, Operands::k16Bit,  3,   Pipe::kMmaSync, 0.40,   0.33},  //  5  0.88 1.08
-    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  2,   Pipe::kMmaSync, 0.21,   0.42},  //  2  0.88 1.09
-    {Class::kGrouped,           kGather, Operands::kTf32,   2,   Pipe::kMmaSync, 0.50,   0.50},  //  2  0.91 1.25  0.97 0.98
-    {Class::kGrouped,           kWgrad,  Operands::kTf32,   2,   Pipe::kMmaSync, 0.105,  0.20},  //  1  0.96
-    {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},  //  2  0.99 1.01
-    {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},  //  1  1.00
-    {Class::kFewChannels,       kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.08,   0.22},  //  2  0.89 1.02
-    {Class::kFewChannels,       kFprop,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.125,  0.28},  //  1  1.00
-    {Class::kFewChannels,       kDgrad,  Operands::kTf32,   3,   Pipe::kFma,     0.19,   0.30},  //  1  0.99
-    {Class::kFewChannels,       kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.105,  0.28},  //  1  1.00
-    {Class::kFewChannels,       kDgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.19,   0.30},  //  1  0.99
-    {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},  //  1  1.01
-    {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},  //  1  1.00
-    {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},  //  1  1.00
-    {Class::kPointwise,         kGather, Operands::k16Bit,  2.4, Pipe::kWgmma,   0.75,   0.86},  // 55  0.82 1.22
-    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  8.5, Pipe::kWgmma,   0.90,   0.88},  // 19  0.67 1.14
-    {Class::kPointwise,         kGather, Operands::kTf32,   5.5, Pipe::kWgmma,   0.79,   1.00},  // 33  0.85 1.11
-    {Class::kPointwise,         kWgrad,  Operands::kTf32,  12,   Pipe::kWgmma,   0.60,   1.00},  // 14  0.68 1.21
-    {Class::kPointwise,         kGather, Operands::kFp32,   3,   Pipe::kFma,     0.55,   0.20},  //  4  0.92 1.13
-    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6,   Pipe::kFma,     0.43,   0.23},  //  2  1.00 1.02
-    {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},  // 39  0.82 1.83
-    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},  // 18  0.84 2.36
-    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},  // 29  0.92 1.39
-    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},  // 14  0.65 1.53
-    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},  // 32  0.55 1.26
-    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},  //  2  0.91 1.25
+    {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  38  0.81 1.13
+    {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  21  0.02 1.18
+    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  20  0.77 1.40
+    {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //   9  0.60 1.38
+    {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   2  0.98 1.00
+    {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},        //   1  0.95
+    {Class::kGrouped,           kGather, Operands::k16Bit,  4,   Pipe::kMmaSync, 0.225,  0.80},        //  14  0.93 1.42
+    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //   7  0.99 1.59
+    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.375,  0.46},        //   2  0.99 1.00
+    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   1  1.00 1.00
+    {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},        //   6  0.95 1.02
+    {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},        //   5  0.38 1.14
+    {Class::kFewChannels,       kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.08,   0.22},        //   5  0.65 1.04
+    {Class::kFewChannels,       kFprop,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.125,  0.28},        //   1  1.00 1.00
+    {Class::kFewChannels,       kDgrad,  Operands::kTf32,   3,   Pipe::kFma,     0.19,   0.30},        //   1  0.99 0.99
+    {Class::kFewChannels,       kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.105,  0.28},        //   1  1.00 1.00
+    {Class::kFewChannels,       kDgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.19,   0.30},        //   1  0.99 0.99
+    {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},        //   2  1.01 1.01
+    {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},        //   2  1.00 1.01
+    {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},        //   1  1.00 1.00
+    {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.72,   1.00,   0.20}, // 116  0.83 1.45
+    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  7.5, Pipe::kWgmma,   0.80,   1.00},        //  49  0.67 1.24
+    {Class::kPointwise,         kGather, Operands::kTf32,   6.2, Pipe::kWgmma,   0.69,   1.02,   0.11}, //  36  0.88 1.08
+    {Class::kPointwise,         kWgrad,  Operands::kTf32,  10.5, Pipe::kWgmma,   0.60,   1.00},        //   4  0.98 1.03
+    {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //   8  0.88 1.09
+    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.23},        //   4  0.96 1.01
+    {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  78  0.78 1.49
+    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  36  0.84 1.53
+    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  31  0.92 1.54
+    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  15  0.65 1.88
+    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  46  0.55 1.26
+    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   4  0.91 1.23
 };
 // clang-format on
 
@@ -85,16 +84,48 @@ constexpr Row kRows[] = {
 // of 4.8 TB/s.
 constexpr double kPassShare = 0.83;
 
+// The p of Row: matrix products and depthwise kernels load while they compute; the others wait for a
+// part of what they gather.
+double Overlap(Class problem_class) {
+  const bool waits = problem_class == Class::kFewChannels || problem_class == Class::kDense ||
+                     problem_class == Class::kDilatedWgrad;
+  return waits ? 2 : 4;
+}
+
+// cuBLAS reads fprop's filter as (k, c): a kernel in front transposes it from (c, k), at a share of the
+// DRAM rate.
+constexpr double kTransposeUs = 1.2, kTransposeShare = 0.5;
+
+// Weight gradients whose tiles of 64x64 fill no wave are split along the reduction, and cuBLAS reduces
+// the partial sums of so many results in a microsecond.
+constexpr int64_t kSplitTile = 64 * 64;
+constexpr double kReducedPerUs = 100e3;
+
+// Of the L2, what of a result is written back beside the next kernel's loads: only the rest counts as
+// written.
+constexpr double kWrittenLater = 0.6;
+// 16-bit matrix products whose rows along the reduction are no multiple of a cache line take so much
+// more of DRAM's time.
+constexpr int64_t kLineChannels = 64;
+constexpr double kPartialLines = 1.12;
+
+// A weight gradient of strided depthwise convolution takes so many times longer: its tiles of 4x4
+// pixels read rows of x that the next ones read again.
+constexpr double kStridedTiles = 1.4;
+
 // cuDNN gathers groups into blocks of so many channels, with zeros between the groups.
 constexpr double kBlockChannels = 32;
+// From so many channels a group on, wgrad has a kernel for Hopper, whose blocks waste less.
+constexpr int64_t kHopperGroup = 8;
 // A kernel of XLA's writes dy with the zeros of a strided dgrad at this share of the DRAM rate.
 constexpr double kDilateShare = 0.32;
 // Rank 3 is computed in another layout: all tensors are moved so many times more.
 constexpr double kRank3Passes = 7;
 
-// cuDNN's FFT of 3x3 filters in FP32. It was taken at 32 images and 128 channels and more, and not
-// below. Tiles have 16x16 or 32x32 pixels, and the spectrum of a tile has 16 x 9 or 32 x 17 numbers.
-constexpr int64_t kFftImages = 32, kFftChannels = 128;
+// cuDNN's FFT of 3x3 filters in FP32. It was taken at 32 images and 128 channels and more, for dgrad
+// at 64, and not below. Tiles have 16x16 or 32x32 pixels, and the spectrum of a tile has 16 x 9 or
+// 32 x 17 numbers.
+constexpr int64_t kFftImages = 32, kFftChannels = 128, kFftDgradChannels = 64;
 constexpr int64_t kFftSmallTile = 16, kFftTile = 32;
 constexpr double kFftFixedUs = 12;  // seven or eight kernels
 constexpr double kFftFlopShare = 0.66;
@@ -195,7 +226,8 @@ double WaveExcess(const ConvProblem& problem, const Gpu& gpu) {
 double FftMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   if (problem.op == Op::kWgrad || problem.groups > 1 || problem.rank != 2 || problem.taps() == 1 ||
       !AllOnes(problem.stride) || !AllOnes(problem.dilation) || problem.n < kFftImages ||
-      std::min(problem.c, problem.k) < kFftChannels) {
+      std::min(problem.c, problem.k) <
+          (problem.op == Op::kDgrad ? kFftDgradChannels : kFftChannels)) {
     return HUGE_VAL;
   }
   int64_t padded = 0, tiles = 1, tile = kFftTile;
@@ -227,8 +259,12 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const Row* row = FindRow(problem);
   if (row == nullptr) return 0;
   const auto width = static_cast<double>(ByteWidth(problem.lhs_dtype()));
-  const double bytes = width * static_cast<double>(problem.x_elements() + problem.w_elements() +
-                                                   problem.y_elements());
+  const double part = problem.op == Op::kDgrad ? 1 : problem.PartOfX();
+  const double x = width * part * static_cast<double>(problem.x_elements());
+  const double w = width * static_cast<double>(problem.w_elements());
+  const double y = width * static_cast<double>(problem.y_elements());
+  const double written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
+  const double bytes = x + w + y;
   auto flops = static_cast<double>(problem.flops());
   double us = row->fixed_us;
   if (problem.rank == 3) us += kRank3Passes * bytes / gpu.dram_bytes_per_us;
@@ -238,7 +274,11 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
     flops *= row->problem_class == Class::kPointwise ? std::sqrt(excess) : excess;
   }
   if (row->problem_class == Class::kGrouped) {
-    flops *= kBlockChannels / static_cast<double>(problem.c_per_group());
+    const int64_t group = problem.c_per_group();
+    const double waste = kBlockChannels / static_cast<double>(group);
+    const bool hopper = problem.op == Op::kWgrad && row->operands == Operands::k16Bit &&
+                        gpu.wgmma_per_clock > 0 && group >= kHopperGroup;
+    flops *= hopper ? std::sqrt(waste / 2) : waste;
   }
   if (problem.groups > 1 && problem.op == Op::kDgrad && !AllOnes(problem.stride)) {
     // XLA writes dy with zeros between its pixels and convolves that.
@@ -247,19 +287,39 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
     us += width * static_cast<double>(problem.n * problem.k) * pixels /
           (kDilateShare * gpu.dram_bytes_per_us);
   }
-  us += std::hypot(flops / (row->flop_share * FlopsPerUs(*row, gpu)),
-                   bytes / (row->dram_share * gpu.dram_bytes_per_us));
+  const double compute = flops / (row->flop_share * FlopsPerUs(*row, gpu));
+  const double beyond = std::max(0.0, written - kWrittenLater * static_cast<double>(gpu.l2_bytes));
+  double memory =
+      (bytes + row->written_excess * beyond) / (row->dram_share * gpu.dram_bytes_per_us);
+  if (row->problem_class == Class::kPointwise && row->operands == Operands::k16Bit) {
+    if (problem.op == Op::kWgrad) {
+      const bool split = problem.w_elements() < gpu.sm_count * kSplitTile;
+      if (split) us += static_cast<double>(problem.w_elements()) / kReducedPerUs;
+    } else {
+      const int64_t reduced = problem.op == Op::kFprop ? problem.c : problem.k;
+      if (reduced % kLineChannels != 0) memory *= kPartialLines;
+      if (problem.op == Op::kFprop && problem.filter_layout == FilterLayout::kRsck) {
+        us += kTransposeUs + 2 * w / (kTransposeShare * gpu.dram_bytes_per_us);
+      }
+    }
+  }
+  if (row->problem_class == Class::kDepthwise && row->operands == Operands::kFp32 &&
+      problem.op == Op::kWgrad && !AllOnes(problem.stride)) {
+    memory *= kStridedTiles;
+  }
+  const double overlap = Overlap(row->problem_class);
+  us += std::pow(std::pow(compute, overlap) + std::pow(memory, overlap), 1 / overlap);
   Epilogue terms = problem.epilogue;
   terms.statistics = false;
   if (!terms.Plain()) {
     // The convolution's result is float32, and a kernel of XLA's reads it and does the rest.
-    const auto y = static_cast<double>(problem.y_elements());
-    us += gpu.launch_us + (8 * y + static_cast<double>(EpilogueBytes(problem))) /
+    const auto outputs = static_cast<double>(problem.y_elements());
+    us += gpu.launch_us + (8 * outputs + static_cast<double>(EpilogueBytes(problem))) /
                               (kPassShare * gpu.dram_bytes_per_us);
   }
   if (problem.epilogue.statistics) {
     // Another reads the result for its statistics.
-    us += gpu.launch_us + width * static_cast<double>(problem.y_elements()) / gpu.dram_bytes_per_us;
+    us += gpu.launch_us + y / gpu.dram_bytes_per_us;
   }
   return row->operands == Operands::kFp32 ? std::min(us, FftMicroseconds(problem, gpu)) : us;
 }

@@ -37,16 +37,37 @@ constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
 constexpr double kTmaIssueShare = 0.7, kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11,
                  kTmaStart = 1.5;
 
+// Of the DRAM rate: what is read; and how much longer what is written takes, beside reads.
+constexpr double kReadShare = 0.98, kWrittenExcess = 0.25;
+
 // What tiles of a part of a pixel's channels cost: memory moves 64 bytes at a time and caches lines of
 // 128, which such tiles share. Shares of the time of what is stored, and of what is read, measured with
 // 96, 144 and 192 channels.
+constexpr double kSharedStored = 1.1, kUnalignedStored = 2.0;
+constexpr double kSharedRead = 0.2, kUnalignedRead = 0.3;
 struct SharedLines {
   double stored = 0, read = 0;
   SharedLines(int64_t tile_bytes, int64_t pixel_bytes) {
     if (pixel_bytes <= tile_bytes) return;
     const bool aligned = pixel_bytes % 64 == 0, lines = tile_bytes % 128 == 0;
-    stored = !aligned ? 1.7 : lines ? 0 : 0.8;
-    read = lines ? 0 : aligned ? 0.2 : 0.3;
+    stored = !aligned ? kUnalignedStored : kSharedStored * PartOfLines(tile_bytes, pixel_bytes);
+    read = lines ? 0 : aligned ? kSharedRead : kUnalignedRead;
+  }
+
+ private:
+  // The share of a tile's bytes in lines that it stores a half of: of pixels that begin with a line,
+  // and of those in the middle of one, where there are such.
+  static double PartOfLines(int64_t tile_bytes, int64_t pixel_bytes) {
+    const int64_t starts = pixel_bytes % 128 == 0 ? 1 : 2;
+    int64_t parts = 0;
+    for (int64_t start = 0; start < starts; ++start) {
+      for (int64_t at = 0; at < pixel_bytes; at += tile_bytes) {
+        const int64_t first = start * 64 + at;
+        const int64_t last = start * 64 + std::min(at + tile_bytes, pixel_bytes);
+        parts += (first % 128 != 0 ? 64 : 0) + (last % 128 != 0 ? 64 : 0);
+      }
+    }
+    return static_cast<double>(parts) / static_cast<double>(starts * pixel_bytes);
   }
 };
 
@@ -258,14 +279,14 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const auto y_bytes = static_cast<double>(width * problem.y_elements());
   const double stored = wgrad ? 0 : problem.op == Op::kFprop ? y_bytes : x_bytes;
   const SharedLines shared(instance.channels() * width, params.channels * width);
-  const double bytes = x_bytes + y_bytes + shared.stored * stored +
+  const double bytes = x_bytes + y_bytes + (kWrittenExcess + shared.stored) * stored +
                        shared.read * (x_bytes + y_bytes - stored) +
                        static_cast<double>(EpilogueBytes(problem));
   const auto warps = static_cast<double>(
       longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * instance.threads / 32);
   const double issue = waste * warps * SlotsOfStep(instance, params, stage_bytes, problem) /
                        (4.0 * gpu.cycles_per_us() * (instance.tma ? kTmaIssueShare : kIssueShare));
-  const double copy = waste * bytes / (gpu.dram_bytes_per_us * kDramShare);
+  const double copy = waste * bytes / (gpu.dram_bytes_per_us * kReadShare);
   // Near the balance neither bound is reached.
   plan->microseconds = gpu.launch_us * (wgrad ? 2 : 1) + (instance.tma ? kTmaStart : 0) +
                        std::pow(std::pow(issue, 4) + std::pow(copy, 4), 0.25);

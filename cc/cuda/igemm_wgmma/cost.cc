@@ -8,8 +8,8 @@
 namespace jaxconv::igemm_wgmma {
 namespace {
 
-// Fitted to 5500 times measured on an H200, so that the choices lose least against the best tile
-// (docs/notes/igemm_wgmma.md). Terms stand in for each other; only their sum is to be believed.
+// Fitted to 5500 times measured on an H200, so that the choices lose least against the best tile; what
+// memory bounds, and the copies of 16-bit wgrad, to 756 times inside programs (docs/notes/igemm_wgmma.md). Terms stand in for each other; only their sum is to be believed.
 
 // Share of the GPU's wgmma rate, and cycles that every k-block adds.
 constexpr double kWgmmaShare = 1900.0 / 2048;
@@ -28,15 +28,21 @@ constexpr double kSharedUnalignedRowCycles = 3.77;
 constexpr double kFewRows = 215;
 // The producer: next tile; wait, announce, first copy; every further copy.
 constexpr double kTileCycles = 197;
+// Of 1x1 filters, whose every load comes from DRAM and whose tiles have few k-blocks to hide it; of the
+// 64-pixel tiles of a filter that stays, with one to four.
+constexpr double kPointwiseTileCycles = 640;
+constexpr double kStationaryTileCycles = 560;
 constexpr double kLoadCycles = 100;
 constexpr double kCopyCycles = 200;
+// Of 16-bit wgrad, whose copies are boxes of both operands.
+constexpr double kWgradCopyCycles = 100;
 // The first fill of the ring and the last tile's store.
 constexpr double kPrologueCycles = 500;
 constexpr double kEpilogueBytesPerCycle = 32.9;
 // Results of wgrad filter-row: scattered sectors of 32 bytes.
-constexpr double kSectorBytesPerCycle = 2.2;
+constexpr double kSectorBytesPerCycle = 3.3;
 // Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
-constexpr double kPartialBytesPerCycle = 17.9;
+constexpr double kPartialBytesPerCycle = 60, kTf32PartialBytesPerCycle = 17.9;
 constexpr double kReduceBytesPerCycle = 12.3;
 // Swap-AB, whose result is transposed in the epilogue: of a CTA's only tile, or beside busy tensor
 // cores.
@@ -45,18 +51,24 @@ constexpr double kSwapAbBesideBytesPerCycle = 23.8;
 constexpr double kTf32EpilogueBytesPerCycle = 17.6;
 // Sectors stored one by one take this much more of DRAM's time than whole cache lines; rows of the
 // output whose sectors CTAs share, 128 bytes each, this much.
-constexpr double kSectorExcess = 0.84;
+constexpr double kSectorExcess = 1.3;
 constexpr double kSharedSectorExcess = 1.32;
 // Rows of the output that are longer than a cache line and no multiple of it, so that boxes of 64
-// columns share lines; with a filter that stays, whose CTAs have a single buffer to store from.
-constexpr double kSharedLineExcess = 0.6;
-constexpr double kSharedLineExcessC128 = 0.9;
+// columns share lines: with a filter that stays, whose tiles are stored in whole rows; with tiles of
+// several boxes; with swap-AB's of one.
+constexpr double kSharedLineExcess = 0.13;
+constexpr double kSharedLineExcessC128 = 0.4;
+constexpr double kSharedLineExcessRing = 0.7, kSharedLineExcessSwapAb = 1.5;
 // Of gpu.dram_bytes_per_us: the model counts every tensor once, and a part of them lies in L2.
-constexpr double kDramShare = 18.5 * 132 * 1970 / 4.32e6;
+constexpr double kDramShare = 1.05;
+// Bytes that are written take this much longer than those that are read.
+constexpr double kWrittenExcess = 0.22;
+// Activations that the tiles of other columns read again, of 1x1 filters: from L2, all but this share.
+constexpr double kReread = 0.027;
 // Of DRAM's time, where tiles are scheduled dynamically and no SM is waited for.
-constexpr double kDynamicShare = 0.88;
+constexpr double kDynamicShare = 0.914;
 // Of the shorter of SM and DRAM time.
-constexpr double kDramExposed = 0.28;
+constexpr double kDramExposed = 0.18;
 // Beyond gpu.launch_us: of a persistent kernel, which sets up barriers and tensor maps; of the
 // split-K reduction, which needs neither, and with TF32 operands (the fit differs).
 constexpr double kStartUs = 4000.0 / 1970 - 1.7;
@@ -90,14 +102,18 @@ double SharedRowCycles(int64_t pitch) {
 
 // Bytes of a problem, as the kernel moves them.
 struct Traffic {
-  double tensors = 0, written = 0, filter = 0;  // filter: of a group, where B is the filter
+  double tensors = 0, written = 0, filter = 0,
+         activations = 0;  // filter: of a group, where B is the filter
   // From one row of a box to the next in global memory, of both operands, and of the output.
   int64_t pitch_a = 128, pitch_b = 128, pitch_out = 128;
 
   explicit Traffic(const ConvProblem& problem) {
-    const double x = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype));
+    // Strides wider than the filter skip pixels of x, which dgrad writes all the same.
+    const double part = problem.op == Op::kDgrad ? 1 : problem.PartOfX();
+    const double x = part * static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype));
     const double w = static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype));
     const double y = static_cast<double>(problem.y_elements() * ByteWidth(problem.y_dtype));
+    activations = problem.op == Op::kDgrad ? y : x;
     tensors = x + w + y + static_cast<double>(EpilogueBytes(problem));
     written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
     if (problem.op != Op::kWgrad) {
@@ -171,7 +187,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   if (wgrad && !wgrad_filter_row) {
     copies += static_cast<double>(instance.tile_m / KBlockElements(problem.lhs_dtype()) - 1);
   }
-  const double issue = (kLoadCycles / taps_per_load + kCopyCycles * copies +
+  const double copy_cycles = wgrad && !tf32 ? kWgradCopyCycles : kCopyCycles;
+  const double issue = (kLoadCycles / taps_per_load + copy_cycles * copies +
                         (taps_per_load > 1 && !stationary ? kLoadCycles / 2 : 0)) /
                        taps_per_stage;
   const double tap = std::max({tensor, rows, issue}) + (stationary ? 0 : kRowsExposed * rows);
@@ -182,13 +199,17 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const bool transposed = instance.Is(kSwapAb) && tensor >= std::max(rows, issue);
   const double out_bytes_per_cycle = transposed && tiles > 1 ? kSwapAbBesideBytesPerCycle
                                      : transposed            ? kSwapAbEpilogueBytesPerCycle
+                                     : split && tf32         ? kTf32PartialBytesPerCycle
                                      : split                 ? kPartialBytesPerCycle
                                      : tf32                  ? kTf32EpilogueBytesPerCycle
                                      : wgrad_filter_row      ? kSectorBytesPerCycle
                                                              : kEpilogueBytesPerCycle;
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   const double epilogue = tile_m * columns * out_bytes / out_bytes_per_cycle;
-  const double mainloop = taps * tap + kTileCycles;
+  const double tile_cycles = problem.taps() > 1                    ? kTileCycles
+                             : stationary && !instance.Is(kSwapAb) ? kStationaryTileCycles
+                                                                   : kPointwiseTileCycles;
+  const double mainloop = taps * tap + tile_cycles;
   const double sm = instance.Is(kPingpong) ? tiles * std::max(mainloop, epilogue / 2) + epilogue
                                            : tiles * (mainloop + epilogue);
   // Pingpong tiles of TF32 operands store sector by sector.
@@ -199,15 +220,27 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
       n_tiles > 1 && traffic.pitch_out % 32 != 0
           ? kSharedSectorExcess * 128 / (static_cast<double>(instance.tile_n) * out_bytes)
           : 0;
+  // wgrad's results are small, and TF32's are counted by sectors. The pixels of a residue class lie
+  // apart, so swap-AB's boxes of a pixel are pieces of lines there too.
+  const bool apart = instance.Is(kSwapAb) && params.residue_classes > 1;
   const bool shares_lines =
-      stationary && instance.tile_n > 64 && traffic.pitch_out > 128 && traffic.pitch_out % 128 != 0;
+      !wgrad && !tf32 && traffic.pitch_out > 128 && (traffic.pitch_out % 128 != 0 || apart);
   const double shared_lines = !shares_lines                      ? 0
+                              : instance.Is(kSwapAb)             ? kSharedLineExcessSwapAb
+                              : !stationary                      ? kSharedLineExcessRing
                               : instance.stationary_k_blocks < 4 ? kSharedLineExcessC128
                                                                  : kSharedLineExcess;
+  const double reread = stationary || wgrad || problem.taps() > 1
+                            ? 0
+                            : static_cast<double>(n_tiles - 1) * traffic.activations;
+  // Of rows that end in the middle of a line every other one begins with a line.
+  const double line_excess = !stationary && traffic.pitch_out % 64 == 0 ? 0.5 : 1;
   const double dram =
-      DramCycles(traffic.tensors + (shared_sectors + shared_lines) * traffic.written +
-                     kSectorExcess * sector_bytes + static_cast<double>(partial_bytes),
-                 gpu) *
+      DramCycles(
+          traffic.tensors + kReread * reread +
+              (kWrittenExcess + line_excess * shared_lines + shared_sectors) * traffic.written +
+              kSectorExcess * sector_bytes + static_cast<double>(partial_bytes),
+          gpu) *
       (dynamic ? kDynamicShare : 1);
   double cycles = std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles;
   double us = gpu.launch_us + kStartUs;
