@@ -47,14 +47,14 @@ struct Row {
 constexpr Row kRows[] = {
     {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  38  0.81 1.13
     {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  21  0.02 1.18
-    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  20  0.77 1.40
-    {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //   9  0.60 1.38
-    {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   2  0.98 1.00
+    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  25  0.73 1.40
+    {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //  10  0.60 1.38
+    {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   3  0.98 1.50
     {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},        //   1  0.95
     {Class::kGrouped,           kGather, Operands::k16Bit,  4,   Pipe::kMmaSync, 0.225,  0.80},        //  14  0.93 1.42
-    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //   7  0.99 1.59
-    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.375,  0.46},        //   2  0.99 1.00
-    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   1  1.00 1.00
+    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //   9  0.99 1.59
+    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.345,  1.00},        //   6  0.94 1.14
+    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   2  1.00 1.14
     {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},        //   6  0.95 1.02
     {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},        //   5  0.38 1.14
     {Class::kFewChannels,       kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.08,   0.22},        //   5  0.65 1.04
@@ -65,16 +65,16 @@ constexpr Row kRows[] = {
     {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},        //   2  1.01 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},        //   2  1.00 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},        //   1  1.00 1.00
-    {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.72,   1.00,   0.20}, // 116  0.83 1.45
-    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  7.5, Pipe::kWgmma,   0.80,   1.00},        //  49  0.67 1.24
-    {Class::kPointwise,         kGather, Operands::kTf32,   6.2, Pipe::kWgmma,   0.69,   1.02,   0.11}, //  36  0.88 1.08
-    {Class::kPointwise,         kWgrad,  Operands::kTf32,  10.5, Pipe::kWgmma,   0.60,   1.00},        //   4  0.98 1.03
+    {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.72,   1.00,   0.20}, // 123  0.83 1.45
+    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  7.5, Pipe::kWgmma,   0.80,   1.00},        //  59  0.67 1.24
+    {Class::kPointwise,         kGather, Operands::kTf32,   6.2, Pipe::kWgmma,   0.70,   1.02,   0.25}, //  66  0.79 1.07
+    {Class::kPointwise,         kWgrad,  Operands::kTf32,  10.5, Pipe::kWgmma,   0.60,   1.00},        //   6  0.70 1.03
     {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //   8  0.88 1.09
     {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.23},        //   4  0.96 1.01
     {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  78  0.78 1.49
-    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  36  0.84 1.53
-    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  31  0.92 1.54
-    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  15  0.65 1.88
+    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  39  0.84 1.53
+    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  33  0.92 1.86
+    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  16  0.65 1.88
     {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  46  0.55 1.26
     {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   4  0.91 1.23
 };

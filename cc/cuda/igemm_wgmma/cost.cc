@@ -9,7 +9,7 @@ namespace jaxconv::igemm_wgmma {
 namespace {
 
 // Fitted to 5500 times measured on an H200, so that the choices lose least against the best tile; what
-// memory bounds, and the copies of 16-bit wgrad, to 756 times inside programs (docs/notes/igemm_wgmma.md). Terms stand in for each other; only their sum is to be believed.
+// memory bounds, and the copies of 16-bit wgrad, to 890 times inside programs (docs/notes/igemm_wgmma.md). Terms stand in for each other; only their sum is to be believed.
 
 // Share of the GPU's wgmma rate, and cycles that every k-block adds.
 constexpr double kWgmmaShare = 1900.0 / 2048;
@@ -28,7 +28,7 @@ constexpr double kSharedUnalignedRowCycles = 3.77;
 constexpr double kFewRows = 215;
 // The producer: next tile; wait, announce, first copy; every further copy.
 constexpr double kTileCycles = 197;
-// Of 1x1 filters, whose every load comes from DRAM and whose tiles have few k-blocks to hide it; of the
+// Of 16-bit 1x1 filters, whose every load comes from DRAM and whose tiles have few k-blocks to hide it; of the
 // 64-pixel tiles of a filter that stays, with one to four.
 constexpr double kPointwiseTileCycles = 640;
 constexpr double kStationaryTileCycles = 560;
@@ -48,10 +48,10 @@ constexpr double kReduceBytesPerCycle = 12.3;
 // cores.
 constexpr double kSwapAbEpilogueBytesPerCycle = 25;
 constexpr double kSwapAbBesideBytesPerCycle = 23.8;
-constexpr double kTf32EpilogueBytesPerCycle = 17.6;
+constexpr double kTf32EpilogueBytesPerCycle = 28;
 // Sectors stored one by one take this much more of DRAM's time than whole cache lines; rows of the
 // output whose sectors CTAs share, 128 bytes each, this much.
-constexpr double kSectorExcess = 1.3;
+constexpr double kSectorExcess = 1.05;
 constexpr double kSharedSectorExcess = 1.32;
 // Rows of the output that are longer than a cache line and no multiple of it, so that boxes of 64
 // columns share lines: with a filter that stays, whose tiles are stored in whole rows; with tiles of
@@ -63,7 +63,7 @@ constexpr double kSharedLineExcessRing = 0.7, kSharedLineExcessSwapAb = 1.5;
 constexpr double kDramShare = 1.05;
 // Bytes that are written take this much longer than those that are read.
 constexpr double kWrittenExcess = 0.22;
-// Activations that the tiles of other columns read again, of 1x1 filters: from L2, all but this share.
+// Activations that the tiles of other columns read again, of 16-bit 1x1 filters: from L2, all but this share.
 constexpr double kReread = 0.027;
 // Of DRAM's time, where tiles are scheduled dynamically and no SM is waited for.
 constexpr double kDynamicShare = 0.914;
@@ -206,7 +206,7 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                                                              : kEpilogueBytesPerCycle;
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   const double epilogue = tile_m * columns * out_bytes / out_bytes_per_cycle;
-  const double tile_cycles = problem.taps() > 1                    ? kTileCycles
+  const double tile_cycles = problem.taps() > 1 || tf32            ? kTileCycles
                              : stationary && !instance.Is(kSwapAb) ? kStationaryTileCycles
                                                                    : kPointwiseTileCycles;
   const double mainloop = taps * tap + tile_cycles;
@@ -230,7 +230,7 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                               : !stationary                      ? kSharedLineExcessRing
                               : instance.stationary_k_blocks < 4 ? kSharedLineExcessC128
                                                                  : kSharedLineExcess;
-  const double reread = stationary || wgrad || problem.taps() > 1
+  const double reread = stationary || wgrad || tf32 || problem.taps() > 1
                             ? 0
                             : static_cast<double>(n_tiles - 1) * traffic.activations;
   // Of rows that end in the middle of a line every other one begins with a line.
