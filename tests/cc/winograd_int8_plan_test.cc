@@ -103,11 +103,11 @@ void TestGeometry() {
                  (launch.filter.exponent == 1 || largest * launch.filter.exponent * 2 > 32768) &&
                  launch.filter.exponent * launch.input.exponent == 1,
              key + ": exponent");
-      const std::string products = launch.products.kernel->name;
-      Expect(
-          products.find(channels < 1024 ? "_128x64x128_" : "_128x128x128_") != std::string::npos &&
-              launch.products.workspace_bytes == 0,
-          key + ": products");
+      const auto& products = launch.products;
+      Expect(products.rows == tiles && products.columns == 96 && products.points == points &&
+                 products.k_blocks == (channels + 127) / 128 && products.tiles == points &&
+                 products.m_point == tiles * 96 && launch.products_ctas == products.tiles,
+             key + ": products");
     }
   }
 }

@@ -56,14 +56,6 @@ def forms() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def launches(name: str) -> list[str]:
-    """The instances of other families that an instance launches."""
-    family = forms()[name.removesuffix("_padded")][0]
-    if family != "winograd_int8":
-        return []
-    return [f"fprop_imma_wgmma_s8_{tile}_pingpong" for tile in ("128x64x128", "128x128x128")]
-
-
 def units(names: list[str]) -> dict[str, str]:
     """The translation units of some instances, one a family, and a registry of them alone.
 
@@ -214,7 +206,6 @@ def build(
         RuntimeError: with the compiler's message.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    names = [*dict.fromkeys([*names, *(also for name in names for also in launches(name))])]
     flags = [*FLAGS]
     if sanitize:
         flags += ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-omit-frame-pointer"]

@@ -5,10 +5,8 @@
 //     V, U           -- products -------> M float16
 //     M              -- Y = A^T M A ----> int32 sums -- epilogue --> y
 //
-// The products are a grouped 1x1 convolution, whose groups are the points: V's row of a tile holds the
-// channels of all of them. An instance of imma_wgmma computes it; its
-// epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11 bits show
-// nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's transform
+// The products' epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11 bits
+// show nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's transform
 // multiplies by the tile's scales.
 //
 // Bytes of a tile and channel, C = K, written and read: V 2 (m + 2)^2, M 4 (m + 2)^2; int32 sums would
@@ -21,8 +19,8 @@
 
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/launch_table.h"
 #include "cuda/winograd_int8/params.h"
+#include "cuda/winograd_int8/products_sm90.cuh"
 #include "cuda/winograd_int8/transforms.cuh"
 
 namespace jaxconv::winograd_int8 {
@@ -54,17 +52,15 @@ struct FourStage {
     JAXCONV_RETURN_IF_ERROR(
         (jaxconv::Launch<InputTransformKernel<Tag, m>>(name, config, stream, input)));
 
-    Operands products;
-    products.lhs = input.v;
-    products.rhs = filter.u;
-    products.scale = filter.u_scale;
-    products.out = workspace + launch.m;
-    JAXCONV_RETURN_IF_ERROR(
-        FindLaunch(launch.products.kernel->name)(launch.products, products, stream));
+    ProductsParams products = launch.products;
+    products.u_scale = filter.u_scale;
+    products.m = workspace + launch.m;
+    JAXCONV_RETURN_IF_ERROR(LaunchProducts<Tag>(name, products, input.v, filter.u, input.channels,
+                                                launch.products_ctas, stream));
 
     OutputParams output = launch.output;
     BindRequantize(operands, &output.requantize);
-    output.m = products.out;
+    output.m = products.m;
     output.v_scale = input.v_scale;
     const int32_t tiles_of_cta = 2 * kOutputThreads / output.block_channels;
     config.grid = dim3((output.tiles + tiles_of_cta - 1) / tiles_of_cta,

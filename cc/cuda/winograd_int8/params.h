@@ -5,23 +5,24 @@
 // reach past the output: their inputs outside the image are zeros, their outputs are not stored.
 //
 // In memory, points counted row by row:
-//     V        [tile][point][C]     int8
+//     V        [point][tile][C]     int8
 //     v_scale  [tile][point]        float32
 //     U        [point][K][C]        int8
 //     u_scale  [point][K]           float32, times 2^-exponent
-//     M        [tile][point][K]     float16: sums of products times u_scale
+//     M        [point][tile][K]     float16: sums of products times u_scale
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_PARAMS_H_
 #define JAXCONV_CUDA_WINOGRAD_INT8_PARAMS_H_
 
 #include <cstdint>
 
 #include "core/fast_divmod.h"
-#include "cuda/common/kernel.h"
 #include "cuda/common/requantize_params.h"
 
 namespace jaxconv::winograd_int8 {
 
 inline constexpr int kMaxPoints = 36;
+// Of the products: rows of V, and columns, of a CTA's tile; channels of a stage.
+inline constexpr int kProductsRows = 128, kProductsChannels = 128;
 // Channels of a thread in the transforms to V and U: a word of int8.
 inline constexpr int kWordChannels = 4;
 // Threads that share a row of channels, at most: a thread holds its channels' points in registers.
@@ -70,11 +71,22 @@ struct FilterParams {
   int32_t tap_stride = 0, block_stride = 0;
 };
 
+struct ProductsParams {
+  const float* u_scale = nullptr;
+  void* m = nullptr;              // float16
+  int32_t rows = 0, columns = 0;  // tiles, K
+  int32_t points = 0, k_blocks = 0;
+  int64_t m_point = 0;          // elements from a point to the next
+  int32_t tiles = 0;            // of all points
+  FastDivmod n_tiles, m_tiles;  // digits of a tile's index, fastest first
+};
+
 struct OutputParams {
   RequantizeParams requantize;
   const void* m = nullptr;  // float16
   const float* v_scale = nullptr;
   int32_t tiles = 0, columns = 0;  // K
+  int64_t m_point = 0;             // elements from a point to the next
   int32_t out_h = 0, out_w = 0;
   FastDivmod tiles_h, tiles_w;
   int32_t block_channels = 0;  // of a CTA: 64, or 32
@@ -85,7 +97,8 @@ struct LaunchParams {
   InputParams input;
   FilterParams filter;
   OutputParams output;
-  Plan products;  // a grouped 1x1 convolution of imma_wgmma: a point is a group
+  ProductsParams products;
+  int32_t products_ctas = 0;
   // Offsets in the workspace.
   int64_t v = 0, v_scale = 0, u = 0, u_scale = 0, m = 0;
 };

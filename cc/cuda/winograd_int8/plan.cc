@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "cuda/common/instances.h"
-#include "cuda/common/registry.h"
 #include "cuda/winograd_int8/matrices.h"
 #include "cuda/winograd_int8/params.h"
 
@@ -18,12 +16,6 @@ struct Instance {
   int m;  // outputs of a tile along an axis
 };
 
-// What computes the products. Measured on an H200 among the five plain tiles of imma_wgmma: the first
-// is the fastest or within 1 % up to 640 channels, where the epilogue takes most of the time, the other
-// by 3 to 8 % at 1280.
-constexpr const char* kShortProducts = "fprop_imma_wgmma_s8_128x64x128_pingpong";
-constexpr const char* kLongProducts = "fprop_imma_wgmma_s8_128x128x128_pingpong";
-constexpr int64_t kLongReduction = 1024;
 constexpr int64_t kAlignment = 1024;
 // M times its power of two is below 2^15, and so below float16's largest number.
 constexpr int kHalfExponent = 15;
@@ -65,27 +57,22 @@ void SetLanes(int64_t rows, int64_t channels, int64_t most, Rows* lanes) {
   lanes->lanes = FastDivmod(of_row);
 }
 
-// M = V U^T of every point.
-ConvProblem ProductsProblem(const ConvProblem& problem, int64_t tiles, int64_t points) {
-  ConvProblem products;
-  products.rank = 1;
-  products.x_dtype = products.w_dtype = DType::kS8;
-  products.y_dtype = DType::kF16;
-  products.groups = points;
-  products.c = points * problem.c;
-  products.k = points * problem.k;
-  products.in[2] = products.out[2] = tiles;
-  products.filter_layout = FilterLayout::kPacked;
-  products.epilogue.scale = ScaleKind::kChannel;
-  return products;
-}
-
-Status PlanProducts(const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
-  JAXCONV_RETURN_IF_ERROR(problem.Validate());
-  const char* const name = problem.c_per_group() < kLongReduction ? kShortProducts : kLongProducts;
-  const KernelDesc* const kernel = FindKernel(name);
-  if (kernel == nullptr) return Status::Internal(std::string("no kernel ") + name);
-  return kernel->plan(*kernel, problem, gpu, 1, plan);
+Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t points, const Gpu& gpu,
+                        LaunchParams* launch) {
+  ProductsParams& products = launch->products;
+  const int64_t n_tiles = CeilDiv(problem.k, kProductsRows);
+  const int64_t m_tiles = CeilDiv(tiles, kProductsRows), all = n_tiles * m_tiles * points;
+  if (all >= int64_t{1} << 30) return Refuse("less than 2^30 tiles of the products", all);
+  products.rows = static_cast<int32_t>(tiles);
+  products.columns = static_cast<int32_t>(problem.k);
+  products.points = static_cast<int32_t>(points);
+  products.k_blocks = static_cast<int32_t>(CeilDiv(problem.c, kProductsChannels));
+  products.m_point = launch->output.m_point = tiles * problem.k;
+  products.tiles = static_cast<int32_t>(all);
+  products.n_tiles = FastDivmod(n_tiles);
+  products.m_tiles = FastDivmod(m_tiles);
+  launch->products_ctas = static_cast<int32_t>(std::min<int64_t>(all, gpu.sm_count));
+  return {};
 }
 
 // The predicted time, within a quarter of those of 12 layers on an H200. An SM takes so many cycles for
@@ -122,8 +109,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t tiles = problem.n * tiles_h * tiles_w;
   if (tiles >= kMaxTiles) return Refuse("less than 2^26 tiles", tiles);
   auto launch = std::make_shared<LaunchParams>();
-  JAXCONV_RETURN_IF_ERROR(
-      PlanProducts(ProductsProblem(problem, tiles, points), gpu, &launch->products));
+  JAXCONV_RETURN_IF_ERROR(DescribeProducts(problem, tiles, points, gpu, launch.get()));
 
   const bool blocked = problem.activation_layout == ActivationLayout::kNchw32;
   InputParams& input = launch->input;

@@ -52,30 +52,38 @@ __device__ __forceinline__ uint32_t PackLowBytes(const uint32_t (&word)[4]) {
                      0x5410);
 }
 
+// Where a thread is in a pass. Made anew where it is needed: the transform needs the registers.
+struct RowPlace {
+  int32_t slot, row, word;
+  bool inside;
+  __device__ __forceinline__ RowPlace(const Rows& rows, int32_t pass) {
+    int32_t lane;
+    rows.lanes.Divmod(ComputedHere(threadIdx.x), &slot, &lane);
+    row = blockIdx.x * rows.rows_of_cta + slot;
+    word = pass * static_cast<int32_t>(rows.lanes.divisor) + lane;
+    inside = slot < rows.rows_of_cta && row < rows.rows && word < rows.words;
+  }
+};
+
 // load(row, word, words): what a thread reads of a row. transform(words, c, values): the points of
-// channels c and c + 1 of four. store_scale(row, point, scale). store(row, word, point, bytes).
-template <int kPoints, int kWords, typename Load, typename Transform, typename StoreScale,
-          typename Store>
+// channels c and c + 1 of four. store_scale(row, point, scale). The bytes go to `out`, [point][row]
+// [channel].
+template <int kPoints, int kWords, typename Load, typename Transform, typename StoreScale>
 __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints>* scales,
                                              Load load, Transform transform, StoreScale store_scale,
-                                             Store store) {
+                                             int8_t* out) {
   static_assert(kPoints % 2 == 0);
   constexpr int kPairs = kPoints / 2, kPadded = (kPairs + 7) / 8 * 8;
   const int32_t first_row = blockIdx.x * rows.rows_of_cta;
-  int32_t slot, lane;
-  rows.lanes.Divmod(threadIdx.x, &slot, &lane);
-  const int32_t row = first_row + slot;
-  const bool has_row = slot < rows.rows_of_cta && row < rows.rows;
-  const auto lanes = static_cast<int32_t>(rows.lanes.divisor);
   for (int i = threadIdx.x; i < rows.rows_of_cta * kPoints; i += blockDim.x) {
     scales->largest[i / kPoints][i % kPoints] = 0;
   }
   __syncthreads();
 
   __half2 value[kWordChannels][kPairs];  // two points each
-  auto compute = [&](int32_t word) {
+  auto compute = [&](const RowPlace& place) {
     uint32_t words[kWords];
-    load(ComputedHere(row), word, words);  // not every point's address in front of the passes
+    load(place.row, place.word, words);
 #pragma unroll
     for (int c = 0; c < kWordChannels; c += 2) {
       if (c > 0) {  // Or both pairs' bytes are unpacked in front of the first's transform.
@@ -93,13 +101,11 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
   };
 #pragma unroll 1
   for (int32_t pass = 0; pass < rows.passes; ++pass) {
-    const int32_t word = pass * lanes + lane;
-    const bool inside = has_row && word < rows.words;
     __half2 largest[kPadded];
 #pragma unroll
     for (int p = 0; p < kPadded; ++p) largest[p] = __float2half2_rn(0.0f);
-    if (inside) {
-      compute(word);
+    if (const RowPlace place(rows, pass); place.inside) {
+      compute(place);
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         largest[p] = __hmax2(__hmax2(__habs2(value[0][p]), __habs2(value[1][p])),
@@ -112,12 +118,12 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
     const int32_t eighth = threadIdx.x % 8;
     const int32_t first = (eighth & 4 ? kPadded / 2 : 0) + (eighth & 2 ? kPadded / 4 : 0) +
                           (eighth & 1 ? kPadded / 8 : 0);
-    if (inside) {
+    if (const RowPlace place(rows, pass); place.inside) {
 #pragma unroll
       for (int i = 0; i < kPadded / 8; ++i) {
         if (first + i >= kPairs) continue;
         const float2 both = __half22float2(largest[i]);
-        uint32_t* const to = &scales->largest[slot][2 * (first + i)];
+        uint32_t* const to = &scales->largest[place.slot][2 * (first + i)];
         atomicMax(to, __float_as_uint(both.x));
         atomicMax(to + 1, __float_as_uint(both.y));
       }
@@ -137,12 +143,16 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
 
 #pragma unroll 1
   for (int32_t pass = 0; pass < rows.passes; ++pass) {
-    const int32_t word = pass * lanes + lane;
-    if (!has_row || word >= rows.words) continue;
-    if (rows.passes > 1) compute(word);
+    if (rows.passes > 1) {
+      if (const RowPlace place(rows, pass); place.inside) compute(place);
+    }
+    const RowPlace place(rows, pass);
+    if (!place.inside) continue;
+    const int64_t row_bytes = int64_t{rows.words} * kWordChannels;
+    int8_t* to = out + place.row * row_bytes + place.word * kWordChannels;
 #pragma unroll
     for (int p = 0; p < kPoints; ++p) {
-      const float factor = scales->factor[slot][p];
+      const float factor = scales->factor[place.slot][p];
       uint32_t bits[kWordChannels];
 #pragma unroll
       for (int c = 0; c < kWordChannels; ++c) {
@@ -150,7 +160,8 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
         // 1.5 * 2^23 more: the sum is rounded to an integer, whose byte is the low one.
         bits[c] = __float_as_uint(fmaf(p % 2 == 0 ? both.x : both.y, factor, 12582912.0f));
       }
-      store(row, word, p, PackLowBytes(bits));
+      *reinterpret_cast<uint32_t*>(to) = PackLowBytes(bits);
+      to += rows.rows * row_bytes;
     }
   }
 }

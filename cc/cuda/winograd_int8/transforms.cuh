@@ -106,11 +106,7 @@ __global__ void __launch_bounds__(kMaxLanes<m>, 1)
       [&](int32_t tile, int32_t point, float scale) {
         params.v_scale[int64_t{tile} * kPoints + point] = scale * params.exponent;
       },
-      [&](int32_t tile, int32_t word, int32_t point, uint32_t bytes) {
-        int8_t* const to =
-            params.v + (int64_t{tile} * kPoints + point) * params.channels + word * kWordChannels;
-        *reinterpret_cast<uint32_t*>(to) = bytes;
-      });
+      params.v);
 }
 
 // u = G g of one vector of taps.
@@ -168,11 +164,7 @@ __global__ void __launch_bounds__(kMaxLanes<m>, 1)
       [&](int32_t row, int32_t point, float scale) {
         params.u_scale[int64_t{point} * params.rows.rows + row] = scale * params.exponent;
       },
-      [&](int32_t row, int32_t word, int32_t point, uint32_t bytes) {
-        int8_t* const to = params.u + (int64_t{point} * params.rows.rows + row) * params.channels +
-                           word * kWordChannels;
-        *reinterpret_cast<uint32_t*>(to) = bytes;
-      });
+      params.u);
 }
 
 inline constexpr int kOutputThreads = 128;
@@ -189,13 +181,13 @@ __global__ void __launch_bounds__(kOutputThreads, m == 2 ? 8 : 4)
     const int32_t slot = threadIdx.x / (channels / 2), pair = threadIdx.x % (channels / 2);
     const int32_t tile = min(first_tile + slot, params.tiles - 1);
     const __half* const from = static_cast<const __half*>(params.m) +
-                               int64_t{tile} * kPoints * params.columns + first_channel + 2 * pair;
+                               int64_t{tile} * params.columns + first_channel + 2 * pair;
     const auto* const scales =
         reinterpret_cast<const float4*>(params.v_scale + int64_t{tile} * kPoints);
     uint32_t words[kPoints];
 #pragma unroll
     for (int p = 0; p < kPoints; ++p) {
-      words[p] = __ldg(reinterpret_cast<const uint32_t*>(from + int64_t{p} * params.columns));
+      words[p] = __ldg(reinterpret_cast<const uint32_t*>(from + p * params.m_point));
     }
     float low[kAlpha][kAlpha], high[kAlpha][kAlpha];
 #pragma unroll
