@@ -106,7 +106,7 @@ void TestGeometry() {
       const auto& products = launch.products;
       Expect(products.rows == tiles && products.columns == 96 && products.points == points &&
                  products.k_blocks == (channels + 127) / 128 && products.tiles == points &&
-                 products.m_point == tiles * 96 && launch.products_ctas == products.tiles,
+                 products.m_point == tiles * 96 && launch.products_ctas == 2 * products.tiles,
              key + ": products");
     }
   }

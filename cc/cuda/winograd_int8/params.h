@@ -23,6 +23,8 @@ namespace jaxconv::winograd_int8 {
 inline constexpr int kMaxPoints = 36;
 // Of the products: rows of V, and columns, of a CTA's tile; channels of a stage.
 inline constexpr int kProductsRows = 128, kProductsChannels = 128;
+// CTAs of a cluster: they have neighbouring rows and the same columns.
+inline constexpr int kProductsCtas = 2;
 // Channels of a thread in the transforms to V and U: a word of int8.
 inline constexpr int kWordChannels = 4;
 // Threads that share a row of channels, at most: a thread holds its channels' points in registers.
@@ -77,7 +79,7 @@ struct ProductsParams {
   int32_t rows = 0, columns = 0;  // tiles, K
   int32_t points = 0, k_blocks = 0;
   int64_t m_point = 0;          // elements from a point to the next
-  int32_t tiles = 0;            // of all points
+  int32_t tiles = 0;            // of clusters, for all points
   FastDivmod n_tiles, m_tiles;  // digits of a tile's index, fastest first
 };
 

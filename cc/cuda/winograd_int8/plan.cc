@@ -61,7 +61,8 @@ Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t point
                         LaunchParams* launch) {
   ProductsParams& products = launch->products;
   const int64_t n_tiles = CeilDiv(problem.k, kProductsRows);
-  const int64_t m_tiles = CeilDiv(tiles, kProductsRows), all = n_tiles * m_tiles * points;
+  const int64_t m_tiles = CeilDiv(tiles, kProductsCtas * kProductsRows),
+                all = n_tiles * m_tiles * points;
   if (all >= int64_t{1} << 30) return Refuse("less than 2^30 tiles of the products", all);
   products.rows = static_cast<int32_t>(tiles);
   products.columns = static_cast<int32_t>(problem.k);
@@ -71,7 +72,8 @@ Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t point
   products.tiles = static_cast<int32_t>(all);
   products.n_tiles = FastDivmod(n_tiles);
   products.m_tiles = FastDivmod(m_tiles);
-  launch->products_ctas = static_cast<int32_t>(std::min<int64_t>(all, gpu.sm_count));
+  launch->products_ctas = static_cast<int32_t>(
+      kProductsCtas * std::min<int64_t>(all, std::max(1, gpu.sm_count / kProductsCtas)));
   return {};
 }
 

@@ -4,7 +4,9 @@
 //
 // A CTA has 128 x 128 of M at a time. Two consumer warpgroups, each with tiles of its own, alternate on
 // the tensor cores: one scales, rounds and stores while the other multiplies. The producer runs ahead
-// into the next tile's stages. CTA b processes tiles b, b + gridDim.x, ...; columns fastest, then rows,
+// into the next tile's stages. A tile takes 64 bytes for every cycle of the tensor cores, and L2 gives
+// an SM about 45: so the two CTAs of a cluster, which have neighbouring rows, bring half of U each to
+// both, 48 bytes a cycle. Cluster c processes tiles c, c + clusters, ...; columns fastest, then rows,
 // then points, so that what is under way has few points, whose V and U are read from DRAM once.
 //
 // A stage is 128 rows of V and of U by 128 channels, 16 KB each, with the swizzle of 128 bytes. TMA
@@ -15,9 +17,9 @@
 // The box of U brings 32 rows in the order 0 1 8 9 16 17 24 25 2 3 ..., so that a thread, which holds
 // columns 8 j + 2 t and the next, has the eight neighbouring channels 8 t .. 8 t + 7 and stores 16 bytes.
 //
-// Full(s): the producer announces a stage's bytes. Empty(s): a consumer warpgroup arrives when its wgmma
-// has retired, one k-block late so that one is always under way. Named barriers 1 and 2 hand the
-// tensor cores over.
+// Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends. Empty(s):
+// one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired, one k-block late
+// so that one is always under way. Named barriers 1 and 2 hand the tensor cores over.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_PRODUCTS_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_PRODUCTS_SM90_CUH_
 
@@ -32,6 +34,7 @@
 #include "cuda/common/requantize_words.cuh"
 #include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/tensor_map.h"
+#include "cuda/ptx/cluster_sm90.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
@@ -57,30 +60,35 @@ struct ProductsMaps {
 // Where a tile of M begins.
 struct ProductsPlace {
   int32_t column, row, point;
-  __device__ __forceinline__ ProductsPlace(const ProductsParams& params, int32_t index) {
+  __device__ __forceinline__ ProductsPlace(const ProductsParams& params, int32_t index,
+                                           int32_t rank) {
     params.n_tiles.Divmod(index, &index, &column);
     params.m_tiles.Divmod(index, &point, &row);
     column *= ProductsTile::kRows;
-    row *= ProductsTile::kRows;
+    row = (row * kProductsCtas + rank) * ProductsTile::kRows;
   }
 };
 
 __device__ __forceinline__ void ProduceProducts(const ProductsParams& params,
-                                                const ProductsMaps& maps, uint32_t ring,
+                                                const ProductsMaps& maps, int32_t rank,
+                                                uint32_t ring,
                                                 const Barriers<ProductsTile>& barriers) {
   using Tile = ProductsTile;
   RingPlace<Tile::kStages> stage;
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const ProductsPlace place(params, index);
-    const int32_t block = (place.point * params.columns + place.column) / 32;
+  constexpr int kBlocks = Tile::kRows / 32 / kProductsCtas;  // of U, that the CTA brings to all
+  const uint32_t u_at = ring + Tile::kOperandBytes + rank * (Tile::kOperandBytes / kProductsCtas);
+  const int32_t stride = gridDim.x / kProductsCtas;
+  for (int32_t index = ClusterId(); index < params.tiles; index += stride) {
+    const ProductsPlace place(params, index, rank);
+    const int32_t block = (place.point * params.columns + place.column) / 32 + rank * kBlocks;
     for (int32_t i = 0; i < params.k_blocks; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
-      const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
+      const uint32_t at = stage.slot * Tile::kStageBytes;
       BarrierArriveExpect(barrier, Tile::kStageBytes);
-      CopyTile3d(shared, &maps.v, barrier, i * Tile::kChannels, place.row, place.point);
-      CopyTile5d(shared + Tile::kOperandBytes, &maps.u, barrier, i * Tile::kChannels, 0, 0, 0,
-                 block);
+      CopyTile3d(ring + at, &maps.v, barrier, i * Tile::kChannels, place.row, place.point);
+      CopyTile5dToCluster(u_at + at, &maps.u, barrier, i * Tile::kChannels, 0, 0, 0, block,
+                          (1 << kProductsCtas) - 1);
       stage.Next();
     }
   }
@@ -116,18 +124,24 @@ __device__ __forceinline__ void StoreProducts(const ProductsParams& params,
   }
 }
 
-__device__ __forceinline__ void ConsumeProducts(const ProductsParams& params, uint32_t ring,
+__device__ __forceinline__ void ConsumeProducts(const ProductsParams& params, int32_t rank,
+                                                uint32_t ring,
                                                 const Barriers<ProductsTile>& barriers,
                                                 int warpgroup) {
   using Tile = ProductsTile;
-  const Release release;
+  // Thread r tells rank r.
+  auto release = [&](uint32_t slot) {
+    const int32_t to = threadIdx.x % 128;
+    if (to < kProductsCtas) BarrierArriveInCluster(AddressInCluster(barriers.Empty(slot), to));
+  };
   RingPlace<Tile::kStages> stage;
   if (warpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
     stage.Skip(params.k_blocks);
   }
-  const int32_t stride = 2 * gridDim.x;
-  for (int32_t index = blockIdx.x + warpgroup * gridDim.x; index < params.tiles; index += stride) {
+  const int32_t stride = gridDim.x / kProductsCtas;
+  for (int32_t index = ClusterId() + warpgroup * stride; index < params.tiles;
+       index += 2 * stride) {
     NamedBarrierSync(1 + warpgroup, 256);
     int32_t acc[2][64];
     uint32_t last = 0;
@@ -146,14 +160,14 @@ __device__ __forceinline__ void ConsumeProducts(const ProductsParams& params, ui
       }
       WgmmaCommit();
       WgmmaWait<1>();
-      if (i > 0) release(barriers.Empty(last));
+      if (i > 0) release(last);
       last = stage.slot;
       stage.Next();
     }
     NamedBarrierArrive(2 - warpgroup, 256);
     WgmmaWait<0>();
-    release(barriers.Empty(last));
-    const ProductsPlace place(params, index);
+    release(last);
+    const ProductsPlace place(params, index, rank);
     const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
     StoreProducts(params, place, row, acc[0]);
     StoreProducts(params, place, row + 64, acc[1]);
@@ -171,21 +185,28 @@ __global__ void __launch_bounds__(ProductsTile::kThreads, 1)
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
   const Barriers<Tile> barriers{SharedAddress(barrier_words)};
   if (threadIdx.x == 0) {
-    barriers.Init(1);
+    barriers.Init(kProductsCtas);
     PrefetchTensorMap(&maps.v);
     PrefetchTensorMap(&maps.u);
   }
-  __syncthreads();
+  // Copies and arrivals from the other CTA find the barriers ready.
+  ClusterArrive();
+  ClusterWait();
+  const int32_t rank = ClusterRank();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<40>();
     if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProduceProducts(params, maps, ring, barriers);
+      ProduceProducts(params, maps, rank, ring, barriers);
     }
+    __syncwarp();
   } else {
     RaiseRegisters<232>();
-    ConsumeProducts(params, ring, barriers, warpgroup - 1);
+    ConsumeProducts(params, rank, ring, barriers, warpgroup - 1);
   }
+  // The other CTA copies into this one's shared memory, and arrives there, to the end.
+  ClusterArrive();
+  ClusterWait();
 }
 
 // v, u: V and U in the workspace.
@@ -200,12 +221,13 @@ Status LaunchProducts(const char* name, const ProductsParams& params, const int8
   JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(of_v, v_box, &maps.v));
   const DenseTensor of_u = {
       DType::kS8, 5, u, {c, 2, 4, 4, points * params.columns / 32}, {1, c, 8 * c, 2 * c, 32 * c}};
-  const int32_t u_box[5] = {Tile::kChannels, 2, 4, 4, Tile::kRows / 32};
+  const int32_t u_box[5] = {Tile::kChannels, 2, 4, 4, Tile::kRows / 32 / kProductsCtas};
   JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(of_u, u_box, &maps.u));
   LaunchConfig config;
   config.grid = static_cast<unsigned>(ctas);
   config.threads = Tile::kThreads;
   config.shared_bytes = Tile::kSharedBytes;
+  config.cluster = kProductsCtas;
   return Launch<ProductsKernel<Tag>>(name, config, stream, params, maps);
 }
 
