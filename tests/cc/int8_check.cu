@@ -99,12 +99,22 @@ struct Tensors {
     return args;
   }
 
+  char* Scales(char* set) const {
+    return set + Aligned(x) + Aligned(w) + Aligned(y + kGuardBytes) + Aligned(residual);
+  }
+  float RootOfTerms() const {
+    return std::sqrt(static_cast<float>(problem.taps() * problem.c_per_group()));
+  }
+  // After Fill.
   void FillSparse(char* set, cudaStream_t stream) const {
+    constexpr int kEvery = 16;
     const Operands args = At(set);
     auto* const activations = static_cast<int8_t*>(const_cast<void*>(args.lhs));
     auto* const filter = static_cast<int8_t*>(const_cast<void*>(args.rhs));
-    Sparsen<<<2048, 256, 0, stream>>>(activations, x, 16, 1);
-    Sparsen<<<2048, 256, 0, stream>>>(filter, w, 16, 2);
+    Sparsen<<<2048, 256, 0, stream>>>(activations, x, kEvery, 1);
+    Sparsen<<<2048, 256, 0, stream>>>(filter, w, kEvery, 2);
+    FillScales<<<64, 256, 0, stream>>>(reinterpret_cast<float*>(Scales(set)), scale / 4,
+                                       RootOfTerms() / kEvery, true);
   }
   void Fill(char* set, uint32_t seed, bool extremes, cudaStream_t stream) const {
     char* const all = set;
@@ -130,10 +140,9 @@ struct Tensors {
               "residual_scale");
     }
     // Of the arrays themselves, though a kernel gets a null for those that are absent.
-    char* const scales =
-        all + Aligned(x) + Aligned(w) + Aligned(y + kGuardBytes) + Aligned(residual);
+    char* const scales = Scales(all);
     FillScales<<<64, 256, 0, stream>>>(reinterpret_cast<float*>(scales), scale / 4,
-                                       static_cast<float>(length), extremes);
+                                       5500 * RootOfTerms(), extremes);
     FillBias<<<64, 256, 0, stream>>>(
         reinterpret_cast<float*>(scales + Aligned(scale)),
         reinterpret_cast<int32_t*>(scales + Aligned(scale) + Aligned(channels)), problem.k,

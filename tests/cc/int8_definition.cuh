@@ -63,11 +63,11 @@ __global__ void FillResidual(void* tensor, int64_t elements, DType dtype, uint32
   }
 }
 
-// Scales that spread the sums of `terms` products over several hundred; with `extremes` among them a
+// Scales that spread sums of a standard deviation over several hundred; with `extremes` among them a
 // power of two (ties), 0, infinity, NaN and 1e30.
-__global__ void FillScales(float* scale, int64_t elements, float terms, bool extremes) {
+__global__ void FillScales(float* scale, int64_t elements, float deviation, bool extremes) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  const float unit = 100.0f / (5500.0f * sqrtf(terms));
+  const float unit = 100.0f / deviation;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
     const uint32_t bits = Random(i, 11);
     float value = unit * Uniform(i, 12);
