@@ -77,7 +77,7 @@ Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t point
   return {};
 }
 
-// The predicted time, within a quarter of those of 12 layers on an H200. An SM takes so many cycles for
+// The predicted time, within a fifth of those of 12 layers on an H200. An SM takes so many cycles for
 // a thread of a transform, four channels of a row, and for an output of the products beside their
 // multiply-adds; the output's transform reaches a share of DRAM's rate.
 struct Cost {
@@ -85,7 +85,7 @@ struct Cost {
 };
 constexpr Cost kCosts[2] = {{11.1, 16, 0.9}, {34, 28, 0.6}};  // m = 2, 4
 constexpr double kProductsShare = 0.9, kInt8Rate = 2;         // of the tensor cores, of 16 bits
-constexpr double kProductCycles = 0.42;
+constexpr double kProductCycles = 0.17;
 
 double PredictMicroseconds(int64_t m, const ConvProblem& problem, int64_t tiles, const Gpu& gpu) {
   const Cost& cost = kCosts[m == 2 ? 0 : 1];
