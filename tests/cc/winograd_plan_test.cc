@@ -194,8 +194,9 @@ void TestFusedRow() {
   Expect(params.lower_w == -1 && params.lower_h == -1 && params.offset_w == 0 &&
              params.offset_h == 0 && upper[0] == -1 + 5 * 4 - 3 - 15 && upper[1] == -1,
          "base pixels from the padding to the position past the last tile");
-  Expect(params.reduction_blocks == 3 && params.filter_columns == kFilterBytes / 2 &&
-             params.filter_group == kFilterBytes,
+  Expect(params.reduction_blocks == 3 &&
+             params.filter_columns == kFilterBytes / 2 / winograd::kFilterRowBytes &&
+             params.filter_group == kFilterBytes / winograd::kFilterRowBytes,
          "blocks of the filter");
   // 130 positions are two pairs of 64, the second almost empty.
   Expect(params.n_tiles.divisor == 2 && params.m_tiles.divisor == 2 && params.tiles == 4 &&

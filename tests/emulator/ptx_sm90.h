@@ -176,15 +176,6 @@ void CopyIm2col(uint32_t shared, uint64_t map, const Registers<kRank>& at, uint3
   CopyToCluster(shared, barrier, copy.map.box[0] * copy.map.box[1], ctas,
                 [=](uint32_t to) { MoveIm2col(copy, to); });
 }
-inline void CopyBytes(uint32_t shared, uint64_t source, uint32_t bytes, uint32_t barrier,
-                      int64_t ctas = -1) {
-  if (shared % 16 != 0 || source % 16 != 0 || bytes % 16 != 0) {
-    Fail("cp.async.bulk: addresses and bytes are multiples of 16");
-  }
-  CopyToCluster(shared, barrier, bytes, ctas, [=](uint32_t to) {
-    std::memcpy(Shared(to, bytes, 16), reinterpret_cast<const void*>(source), bytes);
-  });
-}
 template <size_t kRank>
 void StoreTile(uint64_t map, const Registers<kRank>& at, uint32_t shared) {
   const BoxCopy copy = BoxOf(map, at, false);

@@ -96,11 +96,6 @@ INSTRUCTIONS = [
             r"\.mbarrier::complete_tx::bytes(?:\.multicast::cluster)?",
             "CopyIm2col({operands})",
         ),
-        (
-            r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes"
-            r"(?:\.multicast::cluster)?",
-            "CopyBytes({operands})",
-        ),
         (r"cp\.async\.bulk\.prefetch\.\S+", ""),
         (
             r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group",

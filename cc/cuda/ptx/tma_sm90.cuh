@@ -4,8 +4,6 @@
 // cp.async.bulk.prefetch.tensor: the same boxes -> L2 and no further. The program sees no read, so
 // other threads may be writing there.
 //
-// cp.async.bulk: contiguous bytes -> shared memory, 16 or a multiple of them, addresses likewise.
-//
 // im2col: the box's pixels start at (w, h, d, n) and advance inside the corners of the map; the
 // offsets, a filter tap, displace each of them. A base w, h or d outside the corners faults; an
 // image past the last gives zeros.
@@ -73,8 +71,17 @@ __device__ __forceinline__ void CopyTile5d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// The same -> the shared memory of every CTA of the cluster whose bit is in `ctas`, at the same place in
+// A box -> the shared memory of every CTA of the cluster whose bit is in `ctas`, at the same place in
 // each; the box arrives at the barrier at the same place in each.
+__device__ __forceinline__ void CopyTile2dToCluster(uint32_t shared, const CUtensorMap* map,
+                                                    uint32_t barrier, int32_t c0, int32_t c1,
+                                                    uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"(ctas)
+      : "memory");
+}
 __device__ __forceinline__ void CopyTile5dToCluster(uint32_t shared, const CUtensorMap* map,
                                                     uint32_t barrier, int32_t c0, int32_t c1,
                                                     int32_t c2, int32_t c3, int32_t c4,
@@ -140,18 +147,6 @@ __device__ __forceinline__ void CopyIm2col3d(uint32_t shared, const CUtensorMap*
       "h"(offset_d)
       : "memory");
 }
-// Bytes -> the shared memory of every CTA of the cluster whose bit is in `ctas`, at the same place in
-// each; they arrive at the barrier at the same place in each.
-__device__ __forceinline__ void CopyBytesToCluster(uint32_t shared, const void* source,
-                                                   uint32_t bytes, uint32_t barrier,
-                                                   uint16_t ctas) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
-      "l"(source), "r"(bytes), "r"(barrier), "h"(ctas)
-      : "memory");
-}
-
 // Shared memory -> a box of a tensor; what lies outside the tensor is left out. What ordinary
 // stores wrote is passed on by FenceForCopies() in every thread that wrote, then a barrier. Only
 // the thread that issued stores can wait for them: ElectOne() names the same one every time.

@@ -16,9 +16,11 @@ inline constexpr int kRowLoadChannels = 64;
 // A load brings one position more than a tile: the last tile's inputs reach into it.
 inline constexpr int kRowBoxPixels = kRowTilePositions + 1;
 
+// Bytes of a row of the filter (row_filter.h) as TMA's boxes bring it: as many as a box can have.
+inline constexpr int kFilterRowBytes = 512;
+
 struct RowParams {
   void* out = nullptr;
-  const void* filter = nullptr;  // as row_filter.h says
   ScaleSource x_scale, w_scale;
   int32_t out_is_f32 = 0;  // else the operand type
   // Positions of a row of the output: its tiles, and one that is computed and not stored.
@@ -33,10 +35,10 @@ struct RowParams {
   // positions, groups.
   FastDivmod n_tiles, m_tiles;
   int32_t tiles = 0;
-  // Blocks of 32 channels of the reduction; bytes of the filter from a group to the next, and from
-  // 128 channels of the output to the next.
+  // Blocks of 32 channels of the reduction; rows of kFilterRowBytes of the filter from a group to the
+  // next, and from 128 channels of the output to the next.
   int32_t reduction_blocks = 0;
-  int64_t filter_group = 0, filter_columns = 0;
+  int32_t filter_group = 0, filter_columns = 0;
 };
 
 }  // namespace jaxconv::winograd

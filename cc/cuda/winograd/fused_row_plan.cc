@@ -65,8 +65,8 @@ RowParams MakeRowParams(const LaunchParams& launch, int32_t* upper) {
   params.m_tiles = FastDivmod(m_tiles);
   params.tiles = static_cast<int32_t>(filter.column_blocks * m_tiles * g.groups);
   params.reduction_blocks = static_cast<int32_t>(filter.reduction_blocks);
-  params.filter_group = filter.elements() * 2;
-  params.filter_columns = params.filter_group / filter.column_blocks;
+  params.filter_group = static_cast<int32_t>(filter.elements() * 2 / kFilterRowBytes);
+  params.filter_columns = params.filter_group / static_cast<int32_t>(filter.column_blocks);
   return params;
 }
 

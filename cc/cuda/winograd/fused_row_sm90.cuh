@@ -24,7 +24,8 @@
 // slots; a slot is empty when the warpgroups of both CTAs have read it. While a warpgroup builds V
 // for 16 channels, the other's products run. At the end of a tile the warpgroups exchange
 // accumulators in the last slot, so that each has all points of 64 channels, transforms them and
-// stores; meanwhile the other slots and stages fill.
+// stores; meanwhile the other slots and stages fill. Both CTAs fill that slot again when both have read
+// it: behind a fence for copies and a barrier of each warpgroup, its threads 0 and 1 tell one CTA each.
 //
 // Refused (fused_row_plan.cc): what the family refuses, groups whose channels are not a multiple of
 // 64, rows beyond the fields of a tensor map.
@@ -81,16 +82,16 @@ __device__ __forceinline__ void ProducePixels(const RowParams& params, const CUt
 }
 
 template <class Tile>
-__device__ __forceinline__ void ProduceFilter(const RowParams& params, uint32_t ring,
-                                              const Barriers<Tile>& barriers) {
-  constexpr uint32_t kHalf = Tile::kSlotBytes / kRowClusterCtas;
+__device__ __forceinline__ void ProduceFilter(const RowParams& params, const CUtensorMap* map,
+                                              uint32_t ring, const Barriers<Tile>& barriers) {
+  constexpr int32_t kRows = Tile::kSlotBytes / kFilterRowBytes;  // of a slot
   RingPlace<Tile::kFilterSlots> slot;
   const int32_t stride = gridDim.x / kRowClusterCtas;
-  const uint32_t part = ClusterRank() * kHalf, slots = ring + Tile::kFilterAt + part;
+  const int32_t part = ClusterRank() * Tile::kFilterBoxRows;
+  const uint32_t slots = ring + Tile::kFilterAt + part * kFilterRowBytes;
   for (int32_t index = ClusterId(); index < params.tiles; index += stride) {
     const RowTilePlace place(params, index);
-    const char* from = static_cast<const char*>(params.filter) + part +
-                       place.group * params.filter_group + place.n_tile * params.filter_columns;
+    int32_t row = part + place.group * params.filter_group + place.n_tile * params.filter_columns;
     for (int32_t left = params.reduction_blocks; left > 0; left -= 2) {
 #pragma unroll 1
       for (int32_t r = 0; r < kTaps; ++r) {
@@ -99,14 +100,13 @@ __device__ __forceinline__ void ProduceFilter(const RowParams& params, uint32_t 
           BarrierWait(barriers.EmptyFilter(slot.slot), slot.parity ^ 1);
           const uint32_t barrier = barriers.FullFilter(slot.slot);
           BarrierArriveExpect(barrier, Tile::kSlotBytes);
-          CopyBytesToCluster(slots + slot.slot * Tile::kSlotBytes,
-                             from + i * (kTaps * Tile::kSlotBytes), kHalf, barrier,
-                             (1 << kRowClusterCtas) - 1);
+          CopyTile2dToCluster(slots + slot.slot * Tile::kSlotBytes, map, barrier, 0,
+                              row + i * (kTaps * kRows), (1 << kRowClusterCtas) - 1);
           slot.Next();
         }
-        from += Tile::kSlotBytes;
+        row += kRows;
       }
-      from += kTaps * Tile::kSlotBytes;
+      row += kTaps * kRows;
     }
   }
 }
@@ -139,7 +139,8 @@ __device__ __forceinline__ void ConsumeRows(const RowParams& params, uint32_t ri
 template <class Tag>
 __global__ void __launch_bounds__(Tag::Tile::kThreads, 1)
     FusedRowKernel(const __grid_constant__ RowParams params,
-                   const __grid_constant__ CUtensorMap map) {
+                   const __grid_constant__ CUtensorMap map,
+                   const __grid_constant__ CUtensorMap filter_map) {
   using Tile = typename Tag::Tile;
   using T = typename ElementOf<Tag::kType>::Type;
   extern __shared__ __align__(1024) unsigned char dynamic[];
@@ -157,6 +158,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, 1)
     }
     BarrierInitFence();
     PrefetchTensorMap(&map);
+    PrefetchTensorMap(&filter_map);
   }
   // Copies and arrivals from the other CTA find the barriers ready.
   ClusterArrive();
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, 1)
     if (warp < 2 && ElectOne()) {
       WaitForPrecedingGrids();
       if (warp == 0) {
-        ProduceFilter(params, ring, barriers);
+        ProduceFilter(params, &filter_map, ring, barriers);
       } else {
         ProducePixels(params, &map, ring, barriers);
       }
@@ -205,6 +207,19 @@ inline Status EncodePixels(const LaunchParams& launch, const RowParams& params,
   return EncodeIm2colMap(tensor, lower, upper, step, kRowBoxPixels, map);
 }
 
+// The filter, half a slot a box.
+template <class Tile>
+Status EncodeFilter(const RowParams& params, int64_t groups, const void* filter, CUtensorMap* map) {
+  DenseTensor tensor;
+  tensor.dtype = DType::kF16;
+  tensor.rank = 2;
+  tensor.address = filter;
+  tensor.extent[0] = kFilterRowBytes / 2;
+  tensor.extent[1] = groups * params.filter_group;
+  const int32_t box[2] = {kFilterRowBytes / 2, Tile::kFilterBoxRows};
+  return EncodeTiledMap(tensor, box, map, /*swizzled=*/false);
+}
+
 template <Op kOp_, DType kType_, int m>
 struct FusedRow {
   static constexpr Op kOp = kOp_;
@@ -219,18 +234,19 @@ struct FusedRow {
     int32_t upper[2];
     RowParams params = MakeRowParams(launch, upper);
     params.out = at.output;
-    params.filter = at.u;
     params.x_scale = at.input_scale;
     params.w_scale = at.filter_scale;
-    CUtensorMap map;
+    CUtensorMap map, filter_map;
     JAXCONV_RETURN_IF_ERROR(EncodePixels(launch, params, upper, at.input, &map));
+    JAXCONV_RETURN_IF_ERROR(EncodeFilter<Tile>(params, launch.geometry.groups, at.u, &filter_map));
     LaunchConfig config;
     config.grid = static_cast<unsigned>(launch.ctas);
     config.threads = Tile::kThreads;
     config.shared_bytes = Tile::kSharedBytes;
     config.cluster = kRowClusterCtas;
     config.overlaps = true;
-    return jaxconv::Launch<FusedRowKernel<Tag>>(plan.kernel->name, config, stream, params, map);
+    return jaxconv::Launch<FusedRowKernel<Tag>>(plan.kernel->name, config, stream, params, map,
+                                                filter_map);
   }
 };
 

@@ -25,6 +25,9 @@ struct RowTile {
   static constexpr int kPointBytes = RowFilter::kPointElements * 2;
   static constexpr int kSlotBytes = kPoints * kPointBytes;
   static constexpr int kFilterSlots = 3, kStationary = 0;
+  static constexpr int kFilterBoxRows =
+      kSlotBytes / kRowClusterCtas / kFilterRowBytes;  // of a copy
+  static_assert(kFilterBoxRows <= 256, "TMA's limit");
   static constexpr int kFilterAt = kStages * kStageBytes;
   static constexpr int kSharedBytes = kFilterAt + kFilterSlots * kSlotBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");

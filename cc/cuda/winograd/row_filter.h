@@ -14,9 +14,9 @@ namespace jaxconv::winograd {
 //         [32 of the reduction / 8][8 columns][8 of the reduction]
 //
 // The last four axes are wgmma's operand B without a swizzle: matrices of 8 columns by 16 bytes. So
-// the points of a filter row and 32 of the reduction are one piece of contiguous memory, which a
-// bulk copy brings at a full rate; TMA's boxes take 1.8 cycles for each row of 64 bytes, which is
-// more than the products take (docs/notes/winograd.md).
+// the points of a filter row and 32 of the reduction are one piece of contiguous memory, which TMA
+// brings at a full rate in boxes of rows of 512 bytes; rows of 64 bytes take 1.8 cycles each, more
+// than the products take (docs/notes/winograd.md).
 //
 // Columns 8 j + 2 t + e of 32 hold the output channels 8 t + 2 j + e. A thread of wgmma has columns
 // 8 j + 2 t and the next of every j, so it holds eight neighbouring channels, and stores 16 bytes
