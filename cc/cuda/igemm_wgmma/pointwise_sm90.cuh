@@ -40,7 +40,7 @@ namespace jaxconv::igemm_wgmma {
 //
 // Arrivals have release semantics, waits and tests acquire semantics at CTA scope, of the accesses of
 // their own thread. The producer writes a stage's word between its wait for Empty(s) and its arrival at
-// Full(s). Each warp of a consumer reads it, so each warp arrives at Empty(s).
+// Full(s). A thread of each warp of a consumer reads it, and arrives at Empty(s) itself.
 template <class Tile>
 struct PointwiseBarriers : Barriers<Tile> {
   static constexpr int kReaders = 4;  // arrivals that free a stage, of the warps of a consumer
@@ -174,9 +174,10 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
     NamedBarrierSync(1 + kWarpgroup, 256);
     if (BarrierTest(barriers.Ended(kWarpgroup), 0)) break;
     BarrierWait(barriers.Full(stage.slot), stage.parity);
-    const int32_t index = __shfl_sync(0xffffffff, LoadWord(barriers.TileAt(stage.slot)), 0);
-    __syncwarp();  // lane 0 will arrive at Empty(s)
-    if (index >= params.tiles) {
+    // Of lane 0, which arrives at Empty(s); the others learn of the end first.
+    int32_t index = 0;
+    if (signals) index = static_cast<int32_t>(LoadWord(barriers.TileAt(stage.slot)));
+    if (__any_sync(0xffffffff, index >= params.tiles)) {
       if (threadIdx.x % 128 == 0) BarrierArrive(barriers.Ended(1 - kWarpgroup));
       NamedBarrierArrive(2 - kWarpgroup, 256);
       break;
@@ -200,6 +201,7 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
     NamedBarrierArrive(2 - kWarpgroup, 256);
     WgmmaWait<0>();
     if (signals) BarrierArrive(barriers.Empty(last));
+    index = __shfl_sync(0xffffffff, index, 0);
     const TilePlace place(params, index);
     const Epilogue epilogue(params.epilogue);
     if constexpr (Tile::kSwapAb) {
