@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
         problems = pathlib.Path(folder) / "problems.tsv"
         problems.write_text("".join(lines()))
-        families = [f"family:{family}" for family in options.families]
+        families = [f"_{family}_" for family in options.families]
         command = [options.program, "hash", str(problems), *families]
         one = functools.partial(hashes, command, seconds=options.seconds)
         try:
