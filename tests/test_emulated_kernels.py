@@ -82,6 +82,9 @@ DEPTHWISE_TMA = [
     problem("3x3_stride2", (9, 44), 3, n=3, c=72, k=72, groups=72, padding=1, stride=2),
     problem("5x5", (15, 20), 5, n=3, c=40, k=40, groups=40, padding=((0, 4), (2, 1))),
     problem("7x7", (9, 30), 7, n=5, c=40, k=40, groups=40, padding=3),
+    # Walks of windows that lie outside of the image, and of several images and filters.
+    problem("7x7", (3, 12), 7, n=9, c=40, k=40, groups=40, padding=((8, 7), (3, 2))),
+    problem("5x5", (2, 70), 5, n=3, c=72, k=72, groups=72, padding=2, batch=2),
     problem("1x3", (2, 131), (1, 3), c=136, k=136, groups=136, padding=(0, 1)),
     problem("1x4", (1, 333), (1, 4), c=72, k=72, groups=72, padding=((0, 0), (3, 0))),
 ]

@@ -1,4 +1,4 @@
-// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers.
+// The boxes of direct_tma_sm90.cuh, walk_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers.
 #ifndef JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 

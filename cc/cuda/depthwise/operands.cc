@@ -36,4 +36,18 @@ void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params) {
   params->channel_stride = static_cast<int32_t>(krsc ? problem.taps() : 1);
 }
 
+Status CheckTma(const ConvProblem& problem, const Params& params) {
+  bool dilated = false;
+  for (const Axis& axis : params.axis) dilated = dilated || axis.in_dilation.divisor != 1;
+  if (!params.vector || dilated || problem.filter[0] != 1) {
+    return Status::Unimplemented(
+        "expected as many outputs as inputs, channels in multiples of 8, inputs without dilation "
+        "and a filter without depth");
+  }
+  if (params.out_is_f32 && problem.op != Op::kWgrad) {
+    return Status::Unimplemented("stores results of the operands' type");
+  }
+  return {};
+}
+
 }  // namespace jaxconv::depthwise

@@ -21,6 +21,9 @@ Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
 void DescribeOperands(const ConvProblem& problem, DType dtype, HaloParams* params);
 void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params);
 
+// Refuses what tiled copies cannot bring, or the kernels that use them do not store.
+Status CheckTma(const ConvProblem& problem, const Params& params);
+
 }  // namespace jaxconv::depthwise
 
 #endif  // JAXCONV_CUDA_DEPTHWISE_OPERANDS_H_

@@ -11,6 +11,7 @@
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
+#include "cuda/depthwise/walk_plan.h"
 
 namespace jaxconv::depthwise {
 namespace {
@@ -75,21 +76,6 @@ struct SharedLines {
 // A slice of wgrad has at least two items: both are copied from the start.
 constexpr int64_t kMinTmaItems = 2;
 constexpr int64_t kMostStages = 4, kMostBoxPixels = 256, kCopyAlignment = 128;
-
-// What a tiled copy can bring.
-Status CheckTma(const ConvProblem& problem, const Params& params) {
-  bool dilated = false;
-  for (const Axis& axis : params.axis) dilated = dilated || axis.in_dilation.divisor != 1;
-  if (!params.vector || dilated || problem.filter[0] != 1) {
-    return Status::Unimplemented(
-        "expected as many outputs as inputs, channels in multiples of 8, inputs without dilation "
-        "and a filter without depth");
-  }
-  if (params.out_is_f32 && problem.op != Op::kWgrad) {
-    return Status::Unimplemented("stores results of the operands' type");
-  }
-  return {};
-}
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -303,9 +289,11 @@ std::pair<int, int> CapabilitiesOf(const Of&) {
 std::pair<int, int> CapabilitiesOf(const Instance& instance) {
   return instance.tma ? std::pair(90, 90) : std::pair(80, 1000);
 }
+std::pair<int, int> CapabilitiesOf(const WalkInstance&) { return {90, 90}; }
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
+PlanFunction PlanOf(const WalkInstance&) { return PlanWalk; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
 using DirectInstance = Instance;
@@ -331,7 +319,8 @@ const std::vector<KernelDesc>& Kernels() {
       kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
       kernel.epilogue_cost.activation = 0.1;
       // StoreInside, where the registers allow it beside the other ways.
-      const bool inside = direct && (instance->tma || instance->vec == 1) && !instance->any();
+      const bool inside = kernel.plan == PlanWalk ||
+                          (direct && (instance->tma || instance->vec == 1) && !instance->any());
       kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
     }
     return all;
