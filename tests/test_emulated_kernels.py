@@ -261,6 +261,7 @@ EPILOGUES = {
         (DENSE, "scale bias residual relu6", ""),
         (DENSE, "scale residual gelu pre", ""),
         (POINTWISE_TILES, "bias silu", ""),
+        (POINTWISE_TILES, "statistics", "offset=2"),
     ],
     "fprop_igemm_wgmma_f32_128x64x32_pingpong": [(DENSE, "bias residual gelu", "")],
     "fprop_igemm_wgmma_f16_128x128x64_pingpong_filter_row": [(DENSE, "bias hard_swish pre", "")],

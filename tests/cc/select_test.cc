@@ -140,6 +140,9 @@ void TestEpilogues() {
       Plan plan;
       Expect(!MakePlan(*FindKernel(of_sums.instance), sums, h200, 2, &plan).ok(),
              "slices are refused");
+      Expect(MakePlan(*FindKernel(of_sums.instance), sums, h200, 0, &plan).ok() &&
+                 plan.workspace_bytes < sums.y_elements() / 10,
+             "the sums of several tiles share a slot");
     }
   }
   Expect(fused_instances > 50, "fused instances take these layers");

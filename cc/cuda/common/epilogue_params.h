@@ -9,6 +9,11 @@
 
 namespace jaxconv {
 
+// Of some rows of a channel: the sum of its elements, and of their squares.
+struct ChannelSums {
+  double sum, squares;
+};
+
 // t = scale * sum + bias + residual; y = activation(t), then rounded to the output type. Scale and
 // bias have one float for each output channel, the residual has the output's shape and type, and so
 // has `pre`, to which t is stored. Null leaves a term out.
@@ -19,11 +24,11 @@ struct EpilogueParams {
   void* pre = nullptr;
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // of kLeakyRelu
-  // Where the moments of y are wanted (merge_moments.h): for each slot and channel its mean and sum of
-  // squared deviations, and how many rows of y each slot is of; in front of those so many counters,
-  // which the kernel sets to 0. Null: they are not.
-  float* moments = nullptr;
-  int32_t* moment_rows = nullptr;
+  // Where the sums of y are wanted (merge_moments.h): for each slot and channel, behind so many
+  // counters, which the kernel sets to 0. Null: they are not. The first tiles of rows are joined, by
+  // each consumer of a CTA in one of the first slots; each further tile has a slot of its own.
+  ChannelSums* moments = nullptr;
+  int32_t joined_tiles = 0, joined_slots = 0;
   int32_t moment_counters = 0;
 
   EpilogueParams() = default;

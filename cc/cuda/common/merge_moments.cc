@@ -7,30 +7,32 @@
 namespace jaxconv {
 namespace {
 
-constexpr int64_t kSlotsOfPart = 128;
-constexpr int64_t kMaxParts = 64;
-constexpr int kSums = 3;
+// One part needs no counter, and waits for memory once.
+constexpr int64_t kSlotsOfOnePart = 512;
+constexpr int64_t kSlotsOfPart = 256;
+constexpr int64_t kMaxParts = 32;
 
 }  // namespace
 
-int64_t MomentSlots::Parts() const { return std::min(kMaxParts, CeilDiv(slots, kSlotsOfPart)); }
+int64_t MomentSlots::Parts() const {
+  if (slots <= kSlotsOfOnePart) return 1;
+  return std::min(kMaxParts, CeilDiv(slots, kSlotsOfPart));
+}
 
 int64_t MomentSlots::Bytes() const {
   if (slots == 0) return 0;
-  return PartsAt() + Parts() * channels * kSums * int64_t{sizeof(double)};
+  return PartsAt() + Parts() * channels * int64_t{sizeof(ChannelSums)};
 }
 
 double MomentSlots::Microseconds(const Gpu& gpu) const {
   if (slots == 0) return 0;
   // Written, and read again from L2 or DRAM.
-  return gpu.launch_us + 1.5 + 2 * static_cast<double>(RowsAt()) / gpu.dram_bytes_per_us;
+  return gpu.launch_us + 2.5 + 2 * static_cast<double>(PartsAt()) / gpu.dram_bytes_per_us;
 }
 
 void MomentSlots::Bind(void* workspace, EpilogueParams* params) const {
-  char* const first = static_cast<char*>(workspace);
-  params->moments = reinterpret_cast<float*>(first);
-  params->moment_rows = reinterpret_cast<int32_t*>(first + RowsAt());
-  params->moment_counters = static_cast<int32_t>(Counters());
+  params->moments = reinterpret_cast<ChannelSums*>(static_cast<char*>(workspace) + SumsAt());
+  params->moment_counters = static_cast<int32_t>(SumsAt() / int64_t{sizeof(int32_t)});
 }
 
 }  // namespace jaxconv

@@ -38,14 +38,6 @@ __device__ __forceinline__ void StorePingpongTile(const Params& params, const Ti
                                                   const ResidueClass& of,
                                                   const typename Tile::Accumulators& acc,
                                                   uint32_t ring) {
-  if constexpr (kHasMoments<kOp, T, Tile, Epilogue> && !Tile::kSwapAb) {
-    if (params.epilogue.moments != nullptr) {
-      StoreWithMoments<kOp, T, Tile>(
-          params, place, of, acc,
-          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes);
-      return;
-    }
-  }
   if constexpr (Tile::kSwapAb) {
     StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(
         params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes,
@@ -65,6 +57,9 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
                                                 const Barriers<Tile>& barriers) {
   const Release release;
   RingPlace<Tile::kStages> stage;
+  constexpr bool kCounts = kHasMoments<kOp, T, Tile, Epilogue>;
+  const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
+  ConsumerSums<kCounts, T, Tile> sums(staging);
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
   // A consumer strides over its own tiles: where it walked over all and counted turns, the compiler
   // took one consumer's descriptors for different in its threads.
@@ -80,6 +75,13 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
     NamedBarrierSync(1 + kWarpgroup, 256);
     auto store = [&](const typename Tile::Accumulators& results) {
+      if constexpr (kCounts) {
+        if (params.epilogue.moments != nullptr) {
+          StoreAndCount<3 + kWarpgroup, T, Tile>(params, place, of, results, staging, &sums);
+          sums.template EndTile<kWarpgroup>(params, place);
+          return;
+        }
+      }
       StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, results, ring);
     };
     if (k_blocks == 0) {

@@ -27,8 +27,11 @@ constexpr int64_t kDynamicOperationsPerByte = 100;
 // slow.
 constexpr int64_t kDynamicTileBytes = 32 * 1024;
 
-// Of an SM, for an output whose statistics are formed where little hides the store, beyond what an
-// epilogue costs.
+// Of a pingpong CTA.
+constexpr int64_t kConsumers = 2;
+
+// Of an SM, for an output of pixels as rows whose statistics are formed: 0 to 0.06 measured, least
+// where memory or long sums hide the store.
 constexpr double kStatisticsNanoseconds = 0.02;
 
 // The forms' traits, by the names in kernels.def.
@@ -45,14 +48,12 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
 
 // Whether the fused form of an instance gives the statistics of y (statistics_sm90.cuh): of 16-bit
-// results in pingpong, where the accumulators leave registers for them and whose tiles lie in the
-// output's rows.
+// results in pingpong, whose tiles lie in the output's rows.
 bool HasStatistics(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   if (kernel.op != Op::kFprop || kernel.dtype == DType::kF32) return false;
   if (!instance.Is(kPingpong) || instance.Is(kFilterRow)) return false;
-  return instance.Is(kSwapAb) ? instance.Is(kPointwise)
-                              : instance.tile_m * instance.tile_n <= 128 * 128;
+  return !instance.Is(kSwapAb) || instance.Is(kPointwise);
 }
 
 int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
@@ -100,6 +101,19 @@ int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const G
   const int64_t partial = std::max<int64_t>(1, PartialBytes(instance, geometry, 2) / 2);
   return std::max<int64_t>(
       1, std::min({taps / kMinKBlocksPerSlice, kMaxWorkspaceBytes / partial, kMaxSlices}));
+}
+
+// Which tiles' sums the consumers of a CTA join: where a CTA keeps to a range of columns, all tiles that
+// are the CTAs' in turn, and of dynamically scheduled ones so many as no SM is behind with.
+void JoinTiles(const Params& params, int64_t ctas, bool dynamic, EpilogueParams* epilogue) {
+  const int64_t n_tiles = params.n_tiles.divisor, m_tiles = params.m_tiles.divisor;
+  if (params.groups.divisor > 1 || ctas % n_tiles != 0) return;
+  const int64_t rounds = m_tiles * n_tiles / ctas;
+  const int64_t joined = dynamic ? rounds * 7 / 8 * ctas / n_tiles : m_tiles;
+  const int64_t slots = kConsumers * ctas / n_tiles;
+  if (slots >= joined) return;
+  epilogue->joined_tiles = static_cast<int32_t>(joined);
+  epilogue->joined_slots = static_cast<int32_t>(slots);
 }
 
 // The instance whose device code reads the filter as it is stored: fprop's of dgrad's krsc, and the
@@ -176,10 +190,13 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const int64_t counter_bytes = dynamic ? kTileCounters * int64_t{sizeof(int32_t)} : 0;
   if (problem.epilogue.statistics) {
     launch->moments_offset = (launch->partial_offset + counter_bytes + 15) / 16 * 16;
-    launch->moments = {params.m_tiles.divisor, problem.k};
+    JoinTiles(params, launch->ctas, dynamic, &params.epilogue);
+    launch->moments = {
+        params.epilogue.joined_slots + params.m_tiles.divisor - params.epilogue.joined_tiles,
+        problem.k};
     launch->rows = problem.n * problem.out_pixels();
     plan->microseconds += launch->moments.Microseconds(gpu);
-    if (instance.Is(kPointwise) && !instance.Is(kSwapAb)) {
+    if (!instance.Is(kSwapAb)) {
       plan->microseconds +=
           static_cast<double>(problem.y_elements()) / gpu.sm_count * kStatisticsNanoseconds / 1000;
     }

@@ -65,21 +65,22 @@ struct PointwiseBarriers : Barriers<Tile> {
 
 // The producer's next tile: round-robin, or the next of the CTA's range that no CTA has taken. A
 // stationary filter keeps a CTA to its range.
-template <class Tile>
+template <class Tile, class Epilogue>
 struct TileOrder {
   int32_t index = blockIdx.x;
   int32_t next = 0, turn = 0;
 
   // An atomic takes a microsecond, so it is issued while a tile is loaded, and not before the
-  // kernel in front has ended, which resets the counters.
+  // kernel in front has ended, which resets the counters. Tiles whose sums are joined
+  // (statistics_sm90.cuh) are the CTAs' in turn.
   __device__ __forceinline__ void Ask(const Params& params) {
-    if (params.counters == nullptr) {
-      next = blockIdx.x + ++turn * gridDim.x;
-      return;
-    }
+    const int32_t joined =
+        Epilogue::kPlain ? 0 : params.epilogue.joined_tiles * params.n_tiles.divisor;
+    next = blockIdx.x + ++turn * gridDim.x;
+    if (params.counters == nullptr || (!Epilogue::kPlain && next < joined)) return;
     const int32_t ranges = Tile::kStationary > 0 ? params.n_tiles.divisor : 1;
     const int32_t range = blockIdx.x % ranges;
-    next = gridDim.x + range + atomicAdd(params.counters + range, 1) * ranges;
+    next = max(int32_t(gridDim.x), joined) + range + atomicAdd(params.counters + range, 1) * ranges;
   }
   __device__ __forceinline__ void Next() { index = next; }
 };
@@ -103,7 +104,7 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
                                                  uint32_t ring,
                                                  const PointwiseBarriers<Tile>& barriers) {
   RingPlace<Tile::kStages> stage;
-  for (TileOrder<Tile> order; order.index < params.tiles; order.Next()) {
+  for (TileOrder<Tile, Epilogue> order; order.index < params.tiles; order.Next()) {
     const int32_t index = order.index;
     const TilePlace place(params, index);
     ProducedTile<kOp, T, Tile> tile(params, maps, place);
@@ -166,6 +167,9 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
   const int32_t stages_of_tile = k_blocks + (residual_in_ring ? Tile::kTileN / 64 : 0);
   const bool signals = threadIdx.x % 32 == 0;
   RingPlace<Tile::kStages> stage;
+  constexpr bool kCounts = kHasMoments<kOp, T, Tile, Epilogue>;
+  ConsumerSums<kCounts, T, Tile> sums(ring + Tile::kStagingAt +
+                                      kWarpgroup * 4 * Tile::kStagingBytes);
   if (kWarpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
     stage.Skip(stages_of_tile);
@@ -212,9 +216,12 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
         FinishTile<Tile>(params, place, of, epilogue);
       };
       if constexpr (!Epilogue::kPlain) {
-        if (kHasMoments<kOp, T, Tile, Epilogue> && params.epilogue.moments != nullptr) {
-          store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
-          CountSwapAbBoxes<T, Tile>(params, place, of, staging);
+        if (kCounts && params.epilogue.moments != nullptr) {
+          if constexpr (kCounts) {
+            store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
+            CountSwapAbBoxes<T, Tile>(place, of, staging, &sums);
+            sums.template EndTile<kWarpgroup>(params, place);
+          }
         } else if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
           const ClampSums<T> clamp(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64);
           store_boxes([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
@@ -231,9 +238,12 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       const int32_t m_first = place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16;
       const uint32_t staging =
           ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
-      if (kHasMoments<kOp, T, Tile, Epilogue> && params.epilogue.moments != nullptr) {
-        if constexpr (kHasMoments<kOp, T, Tile, Epilogue>) {
-          StoreWithMoments<kOp, T, Tile>(params, place, of, acc, staging);
+      if (kCounts && params.epilogue.moments != nullptr) {
+        if constexpr (kCounts) {
+          StoreAndCount<3 + kWarpgroup, T, Tile>(
+              params, place, of, acc,
+              ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes, &sums);
+          sums.template EndTile<kWarpgroup>(params, place);
         }
       } else if constexpr (!Epilogue::kPlain && kHasRingResidual<Tile>) {
         RingResidual<Tile, PointwiseBarriers<Tile>> residual{barriers, ring, stage};

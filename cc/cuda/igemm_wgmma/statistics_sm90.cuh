@@ -1,19 +1,33 @@
-// A warpgroup's accumulators -> the output, and the moments of what was stored: each channel's mean
-// and sum of squared deviations from it, over the rows of a tile (common/merge_moments.h, sm_90a).
+// A warpgroup's accumulators -> the output, and for each channel the sums of y and of y^2 over the
+// rows of what was stored (common/merge_moments.h, sm_90a).
 //
-// Pixels as rows: results pass through shared memory as 16 rows of 64 columns of a warp. Rows are read
-// from there for the output, and columns for the moments: a lane has two columns and all sixteen rows,
-// so that nothing passes between lanes. The four warps of a warpgroup are merged by Chan's formula.
+// Results pass through shared memory on their way to the output, as blocks of 64 rows by 64 columns
+// of a warpgroup. There a warp counts sixteen columns by mma.sync, two instructions for 16 rows: A
+// is eight columns, transposed, above eight rows of ones, and B the same eight columns, which are
+// the same registers:
 //
-// Swap-AB, pointwise: the warpgroup stages its tile, and a warp counts sixteen channels of all pixels.
+//     D = [ Y^T ] Y        d[0], d[1]: sums of squares on the diagonal
+//         [  1  ]          d[2], d[3]: sums
+//
+// Accuracy. Products of 16-bit numbers are exact in float32. An instruction aligns its 17 addends to
+// the largest, cuts off what lies 2^-24 of it or more below, and rounds towards zero: of numbers that
+// are not negative it loses at most 18 * 2^-24, and the four of a block lose e < 2^-17 of
+// Q = sum y^2. (Measured: 2^-21 for bfloat16, 2^-20 for float16. Their products have 16 and 22 bits,
+// most of which are far from the cut.) The squared deviations of a block, M = Q - n mean^2, lose
+// e (1 + n mean^2 / M). So where n mean^2 > kMostRatio M in one of a warp's columns, the warp counts
+// the block again, in float32 about its columns' means and in two passes, which loses 2^-20 of M
+// whatever the mean is. Blocks are added in double. The variance is then off by 2^-13 of itself at the
+// most that the bound allows, and by 1.1e-6 at the most in 90 measurements, of means of 0 to 1000
+// deviations and of normal, folded, contaminated and log-normal numbers.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STATISTICS_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STATISTICS_SM90_CUH_
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
-#include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -22,51 +36,28 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Whether a kernel's stores may be asked for moments: of a fused epilogue (EpilogueParams::moments
+// Whether a kernel's stores may be asked for sums: of a fused epilogue (EpilogueParams::moments
 // asks), 16-bit results and tiles that plan.cc's HasStatistics allows.
 template <Op kOp, typename T, class Tile, class Epilogue>
 inline constexpr bool kHasMoments =
     !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 && Tile::kPingpong &&
-    !Tile::kFilterRow && (Tile::kSwapAb ? Tile::kStationary > 0 : Tile::kAccumulators <= 128);
+    !Tile::kFilterRow && (!Tile::kSwapAb || Tile::kStationary > 0);
 
-struct Moments {
-  float mean, squares;
-};
+inline constexpr int kBlockRows = 64, kBlockBytes = 8192;
 
-// Sums of (y - about) and of its square, where `about` is one of the n numbers: the difference
-// that gives the squared deviations loses a factor of n at most, and about 1 of normal numbers.
-struct ShiftedSums {
-  float about, sum, squares;
+// n mean^2 over the squared deviations, from which on a block is counted about its means.
+template <typename T>
+inline constexpr float kMostRatio = 16;
+template <>
+inline constexpr float kMostRatio<__half> = 4;
 
-  __device__ __forceinline__ void Add(float value) {
-    const float apart = value - about;
-    sum += apart;
-    squares = fmaf(apart, apart, squares);
-  }
-  // `share`: 1 / n.
-  __device__ __forceinline__ Moments Of(float share) const {
-    const float mean = sum * share;
-    const float deviations = fmaf(-mean, sum, squares);
-    return {about + mean, deviations < 0 ? 0 : deviations};  // NaN stays
-  }
-};
+template <typename T>
+inline constexpr uint32_t kTwoOnes = 0x3f803f80;
+template <>
+inline constexpr uint32_t kTwoOnes<__half> = 0x3c003c00;
 
-// Adds the moments of `added` > 0 numbers to those of `count`.
-struct MergedMoments {
-  float share, weight;
-  __device__ __forceinline__ MergedMoments(int count, int added) {
-    share = __fdividef(static_cast<float>(added), static_cast<float>(count + added));
-    weight = share * static_cast<float>(count);
-  }
-  __device__ __forceinline__ void operator()(Moments* all, const Moments& more) const {
-    const float apart = more.mean - all->mean;
-    all->mean = fmaf(apart, share, all->mean);
-    all->squares = fmaf(apart * weight, apart, all->squares + more.squares);
-  }
-};
-
-// The two elements of a word. Of the word, not of its halves: the compiler would keep each of them in a
-// register of its own.
+// The two elements of a word. Of the word, not of its halves: the compiler would keep each of them in
+// a register of its own.
 template <typename T>
 __device__ __forceinline__ void UnpackWord(uint32_t word, float (&pair)[2]);
 template <>
@@ -79,241 +70,366 @@ __device__ __forceinline__ void UnpackWord<__half>(uint32_t word, float (&pair)[
   Neighbours<__half, 2>{word}.Unpack(pair);
 }
 
-__device__ __forceinline__ int Clamped(int value, int most) { return max(0, min(value, most)); }
+// Where a lane finds things in a block of 64 rows of 128 bytes, whose chunk c of row r lies at
+// c ^ r % 8; blocks are aligned to 1024 bytes. Unsigned, because the remainder of a signed number takes
+// five instructions.
+struct BlockPlaces {
+  uint32_t staged;   // for stmatrix, columns 0 to 15 of the warp's sixteen rows
+  uint32_t counted;  // for ldmatrix, the warp's sixteen columns of rows 0 to 15
+  uint32_t vectors;  // chunk lane % 8 of the warp's row lane / 8
+  uint32_t lane;
 
-// Sixteen rows by 64 columns of a warp -> shared memory, as StoreRounded does it.
+  __device__ __forceinline__ BlockPlaces() : lane(Lane()) {
+    const uint32_t warp = Thread() / 32u % 4;
+    const uint32_t matrices = lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+    staged = warp * 2048 + matrices;
+    counted = matrices ^ warp * 32;
+    vectors = warp * 2048 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+  }
+  // Of the warp's row 4 i + lane / 8.
+  __device__ __forceinline__ uint32_t Vector(int i) const {
+    return (vectors ^ i % 2 * 64) + i * 512;
+  }
+};
+
+// A lane's sums of two channels. In registers, or in shared memory: 1 KB of a warp.
+struct SumsInRegisters {
+  ChannelSums of[2];
+
+  explicit __device__ __forceinline__ SumsInRegisters(uint32_t) : of{} {}
+  __device__ __forceinline__ ChannelSums Get(int h) const { return of[h]; }
+  __device__ __forceinline__ void Set(int h, const ChannelSums& sums) { of[h] = sums; }
+};
+struct SumsInSharedMemory {
+  uint32_t at;
+
+  explicit __device__ __forceinline__ SumsInSharedMemory(uint32_t at) : at(at) {
+    Set(0, {0, 0}), Set(1, {0, 0});
+  }
+  __device__ __forceinline__ ChannelSums Get(int h) const {
+    const uint4 words = LoadChunk(at + Lane() * 16 + h * 512);
+    ChannelSums sums;
+    memcpy(&sums, &words, sizeof(sums));
+    return sums;
+  }
+  __device__ __forceinline__ void Set(int h, const ChannelSums& sums) {
+    uint32_t words[4];
+    memcpy(words, &sums, sizeof(sums));
+    StoreChunk(at + Lane() * 16 + h * 512, words);
+  }
+};
+
+// What a consumer has counted and not yet written. A lane's channels are 8 h + lane / 4, h = 0 and 1,
+// of a warp's sixteen columns of some blocks; the four lanes lane % 4 take turns at the blocks: kLanes
+// of them share a chunk of 64 columns.
+template <typename T, class Tile>
+class TileSums {
+ public:
+  static constexpr int kChunks = Tile::kTileN / 64, kLanes = 4 / kChunks;
+  static constexpr bool kShared = Tile::kAccumulators > 128;
+  static_assert(4 % kChunks == 0 && Tile::kTileN % 64 == 0);
+  static_assert(Tile::kStagingBytes * 4 >= kBlockBytes + (kShared ? 4096 : 0));
+
+  // `staging`: of the warpgroup.
+  explicit __device__ __forceinline__ TileSums(uint32_t staging)
+      : all_(staging + kBlockBytes + Thread() / 32 % 4 * 1024) {}
+
+  // The products of a block with itself and with ones, by eight columns.
+  struct Products {
+    float of[2][4];
+  };
+  static __device__ __forceinline__ Products Multiply(const BlockPlaces& places, uint32_t block) {
+    Products d = {};
+#pragma unroll
+    for (int rows = 0; rows < kBlockRows; rows += 16) {
+      uint32_t y[4];
+      LoadMatricesTransposed(block + places.counted + rows * 128, y);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t a[4] = {y[h * 2], kTwoOnes<T>, y[h * 2 + 1], kTwoOnes<T>};
+        MultiplyAdd<T>(d.of[h], a, y[h * 2], y[h * 2 + 1]);
+      }
+    }
+    return d;
+  }
+  // Counts a block of a chunk by its products. The first `rows` > 0 rows are outputs.
+  __device__ __forceinline__ void Count(const Products& d, uint32_t lane, uint32_t block, int rows,
+                                        uint32_t turn) {
+    constexpr float kShare = kBlockRows * (kMostRatio<T> / (1 + kMostRatio<T>));
+    const bool odd = lane / 4 % 2 != 0;
+    bool apart = false;
+    float sums[2][2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sums[h][0] = odd ? d.of[h][3] : d.of[h][2];
+      sums[h][1] = odd ? d.of[h][1] : d.of[h][0];
+      apart |= sums[h][0] * sums[h][0] > kShare * sums[h][1];
+    }
+    // Of the lanes that have the diagonal.
+    apart = __any_sync(0xffffffff, apart && lane % 4 == lane / 8) || rows < kBlockRows;
+    if (__builtin_expect(apart, false)) {
+      CountAboutMeans(block, rows, turn);
+      return;
+    }
+    const uint32_t diagonal = lane / 4 * 4 + lane / 8;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sums[h][i] = __shfl_sync(0xffffffff, sums[h][i], diagonal);
+        if (!kShared) kept_[h][i] = lane % 4 == turn ? sums[h][i] : kept_[h][i];
+      }
+      if (kShared && lane % 4 == turn) Add(h, sums[h][0], sums[h][1]);
+    }
+  }
+  // Adds up what every lane has counted in its turn.
+  __device__ __forceinline__ void EndTurns() {
+    if constexpr (!kShared) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Add(h, kept_[h][0], kept_[h][1]);
+        kept_[h][0] = kept_[h][1] = 0;
+      }
+    }
+  }
+  // Behind a tile. The sums of the first tiles of rows, where a CTA keeps to a range of columns, are
+  // joined: behind the consumer's last of them they go to its slot. Every other tile has a slot.
+  template <int kWarpgroup>
+  __device__ __forceinline__ void EndTile(const Params& params, const TilePlace& place) {
+    const int32_t joined = params.epilogue.joined_tiles, n_tiles = params.n_tiles.divisor;
+    int32_t slot = params.epilogue.joined_slots + place.m_tile - joined;
+    if (place.m_tile < joined) {
+      const int32_t index = place.m_tile * n_tiles + place.n_tile;
+      if (index + 2 * static_cast<int32_t>(gridDim.x) < joined * n_tiles) return;
+      slot = params.n_tiles.Div(blockIdx.x) * 2 + kWarpgroup;
+    }
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    Store(params, slot, place.group * params.gemm_n + n_first, params.gemm_n - n_first);
+  }
+
+ private:
+  // -> a slot. `channel`: of the first column.
+  __device__ __forceinline__ void Store(const Params& params, int32_t slot, int32_t channel,
+                                        int32_t columns) {
+    const int lane = Lane(), warp = Thread() / 32 % 4;
+    const int column = lane % 4 / kLanes * 64 + warp * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      ChannelSums sums = all_.Get(h);
+      all_.Set(h, {0, 0});
+      auto add_lane = [&](int bits) {
+        sums.sum += __shfl_xor_sync(0xffffffff, sums.sum, bits);
+        sums.squares += __shfl_xor_sync(0xffffffff, sums.squares, bits);
+      };
+      if constexpr (kLanes > 1) add_lane(1);
+      if constexpr (kLanes > 2) add_lane(2);
+      if (lane % kLanes == 0 && column + h * 8 < columns) {
+        params.epilogue.moments[int64_t{slot} * params.out_channels + (channel + column + h * 8)] =
+            sums;
+      }
+    }
+    if (slot > 0 || channel > 0 || Thread() % 128 > 0) return;
+    auto* const counters = reinterpret_cast<int32_t*>(params.epilogue.moments);
+#pragma unroll 1
+    for (int32_t i = 1; i <= params.epilogue.moment_counters; ++i) counters[-i] = 0;
+  }
+
+  // Two passes over the first rows of a warp's sixteen columns: about the first row, and about the
+  // mean that this gives. A lane has columns 2 (lane % 8) and the next, and every fourth row.
+  __device__ __forceinline__ void CountAboutMeans(uint32_t block, uint32_t rows, uint32_t turn) {
+    const uint32_t lane = Lane(), word = lane % 8, chunk = Thread() / 32u % 4 * 2 + word / 4;
+    const uint32_t first = block + word % 4 * 4;
+    auto load = [&](uint32_t row, float (&pair)[2]) {
+      UnpackWord<T>(LoadWord(first + row * 128 + (chunk ^ row % 8) * 16), pair);
+    };
+    float about[2], sum[2], squares[2];
+    load(0, about);
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      sum[0] = sum[1] = squares[0] = squares[1] = 0;
+#pragma unroll 1
+      for (uint32_t row = lane / 8; row < rows; row += 4) {
+        float pair[2];
+        load(row, pair);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float apart = pair[e] - about[e];
+          sum[e] += apart;
+          squares[e] = fmaf(apart, apart, squares[e]);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int bits = 8; bits < 32; bits *= 2) {
+          sum[e] += __shfl_xor_sync(0xffffffff, sum[e], bits);
+          squares[e] += __shfl_xor_sync(0xffffffff, squares[e], bits);
+        }
+        if (pass == 0) about[e] += __fdividef(sum[e], static_cast<float>(rows));
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // From the lane that has this one's channel.
+      auto of_channel = [&](const float (&pair)[2]) {
+        const uint32_t from = h * 4 + lane / 8;
+        const float even = __shfl_sync(0xffffffff, pair[0], from);
+        const float odd = __shfl_sync(0xffffffff, pair[1], from);
+        return static_cast<double>(lane / 4 % 2 != 0 ? odd : even);
+      };
+      const double a = of_channel(about), s = of_channel(sum), q = of_channel(squares);
+      if (lane % 4 == turn) Add(h, s + rows * a, q + a * (2 * s + rows * a));
+    }
+  }
+  __device__ __forceinline__ void Add(int h, double sum, double squares) {
+    const ChannelSums before = all_.Get(h);
+    all_.Set(h, {before.sum + sum, before.squares + squares});
+  }
+
+  std::conditional_t<kShared, SumsInSharedMemory, SumsInRegisters> all_;
+  float kept_[2][2] = {};
+};
+
+// For kernels that are never asked.
+struct NoSums {
+  explicit __device__ __forceinline__ NoSums(uint32_t) {}
+};
+
+template <bool kHas, typename T, class Tile>
+using ConsumerSums = std::conditional_t<kHas, TileSums<T, Tile>, NoSums>;
+
+// Sixteen rows by 64 columns of a warp -> shared memory.
 template <typename T>
-__device__ __forceinline__ void StageRows(const RoundedRows<64>& staged, int lane,
-                                          const float* acc) {
+__device__ __forceinline__ void StageRows(uint32_t staged, const float* acc) {
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
-    StoreMatrices(staged.Matrices(lane, j), PackPair<T>(acc[4 * j], acc[4 * j + 1]),
+    StoreMatrices(staged ^ j * 16, PackPair<T>(acc[4 * j], acc[4 * j + 1]),
                   PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]),
                   PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
                   PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
   }
 }
 
-// -> the first `rows` of neighbouring rows of the output. `out`: of row 0.
-template <typename T>
-__device__ __forceinline__ void StoreRows(const RoundedRows<64>& staged, int lane, T* out, int rows,
-                                          int32_t pitch) {
-  uint4 vectors[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) vectors[i] = LoadChunk(staged.Vector(lane, i));
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (RoundedRows<64>::Row(lane, i) < rows) {
-      *reinterpret_cast<uint4*>(out + (RoundedRows<64>::Row(lane, i) * pitch +
-                                       RoundedRows<64>::Column(lane))) = vectors[i];
-    }
-  }
-}
+// A lane's vectors of a tile: in a block of rows, and in the output.
+struct LaneVectors {
+  BlockPlaces places;
+  uint32_t row = Thread() / 32u % 4 * 16 + places.lane / 8;  // in a block, of the first
+  int32_t column = places.lane % 8 * 8;                      // in a chunk
+  char* out;  // of the first, in the tile's first block
 
-// Of the first `rows` of 16 rows of 128 bytes, as StoreRows has left them in shared memory: this lane's
-// columns, 2 lane and 2 lane + 1, about row 0.
-template <typename T>
-__device__ __forceinline__ void CountColumns(uint32_t staging, int rows, ShiftedSums (&sums)[2]) {
-  // Chunk c of row r lies at c ^ r % 8.
-  const uint32_t first = staging + Lane() * 4;
-  auto load = [&](int row) { return LoadWord((first ^ (row % 8 * 16)) + row * 128); };
-  float pair[2];
-  UnpackWord<T>(load(0), pair);
-  sums[0] = {pair[0], 0, 0}, sums[1] = {pair[1], 0, 0};
-  if (rows == 16) {
-    uint32_t words[16];
-#pragma unroll
-    for (int r = 0; r < 16; ++r) words[r] = load(r);
-#pragma unroll
-    for (int r = 0; r < 16; ++r) {
-      UnpackWord<T>(words[r], pair);
-      sums[0].Add(pair[0]), sums[1].Add(pair[1]);
-    }
-  } else {
-#pragma unroll 1
-    for (int r = 0; r < rows; ++r) {
-      UnpackWord<T>(load(r), pair);
-      sums[0].Add(pair[0]), sums[1].Add(pair[1]);
-    }
-  }
-}
-
-// Writes how many rows a slot has; of the first, also what the merging kernel counts with.
-__device__ __forceinline__ void StoreRowsOfSlot(const Params& params, int32_t slot, int32_t rows) {
-  params.epilogue.moment_rows[slot] = rows;
-  if (slot > 0) return;
-#pragma unroll 1
-  for (int32_t i = 0; i < params.epilogue.moment_counters; ++i) {
-    params.epilogue.moment_rows[i - params.epilogue.moment_counters] = 0;
-  }
-}
-
-// Writes the moments of a slot's channel.
-__device__ __forceinline__ void StoreMoments(const Params& params, int32_t slot, int32_t channel,
-                                             const Moments& moments) {
-  auto* const to = reinterpret_cast<float2*>(params.epilogue.moments);
-  to[int64_t{slot} * params.out_channels + channel] = make_float2(moments.mean, moments.squares);
-}
-
-// A warpgroup's tile of pixels by channels -> the output and a slot. As StoreTile, of plain
-// sums whose rows are the output's. The loop over 16 rows by 64 columns is not unrolled, and a uniform
-// branch picks the accumulators: unrolled, the warps wait for instructions most of the time.
-// `staging`: of the warp.
-template <Op kOp, typename T, class Tile>
-__device__ __forceinline__ void StoreWithMoments(const Params& params, const TilePlace& place,
-                                                 const ResidueClass& of,
-                                                 const typename Tile::Accumulators& acc,
-                                                 uint32_t staging) {
-  constexpr int kChunks = Tile::kTileN / 64;
-  // Half of the staging is for results, the other half for moments, eight bytes a column: the
-  // accumulators' registers are free for nothing else.
-  constexpr uint32_t kMomentsAt = 2048;
-  static_assert(Tile::kTileN % 64 == 0 && kMomentsAt + Tile::kTileN * 8 <= Tile::kStagingBytes);
-  const int lane = Lane(), warp = Thread() / 32 % 4;
-  const int32_t n_first = place.n_tile * Tile::kTileN, row0 = place.m_tile * Tile::kTileM;
-  const int32_t columns = params.gemm_n - n_first;
-  const uint32_t moments = staging + kMomentsAt + lane * 16;
-  const RoundedRows<64> staged{staging};
-  int counted = 0;
-#pragma unroll 1
-  for (int block = 0; block < Tile::kBlocks; ++block) {
-    const int32_t first = row0 + block * 64 + warp * 16;
-    const int rows = Clamped(of.rows - first, 16);
-    if (rows == 0) break;
-    const MergedMoments merge(counted, rows);
-    const float share = __fdividef(1, static_cast<float>(rows));
-    counted += rows;
-    T* const out = static_cast<T*>(params.out) + place.OutputOffset(params, n_first) +
-                   int64_t{first} * params.out_channels;
-#pragma unroll 1
-    for (int c = 0; c < kChunks && c * 64 < columns; ++c) {
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < Tile::kBlocks; ++i) {
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k) {
-          if (i == block && k == c) StageRows<T>(staged, lane, acc.Columns(i, k * 64));
-        }
-      }
-      __syncwarp();
-      StoreRows<T>(staged, lane, out + c * 64, c * 64 + lane % 8 * 8 < columns ? rows : 0,
-                   params.out_channels);
-      ShiftedSums sums[2];
-      CountColumns<T>(staging, rows, sums);
-      Moments found[2] = {sums[0].Of(share), sums[1].Of(share)};
-      if (block > 0) {
-        float before[4];
-        LoadShared<0>(moments + c * 512, before);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          Moments all = {before[2 * e], before[2 * e + 1]};
-          merge(&all, found[e]);
-          found[e] = all;
-        }
-      }
-      StoreShared(moments + c * 512,
-                  {found[0].mean, found[0].squares, found[1].mean, found[1].squares});
-    }
-  }
-  const int thread = Thread(), barrier = 2 + thread / 128;
-  NamedBarrierSync(barrier, 128);
-  const uint32_t of_warpgroup = staging - warp * Tile::kStagingBytes;
-#pragma unroll 1
-  for (int part = 0; part < Tile::kTileN; part += 128) {
-    const int column = part + thread % 128;
-    if (column >= columns || column >= Tile::kTileN) break;
-    Moments all = {};
-    int count = 0;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      int rows = 0;
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block) {
-        rows += Clamped(of.rows - (row0 + block * 64 + w * 16), 16);
-      }
-      if (rows == 0) break;
-      Moments of_warp;
-      LoadPair(of_warpgroup + w * Tile::kStagingBytes + kMomentsAt + column * 8, &of_warp.mean,
-               &of_warp.squares);
-      MergedMoments(count, rows)(&all, of_warp);
-      count += rows;
-    }
-    StoreMoments(params, place.m_tile, place.group * params.gemm_n + n_first + column, all);
-  }
-  if (thread % 128 == 0 && place.n_tile == 0 && place.group == 0) {
-    StoreRowsOfSlot(params, place.m_tile, Clamped(of.rows - row0, Tile::kTileM));
-  }
-  // The staging is written again when the warps have met, at the next turn.
-}
-
-// A swap-AB tile's results, 64 channels of all pixels, counted as they lie in shared memory: a warp has
-// sixteen channels, a lane two of them and every fourth pair of pixels.
-template <typename T>
-struct PixelSums {
-  ShiftedSums sums[2];
-  int count = 0;
-
-  // 32 pixels of 128 bytes, chunk c of pixel p at c ^ p % 8. valid: which of them are outputs. The first call takes one of them for what the others are
-  // about, or any number where there is none.
-  __device__ __forceinline__ void Count(uint32_t staging, uint32_t valid, bool first_call) {
-    const int lane = Lane(), word = lane % 8, chunk = Thread() / 32 % 4 * 2 + word / 4;
-    auto load = [&](int pixel) {
-      return LoadWord(staging + pixel * 128 + (chunk ^ pixel % 8) * 16 + word % 4 * 4);
-    };
-    float pair[2];
-    if (first_call) {
-      UnpackWord<T>(load(max(0, __ffs(static_cast<int>(valid)) - 1)), pair);
-      sums[0] = {pair[0], 0, 0}, sums[1] = {pair[1], 0, 0};
-    }
-    const int pixel = lane / 8 * 2;
-    const uint32_t mine = valid >> pixel;
-    count += __popc(valid);
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const uint32_t at =
-          staging + (pixel + odd) * 128 + (chunk ^ (pixel + odd)) * 16 + word % 4 * 4;
-#pragma unroll
-      for (int eight = 0; eight < 4; ++eight) {
-        UnpackWord<T>(LoadWord(at + eight * 1024), pair);
-        if ((mine >> (eight * 8 + odd) & 1) != 0) sums[0].Add(pair[0]), sums[1].Add(pair[1]);
-      }
-    }
-  }
-  // All pixels' moments -> the tile's slot.
-  __device__ __forceinline__ void Store(const Params& params, const TilePlace& place) const {
-    const int lane = Lane(), thread = Thread();
-    auto over_lanes = [](float value) {
-      value += __shfl_xor_sync(0xffffffff, value, 8);
-      return value + __shfl_xor_sync(0xffffffff, value, 16);
-    };
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const ShiftedSums all = {sums[e].about, over_lanes(sums[e].sum), over_lanes(sums[e].squares)};
-      const Moments moments =
-          count > 0 ? all.Of(__fdividef(1, static_cast<float>(count))) : Moments{0, 0};
-      const int32_t channel = place.n_tile * 64 + thread / 32 % 4 * 16 + lane % 8 * 2 + e;
-      if (lane / 8 == e && channel < params.gemm_n) {
-        StoreMoments(params, place.m_tile, place.group * params.gemm_n + channel, moments);
-      }
-    }
-    if (thread % 128 == 0 && place.n_tile == 0 && place.group == 0) {
-      StoreRowsOfSlot(params, place.m_tile, count);
-    }
-  }
+  // `first`: the offset of the tile's first element in the output.
+  __device__ __forceinline__ LaneVectors(const Params& params, int64_t first, uint32_t bytes)
+      : out(static_cast<char*>(params.out) +
+            (first + int64_t{row} * params.out_channels + column) * bytes) {}
 };
 
-// The moments of a tile that StoreSwapAbBoxes has staged -> its slot.
-template <typename T, class Tile>
-__device__ __forceinline__ void CountSwapAbBoxes(const Params& params, const TilePlace& place,
-                                                 const ResidueClass& of, uint32_t staging) {
-  PixelSums<T> sums;
+// A warpgroup's tile of pixels by channels -> the output and its sums. As StoreTile, of plain sums
+// whose rows are the output's. The loop over blocks is not unrolled, and a uniform branch picks the
+// accumulators: unrolled, the warps wait for instructions most of the time. `staging`: of the
+// warpgroup, two blocks of it or one.
+template <int kBarrier, typename T, class Tile>
+__device__ __forceinline__ void StoreAndCount(const Params& params, const TilePlace& place,
+                                              const ResidueClass& of,
+                                              const typename Tile::Accumulators& acc,
+                                              uint32_t staging, TileSums<T, Tile>* sums) {
+  using Sums = TileSums<T, Tile>;
+  static_assert(Sums::kShared || Tile::kStagingBytes * 4 >= 2 * kBlockBytes);
+  static_assert(Sums::kShared || Tile::kBlocks <= Sums::kLanes, "a lane has one turn");
+  const int32_t n_first = place.n_tile * Tile::kTileN, row0 = place.m_tile * Tile::kTileM;
+  const int32_t columns = params.gemm_n - n_first;
+  auto vectors_of_lane = [&] {
+    return LaneVectors(params,
+                       place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels,
+                       sizeof(T));
+  };
+  const auto pitch = static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)};
+  auto rows_of = [&](int block) { return min(of.rows - (row0 + block * kBlockRows), kBlockRows); };
+  auto load_and_store = [&](const LaneVectors& lane, uint32_t at, int block, int c) {
+    char* const out = lane.out + (uint64_t{pitch} * (block * kBlockRows) + c * 128);
+    const int last = lane.column + c * 64 < columns ? rows_of(block) : 0;
+    uint4 vectors[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) vectors[i] = LoadChunk(at + lane.places.Vector(i));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (static_cast<int>(lane.row) + i * 4 < last) {
+        *reinterpret_cast<uint4*>(out + uint64_t{pitch} * (i * 4)) = vectors[i];
+      }
+    }
+  };
+  auto turn_of = [](int block, int c) { return c * Sums::kLanes + block % Sums::kLanes; };
+  if constexpr (!Sums::kShared) {
+    // Two blocks of staging: the next one is staged while the tensor core multiplies.
+    constexpr int kUnits = Tile::kBlocks * Sums::kChunks;
+    const LaneVectors lane = vectors_of_lane();
+    auto stage = [&](int unit) {
+      StageRows<T>(staging + unit % 2 * kBlockBytes + lane.places.staged,
+                   acc.Columns(unit % Tile::kBlocks, unit / Tile::kBlocks * 64));
+    };
+    stage(0);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int block = unit % Tile::kBlocks, c = unit / Tile::kBlocks, rows = rows_of(block);
+      const uint32_t at = staging + unit % 2 * kBlockBytes;
+      NamedBarrierSync(kBarrier, 128);
+      const bool some = rows > 0 && c * 64 < columns;
+      typename Sums::Products products;
+      if (some) {
+        products = Sums::Multiply(lane.places, at);
+        load_and_store(lane, at, block, c);
+      }
+      if (unit + 1 < kUnits) stage(unit + 1);
+      if (some) sums->Count(products, lane.places.lane, at, rows, turn_of(block, c));
+    }
+    sums->EndTurns();
+    // The staging is written again when the warps have met, at the next turn.
+  } else {
+    // One block, and no registers to spare: a loop, in which a uniform branch picks the accumulators.
 #pragma unroll 1
-  for (int p = 0; p < Tile::kTileM; p += 32) {
-    const int32_t first = place.m_tile * Tile::kTileM + p;
-    const uint32_t valid = __ballot_sync(0xffffffff, first + Lane() < of.rows);
-    sums.Count(staging + p * 128, valid, p == 0);
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      if (rows_of(block) <= 0) break;
+#pragma unroll 1
+      for (int c = 0; c < Sums::kChunks && c * 64 < columns; ++c) {
+        const LaneVectors lane = vectors_of_lane();
+#pragma unroll
+        for (int i = 0; i < Tile::kBlocks; ++i) {
+#pragma unroll
+          for (int k = 0; k < Sums::kChunks; ++k) {
+            if (i == block && k == c) {
+              StageRows<T>(staging + lane.places.staged, acc.Columns(i, k * 64));
+            }
+          }
+        }
+        NamedBarrierSync(kBarrier, 128);
+        load_and_store(lane, staging, block, c);
+        sums->Count(Sums::Multiply(lane.places, staging), lane.places.lane, staging, rows_of(block),
+                    turn_of(block, c));
+        NamedBarrierSync(kBarrier, 128);
+      }
+    }
   }
-  sums.Store(params, place);
+}
+
+// The sums of a tile of 64 channels that StoreSwapAbBoxes has staged, pixels of 128 bytes.
+template <typename T, class Tile>
+__device__ __forceinline__ void CountSwapAbBoxes(const TilePlace& place, const ResidueClass& of,
+                                                 uint32_t staging, TileSums<T, Tile>* sums) {
+  using Sums = TileSums<T, Tile>;
+  constexpr int kBlocks = Tile::kTileM / kBlockRows;
+  static_assert(kBlocks <= Sums::kLanes);
+  const BlockPlaces places;
+  typename Sums::Products products[kBlocks];
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    products[block] = Sums::Multiply(places, staging + block * kBlockBytes);
+  }
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const int rows = min(of.rows - (place.m_tile * Tile::kTileM + block * kBlockRows), kBlockRows);
+    if (rows > 0)
+      sums->Count(products[block], places.lane, staging + block * kBlockBytes, rows, block);
+  }
+  sums->EndTurns();
 }
 
 }  // namespace jaxconv::igemm_wgmma
