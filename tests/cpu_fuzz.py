@@ -29,6 +29,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import gpu_report
@@ -162,7 +163,7 @@ def run(options) -> int:
                 "processes": options.processes,
                 "jax": version,
                 "failures": failures[:SHOWN],
-                "counts": dict(sorted(counts.items())),
+                "counts": brief(counts),
             }
             if options.record:  # also of a run that is ended early
                 text = json.dumps([*runs, result], indent=1)
@@ -171,6 +172,14 @@ def run(options) -> int:
         print(f"{count:8} {name}")
     print(f"{problems} problems in {time.time() - began:.0f} s, {len(failures)} wrong")
     return int(bool(failures) or not problems)
+
+
+def brief(counts: Mapping[str, int]) -> dict[str, int]:
+    """The counts, sorted, with one number an operation for the problems that the output names."""
+    summed: collections.Counter[str] = collections.Counter()
+    for name, count in counts.items():
+        summed[name.partition(" of --seed ")[0]] += count
+    return {name: count for name, count in sorted(summed.items()) if count}
 
 
 def recorded(path: str | None) -> list[dict]:

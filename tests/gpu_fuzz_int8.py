@@ -39,14 +39,26 @@ def draw_channels(rng: np.random.Generator, p: Problem, most: int) -> Problem:
 
 
 def draw_call(rng: np.random.Generator, p: Problem) -> tuple[Int8Spec, str]:
-    """(a call that computes the problem, dtype of x): plain sums, some terms, or all of them."""
+    """(a call that computes the problem, dtype of x): plain sums, some terms, all, or a layer.
+
+    A layer has a result of 8 bits, a scale and a bias of each channel and perhaps ReLU, as most of
+    a quantised network's do; kernels with swapped operands take little else.
+    """
     blocks = p.rank == 2 and p.groups != p.c  # depthwise convolutions are of NHWC alone
     layout = str(rng.choice(["nhwc", "nchw32"])) if blocks else "nhwc"
     x_dtype, out = str(rng.choice(list(X_DTYPES))), str(rng.choice(list(OUT_DTYPES)))
     spec = Int8Spec(conv=p.spec(algorithm="native"), layout=layout, out_dtype=OUT_DTYPES[out])
-    kind = rng.choice(["plain", "some", "all"], p=[0.2, 0.4, 0.4])
+    kind = rng.choice(["plain", "some", "all", "layer"], p=[0.2, 0.25, 0.25, 0.3])
     if kind == "plain":
         return spec, x_dtype
+    if kind == "layer":
+        return dataclasses.replace(
+            spec,
+            out_dtype=X_DTYPES[str(rng.choice(list(X_DTYPES)))],
+            scale="scale",
+            bias=True,
+            activation=[None, "relu"][rng.integers(2)],
+        ), x_dtype
     offset, bias, residual = (bool(rng.random() < 0.5 or kind == "all") for _ in range(3))
     zero_point = 0
     if out in X_DTYPES and (kind == "all" or rng.random() < 0.5):

@@ -58,6 +58,17 @@ def test_8_bit_problems_are_varied():
         assert {bool(getattr(spec, present)) for spec in specs} == {False, True}
     assert any(p.groups > 1 for p in problems) and any(p.c == 4 for p in problems)
     assert any(p.groups == p.c for p in problems)
+    # Of the terms that the kernels with swapped operands take, in one group of many channels.
+    swapped = [
+        case
+        for case in INT8
+        if case.int8.scale == "scale"
+        and not (case.int8.residual or case.int8.offset or case.int8.zero_point)
+        and case.int8.out_dtype.itemsize == 1
+        and case.problem.groups == 1
+        and case.problem.c % 32 == 0
+    ]
+    assert len(swapped) > len(INT8) / 10
     assert all(
         p.c % 16 == 0
         if p.groups == p.c

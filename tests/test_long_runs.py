@@ -76,6 +76,12 @@ def test_runs_are_summed_up_by_their_sources(tmp_path, capsys):
     assert lines[4] == f"this checkout's kernels, {kernels}: 7 problems in 1 runs, 0 wrong; seeds 2"
 
 
+def test_the_record_counts_what_the_output_names():
+    named = {f"lax is wrong: dgrad of --seed 5 --problem {i} (integers): ...": 1 for i in range(3)}
+    counts = {"rank 1": 4, "lax is wrong: wgrad of --seed 5 --problem 0: ...": 0} | named
+    assert cpu_fuzz.brief(counts) == {"lax is wrong: dgrad": 3, "rank 1": 4}
+
+
 def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
     path = tmp_path / "record.json"
     monkeypatch.setattr(cpu_fuzz, "SEGMENT", 2)

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 
 FIGURES = pathlib.Path(__file__).resolve().parents[1] / "docs" / "figures"
 OPS = ("fprop", "dgrad", "wgrad")
-LAX, OURS = "#9a9a9a", "#1f6fb4"
+LAX, OURS, FUSED = "#9a9a9a", "#1f6fb4", "#0b3d66"
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -50,30 +50,40 @@ def layers() -> plt.Figure:
 
 
 def networks() -> plt.Figure:
-    """Time of lax and of jaxconv of the networks of dense layers, training and inference."""
-    rows = [row for row in read("h200_bf16_networks.tsv") if row["layers"] == "dense"]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 2.6), sharey=True, layout="constrained")
-    places = range(len(rows))
+    """Time of lax, of jaxconv and of jaxconv.fuse by network, training and inference."""
+    rows = read("h200_bf16_networks.tsv")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 5), sharey=True, layout="constrained")
     for panel, mode, title in zip(
         panels, ("train", "infer"), ("training", "inference"), strict=True
     ):
-        for side, color, shift in (("lax", LAX, -0.2), ("jaxconv", OURS, 0.2)):
-            times = [float(row[f"{mode}_{side}"]) for row in rows]
-            bars = panel.barh([p + shift for p in places], times, 0.38, color=color, label=side)
+        for side, color, shift in (
+            ("lax", LAX, -0.27),
+            ("jaxconv", OURS, 0),
+            ("fused", FUSED, 0.27),
+        ):
+            measured = [(p, row) for p, row in enumerate(rows) if row[f"{mode}_{side}"]]
+            times = [float(row[f"{mode}_{side}"]) for _, row in measured]
+            bars = panel.barh(
+                [p + shift for p, _ in measured], times, 0.26, color=color, label=side
+            )
             labels = [f"{time:g}" for time in times]
-            if side == "jaxconv":
-                ratios = [float(row[f"{mode}_lax"]) / t for row, t in zip(rows, times, strict=True)]
+            if side != "lax":
+                ratios = [
+                    float(row[f"{mode}_lax"]) / t
+                    for (_, row), t in zip(measured, times, strict=True)
+                ]
                 labels = [f"{x}  ({r:.2f}x)" for x, r in zip(labels, ratios, strict=True)]
-            panel.bar_label(bars, labels, padding=3, fontsize=8)
+            panel.bar_label(bars, labels, padding=3, fontsize=7)
         panel.margins(x=0.2)
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("milliseconds a step")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(places, [row["network"] for row in rows])
+    panels[0].set_yticks(range(len(rows)), [row["network"] for row in rows])
     panels[0].invert_yaxis()
     panels[1].legend(loc="lower right", fontsize=9)
     figure.suptitle(
-        "Networks in bfloat16 on one H200: lax, and the same source on jaxconv", fontsize=11
+        "Networks in bfloat16 on one H200: lax, the same source on jaxconv, and with fuse",
+        fontsize=11,
     )
     return figure
 
