@@ -114,13 +114,12 @@ class Run(NamedTuple):
         return np.convolve(self.losses, np.full(SMOOTHED, 1 / SMOOTHED), "valid")
 
 
-def batches(args: argparse.Namespace):
-    """Images (N, 8, 8) in [-1, 1] and labels (N,): the same ones in every training."""
+def draw_batches(args: argparse.Namespace) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Images (N, 8, 8) in [-1, 1] and labels (N,) of each step."""
     digits = load_digits()
-    rng = np.random.default_rng(args.seed)
-    for _ in range(args.steps):
-        chosen = rng.choice(len(digits.target), args.batch_size, args.batch_size > 1797)
-        yield (digits.images[chosen] / 8 - 1).astype(np.float32), digits.target[chosen]
+    rng, count = np.random.default_rng(args.seed), len(digits.target)
+    drawn = (rng.choice(count, args.batch_size, args.batch_size > count) for _ in range(args.steps))
+    return [((digits.images[i] / 8 - 1).astype(np.float32), digits.target[i]) for i in drawn]
 
 
 def training_step(args: argparse.Namespace) -> tuple[Callable, nnx.State]:
@@ -159,27 +158,26 @@ def summarised(explanation: jaxconv.Explanation) -> str:
     return "; ".join([line, *(f"{count} with {what}" for what, count in beside.most_common())])
 
 
-def train(name: str, args: argparse.Namespace, fuse: bool = False, reverse: bool = False) -> Run:
-    """Trains from the same weights on the same batches; ``name`` "lax" leaves jaxconv out."""
+def train(name: str, batches: list, args: argparse.Namespace, reverse: bool = False) -> Run:
+    """Trains from the initial weights; ``name`` is "lax", which leaves jaxconv out, or ours."""
     step, state = training_step(args)
-    if fuse:
+    on_lax = name == "lax"
+    if args.fuse and not on_lax:
         step = jaxconv.fuse(step)
-    given = list(batches(args))
-    ours = contextlib.nullcontext() if name == "lax" else jaxconv.override()
-    with ours:
-        summary = "" if name == "lax" else summarised(jaxconv.explain(step, state, *given[0]))
+    with contextlib.nullcontext() if on_lax else jaxconv.override():
+        summary = "" if on_lax else summarised(jaxconv.explain(step, state, *batches[0]))
         start = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=0).lower(state, *given[0]).compile()
+        compiled = jax.jit(step, donate_argnums=0).lower(state, *batches[0]).compile()
         compile_seconds = time.perf_counter() - start
 
     losses, ends = [], []
-    for images, labels in tqdm(given, desc=name + (", reversed" if reverse else ""), unit="step"):
+    for images, labels in tqdm(batches, desc=name + (", reversed" if reverse else ""), unit="step"):
         if reverse:
             images, labels = images[::-1], labels[::-1]
         state, loss = compiled(state, images, labels)
         losses.append(float(loss))  # waits for the step
         ends.append(time.perf_counter())
-    milliseconds = 1e3 * float(np.median(np.diff(ends))) if len(ends) > 1 else float("nan")
+    milliseconds = 1e3 * float(np.median(np.diff(ends)))
     return Run(np.asarray(losses), milliseconds, compile_seconds, summary)
 
 
@@ -199,8 +197,9 @@ def main() -> int:
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, jaxconv {jaxconv.__version__}")
 
     ours_name = "fused" if args.fuse else "jaxconv"
-    lax, again = train("lax", args), train("lax", args, reverse=True)
-    ours = train(ours_name, args, args.fuse)
+    batches = draw_batches(args)
+    lax, again = train("lax", batches, args), train("lax", batches, args, reverse=True)
+    ours = train(ours_name, batches, args)
     print(ours.summary)
     for name, run in (("lax", lax), ("lax, reversed", again), (ours_name, ours)):
         took = f"{run.milliseconds:8.2f} ms a step, compiled in {run.compile_seconds:5.1f} s"
