@@ -91,10 +91,16 @@ def _rounded_to_int8(array: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarr
     return np.rint(array / scale).astype(np.int8), scale
 
 
+def _in_int8(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int8 x and w, and the scale of their sums, one an output channel."""
+    x, x_scale = _rounded_to_int8(x, (0, 1, 2, 3))
+    w, w_scale = _rounded_to_int8(w, (0, 1, 2))
+    return x, w, x_scale * w_scale
+
+
 def int8_operands(c: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """int8 x (n, h, w, c) and w (3, 3, c, k) as measured, and the exact sums with padding 1."""
-    x, w = _drawn(seed, c)
-    x, w = _rounded_to_int8(x, (0, 1, 2, 3))[0], _rounded_to_int8(w, (0, 1, 2))[0]
+    x, w, _ = _in_int8(*_drawn(seed, c))
     return x, w, _reference(x, w)
 
 
@@ -122,16 +128,14 @@ class Measurement:
         return self.made[dtype, c]
 
     def _of_int8(self, case: Case) -> Errors:
-        x, w, exact = int8_operands(case.c, self.seed)
+        before = _drawn(self.seed, case.c)
+        x, w, scale = _in_int8(*before)
+        real, exact = _reference(*before), _reference(x, w)
         y: Any = exact
         if case.tile != "direct":
             y = int8.conv(x, w, out_dtype=jnp.int32, algorithm=f"winograd_{case.tile}")
         y = np.asarray(y).astype(np.float64)
         deviation = (y - exact) / exact.std()
-        before = _drawn(self.seed, case.c)
-        real = _reference(*before)
-        scale_of_x = _rounded_to_int8(before[0], (0, 1, 2, 3))[1]
-        scale = scale_of_x * _rounded_to_int8(before[1], (0, 1, 2))[1]
         ratio = np.std(y * scale - real) / np.std(exact * scale - real)
         rms = float(np.sqrt(np.mean(deviation**2)))
         return Errors(case, rms, float(np.abs(deviation).max()), rms, float(ratio))
