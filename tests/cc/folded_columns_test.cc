@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 #include "core/conv_problem.h"
 #include "cuda/common/gpu.h"
 #include "cuda/common/registry.h"
@@ -14,13 +15,7 @@ namespace {
 using jaxconv::ConvProblem;
 using jaxconv::Expect;
 using jaxconv::failures;
-
-ConvProblem Parse(const std::string& key) {
-  ConvProblem problem;
-  const auto status = ConvProblem::Parse(key, &problem);
-  Expect(status.ok(), key + ": " + status.message());
-  return problem;
-}
+using jaxconv::Parse;
 
 std::string Folded(const std::string& key) {
   ConvProblem folded;
@@ -92,8 +87,7 @@ void ExpectWhichRowsAreFolded() {
 
 // Selection predicts with the kernel's own number of slices, a call names the number.
 void ExpectTheSamePlanForAnySlices() {
-  jaxconv::Gpu gpu;
-  Expect(jaxconv::ModelOf("h200", &gpu), "h200");
+  const jaxconv::Gpu gpu = jaxconv::Model("h200");
   int folded = 0;
   for (const std::string op : {"fprop ", "dgrad ", "wgrad "}) {
     for (const std::string shape :

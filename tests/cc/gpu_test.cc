@@ -5,15 +5,10 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 
 namespace jaxconv {
 namespace {
-
-Gpu Model(const std::string& target) {
-  Gpu gpu;
-  Expect(ModelOf(target, &gpu), target + " is a target");
-  return gpu;
-}
 
 Gpu Present(const char* name, int major, int minor, double clock_ghz, double dram_bytes_per_us) {
   Gpu gpu;

@@ -4,16 +4,11 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 #include "cuda/igemm_wmma/cost.h"
 
 namespace jaxconv::igemm_wmma {
 namespace {
-
-Gpu Model(const char* target) {
-  Gpu gpu;
-  Expect(ModelOf(target, &gpu), std::string("a model of ") + target);
-  return gpu;
-}
 
 TileCost Tile128() {
   TileCost tile;

@@ -5,18 +5,12 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 #include "cuda/common/folded_columns.h"
 #include "cuda/common/registry.h"
 
 namespace jaxconv {
 namespace {
-
-ConvProblem Parse(const std::string& line) {
-  ConvProblem problem;
-  Status status = ConvProblem::Parse(line, &problem);
-  Expect(status.ok(), line + ": " + status.message());
-  return problem;
-}
 
 // A square 2-D layer with padding filter / 2.
 ConvProblem Layer(Op op, int n, int size, int c, int k, int filter, int stride = 1) {
@@ -33,12 +27,6 @@ ConvProblem Layer(Op op, int n, int size, int c, int k, int filter, int stride =
     problem.out[a] = OutputExtent(size, filter, stride, 1, 1, filter / 2, filter / 2);
   }
   return problem;
-}
-
-Gpu Model(const char* target) {
-  Gpu gpu;
-  Expect(ModelOf(target, &gpu), target);
-  return gpu;
 }
 
 Selection SelectOk(const ConvProblem& problem, const Gpu& gpu,

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
 #include "cuda/winograd_int8/params.h"
@@ -18,19 +19,6 @@ constexpr const char* kLayer =
     "fprop s8:s8:s8 default b1 n2 g1 c64 k96 i13x15 f3x3 o13x15 s1x1 l1x1 d1x1 p1_1x1_1 packed "
     "scale";
 constexpr const char* kName = "fprop_winograd_int8_s8_4x4_four_stage";
-
-Gpu Model(const char* target) {
-  Gpu gpu;
-  Expect(ModelOf(target, &gpu), target);
-  return gpu;
-}
-
-ConvProblem Parse(const std::string& key) {
-  ConvProblem problem;
-  const Status status = ConvProblem::Parse(key, &problem);
-  Expect(status.ok(), key + ": " + status.message());
-  return problem;
-}
 
 // The key with one part replaced.
 std::string With(const std::string& part, const std::string& other, std::string key = kLayer) {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
 #include "cuda/winograd/form_plan.h"
@@ -22,19 +23,6 @@ namespace jaxconv {
 namespace {
 
 using winograd::LaunchParams;
-
-Gpu Model(const char* target) {
-  Gpu gpu;
-  Expect(ModelOf(target, &gpu), target);
-  return gpu;
-}
-
-ConvProblem Parse(const std::string& key) {
-  ConvProblem problem;
-  const Status status = ConvProblem::Parse(key, &problem);
-  Expect(status.ok(), key + ": " + status.message());
-  return problem;
-}
 
 constexpr const char* kLayer =
     "fprop bf16:bf16:bf16 default b1 n2 g1 c64 k128 i13x15 f3x3 o13x15 s1x1 l1x1 d1x1 p1_1x1_1";

@@ -7,23 +7,11 @@
 #include <string>
 
 #include "cc/expect.h"
+#include "cc/targets_and_keys.h"
 #include "cuda/common/select.h"
 
 namespace jaxconv {
 namespace {
-
-Gpu Model(const char* target) {
-  Gpu gpu;
-  Expect(ModelOf(target, &gpu), std::string(target) + " is a target");
-  return gpu;
-}
-
-ConvProblem Parse(const std::string& key) {
-  ConvProblem problem;
-  Status status = ConvProblem::Parse(key, &problem);
-  Expect(status.ok(), key + ": " + status.message());
-  return problem;
-}
 
 double Predict(const std::string& key, const char* target = "h200") {
   return PredictXlaMicroseconds(Parse(key), Model(target));
