@@ -169,8 +169,8 @@ def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> in
 # Root mean square of the result's error against float64 over the standard deviation of the result:
 # the larger of C = 256 and C = 1280 in docs/winograd.md, by ``python -m jaxconv.bench
 # --winograd-errors``. For TF32 it is that of float32 operands whose U and V are rounded to 11 bits,
-# which is also what the CUDA kernels do with them;
-# a float32 result of float16 operands, whose V often has 11 bits unrounded, is more accurate.
+# which is also what the CUDA kernels do with them. A float32 result of float16 operands, whose V
+# often has 11 bits unrounded, is more accurate.
 _RMS_ERROR = {
     "f16": {"2x2": 4.6e-4, "2x3": 3.5e-4, "4x3": 6.4e-4, "4x4": 1.7e-3, "6x6": 5.0e-3},
     "bf16": {"2x2": 1.7e-3, "2x3": 1.7e-3, "4x3": 1.7e-3, "4x4": 2.4e-3, "6x6": 5.2e-3},
@@ -191,14 +191,16 @@ def largest_rms_error(operands: str, tile: str, precision: str) -> float:
     """An error that results stay below on every platform; 0 of no tile.
 
     Args:
-        operands: "f16", "bf16" or "f32"; any other is of 8-bit operands.
+        operands: "f16", "bf16", "f32", or a type of quantised layers ("int8_nhwc").
         tile: as ``tile_named`` returns it; of a tile without a stated error, F(m x m)'s.
         precision: of float32 operands.
     """
+    if not tile:
+        return 0.0
     operands = "tf32" if (operands, precision) == ("f32", "default") else operands
-    operands = operands if operands in _RMS_ERROR else "int8_s8"
+    operands = "int8_s8" if operands.startswith("int8_") else operands
     stated = {**_RMS_ERROR[operands], **_RMS_ERROR_HALF_PRODUCTS.get(operands, {})}
-    return stated.get(tile[1:], stated[f"{tile[1]}x{tile[1]}"]) if tile else 0.0
+    return stated.get(tile[1:], stated[f"{tile[1]}x{tile[1]}"])
 
 
 def rms_error(instance: str, platform: str, precision: str) -> float | None:

@@ -81,8 +81,6 @@ class Problem:
         """The largest accepted relative error."""
         precision = self.precision if self.dtype == "f32" else None
         bound, tile = _BOUNDS[self.dtype, precision], winograd_jax.tile_named(self.algorithm)
-        if not tile:
-            return bound
         return max(bound, 2 * winograd_jax.largest_rms_error(self.dtype, tile, self.precision))
 
     @property
