@@ -51,7 +51,8 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf3
   JAXCONV_RETURN_IF_ERROR(problem.RequireRsckOrKrsc());
   JAXCONV_RETURN_IF_ERROR(problem.RequireChannelsLast());
   JAXCONV_RETURN_IF_ERROR(CheckEpilogue(kernel, problem));
-  if (tf32 && kernel.dtype == DType::kF32 && problem.precision != Precision::kDefault) {
+  if (tf32 && !kernel.three_tf32 && kernel.dtype == DType::kF32 &&
+      problem.precision != Precision::kDefault) {
     return Status::Unimplemented(std::string("multiplies float32 in TF32, precision ") +
                                  Name(problem.precision) + " asks for more");
   }

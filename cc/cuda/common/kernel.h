@@ -94,6 +94,10 @@ struct KernelDesc {
   bool fused = false;
   // Its fused form gives the statistics of plain sums.
   bool statistics = false;
+  // Multiplies float32 operands as three TF32 products, as accurate as float32 (split_tf32.cuh): takes
+  // every precision. "auto", "native" and families take it above "default" only, because one TF32
+  // product is faster.
+  bool three_tf32 = false;
 };
 
 // The form of an instance that is compiled with FusedEpilogue.
@@ -101,9 +105,9 @@ KernelDesc FusedKernel(const KernelDesc& kernel, const char* name);
 
 // What every family of float operands asks of a problem before its own conditions: the operation,
 // operands of the instance's type, an output of that type or float32, a filter stored as rsck or
-// krsc, channels-last activations, and for float32 operands that are multiplied in TF32 precision
-// "default". Of a fused instance an epilogue, an output of the operands' type and a filter stored as
-// rsck; of any other no epilogue.
+// krsc, channels-last activations, and for float32 operands that are multiplied in one TF32 product
+// precision "default". Of a fused instance an epilogue, an output of the operands' type and a filter
+// stored as rsck; of any other no epilogue. `tf32`: the family multiplies float32 in TF32.
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
 // What every family of 8-bit operands asks: fprop, x of the instance's type, w of s8 in packed rows.

@@ -90,6 +90,7 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
         kernel.family == algorithm || (!algorithm.empty() && kernel.alias == algorithm);
     if (any ? kernel.on_request : !named && !several) continue;
     known = true;
+    if (kernel.three_tf32 && problem.precision == Precision::kDefault && !named) continue;
     // A kernel of another operation or type, with an epilogue or without one where the problem is not
     // so, is worth a refusal only to someone who asked for it.
     const bool other =

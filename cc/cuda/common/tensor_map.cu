@@ -38,6 +38,7 @@ Layout LayoutOf(const DenseTensor& tensor) {
   layout.type = tensor.dtype == DType::kBF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                 : tensor.dtype == DType::kF16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                 : ByteWidth(tensor.dtype) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                : tensor.whole_f32             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                                : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
   cuuint64_t bytes = ByteWidth(tensor.dtype);
   for (int i = 0; i < tensor.rank; ++i) {

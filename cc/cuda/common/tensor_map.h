@@ -12,10 +12,11 @@
 namespace jaxconv {
 
 // A tensor of up to five dimensions, innermost first, dense unless strides are given.
-// TMA rounds float32 elements to TF32, to the nearest, ties to even; wgmma alone would truncate them,
-// which biases the sums.
+// TMA rounds float32 elements to TF32, to the nearest, ties to even, unless they are to be kept whole;
+// wgmma alone would truncate them, which biases the sums.
 struct DenseTensor {
   DType dtype = DType::kBF16;
+  bool whole_f32 = false;
   int rank = 0;
   const void* address = nullptr;
   int64_t extent[5] = {};

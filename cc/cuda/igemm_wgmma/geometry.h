@@ -12,13 +12,14 @@ namespace jaxconv::igemm_wgmma {
 
 // What the plan knows of a form.
 enum Trait : uint32_t {
-  kPingpong = 1,   // one consumer warpgroup stores while the other multiplies
-  kSwapAb = 2,     // the filter is A, the pixels are B
-  kFilterRow = 4,  // one load of activations serves all taps of a filter row
-  kPointwise = 8,  // 1x1 filters only
-  kCluster = 16,   // slices are the CTAs of a cluster, without a workspace
-  kC48 = 64,       // at most 48 channels are reduced
-  kPatches = 32,   // dgrad of windows that do not overlap: columns are elements of a patch
+  kPingpong = 1,     // one consumer warpgroup stores while the other multiplies
+  kSwapAb = 2,       // the filter is A, the pixels are B
+  kFilterRow = 4,    // one load of activations serves all taps of a filter row
+  kPointwise = 8,    // 1x1 filters only
+  kCluster = 16,     // slices are the CTAs of a cluster, without a workspace
+  kC48 = 64,         // at most 48 channels are reduced
+  kPatches = 32,     // dgrad of windows that do not overlap: columns are elements of a patch
+  kThreeTf32 = 128,  // float32 operands as three TF32 products (common/split_tf32.cuh)
 };
 
 // One entry of kernels.def.

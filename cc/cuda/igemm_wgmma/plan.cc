@@ -243,6 +243,7 @@ const std::vector<KernelDesc>& Kernels() {
     for (KernelDesc& kernel : all) {
       kernel.epilogue_cost = EpilogueCostOf(kernel);
       kernel.statistics = HasStatistics(kernel);
+      kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->Is(kThreeTf32);
     }
     return all;
   }();

@@ -5,10 +5,11 @@
 namespace jaxconv::igemm_wgmma {
 
 Status EncodeActivations(const LaunchParams& launch, DType dtype, const void* a, int32_t pixels,
-                         Maps* maps) {
+                         Maps* maps, bool whole_f32) {
   const Params& params = launch.kernel;
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.address = a;
   tensor.extent[0] = launch.a_channels;
   if (params.rank == 0) {
@@ -29,9 +30,11 @@ Status EncodeActivations(const LaunchParams& launch, DType dtype, const void* a,
   return {};
 }
 
-Status EncodeFilter(const LaunchParams& launch, DType dtype, const void* b, Maps* maps) {
+Status EncodeFilter(const LaunchParams& launch, DType dtype, const void* b, Maps* maps,
+                    bool whole_f32) {
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 3;
   tensor.address = b;
   tensor.extent[0] = launch.b_columns;

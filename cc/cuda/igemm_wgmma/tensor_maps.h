@@ -20,11 +20,12 @@ struct Maps {
 };
 
 // Boxes of `pixels` pixels by 128 bytes of channels for every residue class: im2col, or of a
-// matrix.
+// matrix. `whole_f32`: float32 elements are not rounded to TF32.
 Status EncodeActivations(const LaunchParams& launch, DType dtype, const void* a, int32_t pixels,
-                         Maps* maps);
+                         Maps* maps, bool whole_f32 = false);
 // Boxes of 64 rows by 128 bytes of the filter; wgrad: 64 pixels by 64 channels of dy.
-Status EncodeFilter(const LaunchParams& launch, DType dtype, const void* b, Maps* maps);
+Status EncodeFilter(const LaunchParams& launch, DType dtype, const void* b, Maps* maps,
+                    bool whole_f32 = false);
 
 }  // namespace jaxconv::igemm_wgmma
 

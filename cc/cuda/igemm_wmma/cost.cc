@@ -46,7 +46,7 @@ double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gp
   const double tile_k = static_cast<double>(tile.tile_k_bytes) / work.element_bytes;
   // 32-bit operands are multiplied at half the rate.
   const double mma = gpu.mma_sync_per_clock * 2 / work.element_bytes;
-  const double tensor = tile.tile_m * tile.tile_n * tile_k / mma;
+  const double tensor = tile.products * tile.tile_m * tile.tile_n * tile_k / mma;
   const double warps = static_cast<double>(tile.warps_m * tile.warps_n);
   const double fill = static_cast<double>((tile.tile_m + tile.tile_n) * tile.tile_k_bytes);
   const double fragments =

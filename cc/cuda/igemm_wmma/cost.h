@@ -25,6 +25,7 @@ struct TileCost {
   int64_t tile_k_bytes = 0;  // of reduction in one stage
   int64_t warps_m = 0, warps_n = 0;
   int64_t ctas_per_sm = 1;
+  int64_t products = 1;      // on tensor cores, for a product of two operands
   int64_t shared_bytes = 0;  // of one CTA
   // Share of its throughput limit that the instance reaches on an SM full of its CTAs: fprop and
   // dgrad, wgrad.

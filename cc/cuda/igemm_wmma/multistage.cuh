@@ -48,6 +48,7 @@
 #include "cuda/igemm_wmma/async_loader.cuh"
 #include "cuda/igemm_wmma/gather_pixel.cuh"
 #include "cuda/igemm_wmma/params.h"
+#include "cuda/igemm_wmma/split_mainloop.cuh"
 #include "cuda/igemm_wmma/store_accumulators.cuh"
 
 namespace jaxconv::igemm_wmma {
@@ -91,9 +92,12 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
   float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
   {
     Loader loader(params, tile, shared);
-    MmaMainloop<T, Tile, OperandA, OperandB>(
-        loader, SharedAddress(stages),
-        (tile.k_end - tile.k_begin + Loader::kTileK - 1) / Loader::kTileK, acc);
+    const int blocks = (tile.k_end - tile.k_begin + Loader::kTileK - 1) / Loader::kTileK;
+    if constexpr (Tag::kThreeTf32) {
+      SplitMainloop<Tile, OperandA, OperandB>(loader, SharedAddress(stages), blocks, acc);
+    } else {
+      MmaMainloop<T, Tile, OperandA, OperandB>(loader, SharedAddress(stages), blocks, acc);
+    }
   }
 
   auto dst_row = [&](int row) -> int32_t {
@@ -137,6 +141,7 @@ struct Multistage {
   using T = typename ElementOf<kType>::Type;
   using Tile = MmaTile<kTileM, kTileN, kTileKBytes, kWarpsM, kWarpsN, kStages, kCtasPerSm>;
   using Epilogue = PlainEpilogue;
+  static constexpr bool kThreeTf32 = false;
   static constexpr int kSharedBytes = kStages * Tile::kStageBytes;
   static_assert(kStagingBytes<Tile> * Tile::kThreads / 32 <= kSharedBytes);
 
@@ -172,6 +177,13 @@ struct Multistage {
     }
     return jaxconv::Launch<MultistageKernel<Tag, false>>(name, config, stream, params);
   }
+};
+
+// Float32 operands as three TF32 products.
+template <Op kOp, DType kType, int... kArguments>
+struct Multistage3xTf32 : Multistage<kOp, kType, kArguments...> {
+  static_assert(kType == DType::kF32);
+  static constexpr bool kThreeTf32 = true;
 };
 
 }  // namespace jaxconv::igemm_wmma

@@ -14,6 +14,7 @@ namespace {
 
 // A line of kernels.def.
 struct Instance {
+  bool three_tf32;
   int64_t tile_m, tile_n, tile_k_bytes, warps_m, warps_n, stages, ctas_per_sm;
   int64_t a_copy, b_copy;  // bytes; 0: any
   double gather_share, wgrad_share;
@@ -27,6 +28,7 @@ struct Instance {
     cost.warps_m = warps_m;
     cost.warps_n = warps_n;
     cost.ctas_per_sm = ctas_per_sm;
+    cost.products = three_tf32 ? 3 : 1;
     // The stages, and the row, pixel and tap tables.
     cost.shared_bytes = stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 3072);
     cost.gather_share = gather_share;
@@ -34,6 +36,9 @@ struct Instance {
     return cost;
   }
 };
+
+// By the names of the forms in kernels.def.
+constexpr bool kThreeTf32OfMultistage = false, kThreeTf32OfMultistage3xTf32 = true;
 
 // Partial results of split-K take at most this much workspace.
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
@@ -280,10 +285,13 @@ const std::vector<KernelDesc>& Kernels() {
     std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, shares)                      \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_wmma, variant, 80, 1000, MakePlan, Instance, \
-                      JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
+                      kThreeTf32Of##form, JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wmma/kernels.def"
+    for (KernelDesc& kernel : all) {
+      kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
+    }
     return all;
   }();
   return kernels;
