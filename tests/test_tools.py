@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -19,8 +21,19 @@ from jaxconv import doctor, winograd
 from jaxconv._src import native, winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
-from jaxconv.bench import environment, layers, network_layers, networks, progress, regret
-from jaxconv.bench.problem import Problem
+from jaxconv.bench import (
+    command_layers,
+    compiled,
+    environment,
+    layers,
+    measure,
+    network_layers,
+    networks,
+    progress,
+    regret,
+    report,
+)
+from jaxconv.bench.problem import Problem, Row, Side
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
@@ -78,6 +91,101 @@ def test_bench_measures_a_layer_and_writes_what_it_found(tmp_path, capsys):
         kernels = native.load("cuda" if jax.default_backend() == "gpu" else "cpu")
         if not isinstance(kernels, native.Refusal):
             assert row["kernel"] in kernels.kernels()
+
+
+def test_bench_compiles_rows_ahead(tmp_path, monkeypatch):
+    timing, compiling, beside = threading.Event(), collections.Counter(), []
+    both, elapsed = compiled.compile_program, measure.elapsed
+
+    def compile_program(library, prepared):
+        compiling[threading.current_thread() is threading.main_thread()] += 1
+        beside.append(timing.is_set())
+        return both(library, prepared)
+
+    def timed(*arguments):
+        timing.set()
+        try:
+            return elapsed(*arguments)
+        finally:
+            timing.clear()
+
+    monkeypatch.setattr(compiled, "compile_program", compile_program)
+    monkeypatch.setattr(compiled, "_ROWS_PER_JOB", 1)  # two batches
+    monkeypatch.setattr(measure, "elapsed", timed)
+    out = tmp_path / "rows.json"
+    arguments = ["--layer", "2,8,8,8,8,3,3,1,1", "--reps", "1", "--seconds", "0", "--dtype", "f32"]
+    assert bench.main([*arguments, "--compile-jobs", "2", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["op"] for row in rows] == ["fprop", "dgrad", "wgrad"]
+    for row in rows:
+        for side in (row["jaxconv"], row["lax"]):
+            assert side["median_s"] > 0 and side["error"] < 1e-5 and side["compile_s"] is None
+    assert compiling == {False: 6} and not any(beside)
+
+
+def test_a_row_compiled_ahead_can_be_wrong(tmp_path, monkeypatch):
+    ahead = compiled.norms
+    monkeypatch.setattr(compiled, "norms", jax.jit(lambda y, r: ahead(y, -r)))
+    arguments = ["--layer", "2,8,8,8,8,3,3,1,1", "--op", "fprop", "--reps", "1", "--seconds", "0"]
+    assert bench.main([*arguments, "--compile-jobs", "2"]) == 1
+
+
+def test_a_row_that_does_not_compile_ahead_says_so(tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(compiled, "compile_one", refuse)
+    arguments = ["--layer", "2,8,8,8,8,3,3,1,1", "--op", "fprop", "--compile-jobs", "2"]
+    assert bench.main(arguments) == 1
+    assert "jaxconv failed: RuntimeError: out of registers" in capsys.readouterr().out
+
+
+def test_bench_goes_on_after_an_interruption(tmp_path, capsys, monkeypatch):
+    out, asked = tmp_path / "rows.json", []
+
+    def measured(problem, **options):
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(problem.op.value)
+        row = measure.measure(problem, repetitions=1, seconds=0)
+        row.sides["jaxconv"].error = None if asked == ["fprop", "dgrad"] else 0.0  # wrong
+        return row
+
+    monkeypatch.setattr(command_layers, "measure", measured)
+    arguments = ["--layer", "2,8,8,8,8,3,3,1,1", "--dtype", "f32", "--json", str(out), "--resume"]
+    assert bench.main(arguments) == progress.INTERRUPTED
+    first = json.loads(out.read_text())["rows"]
+    assert [row["op"] for row in first] == ["fprop", "dgrad"]
+    asked.clear()
+    asked.append("")
+    assert bench.main(arguments) == progress.INTERRUPTED
+    asked.clear()
+    assert bench.main(arguments) == 0  # dgrad was done in the second run
+    assert asked == ["wgrad"]
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[0] == first[0] and [row["op"] for row in rows] == ["fprop", "dgrad", "wgrad"]
+    assert "2 rows are measured already" in capsys.readouterr().out
+
+    out.write_text(out.read_text().replace(jax.__version__, "0.1"))
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert f"jax 0.1, now {jax.__version__}" in capsys.readouterr().err
+
+
+def test_bench_says_what_auto_makes_of_native_rows():
+    def row(name, left, ours, lax):
+        made = Row(Problem(name, layers.parse("2,8,8,8,8,3,3,1,1"), Op.FPROP, "bf16"), "cuda")
+        made.left_to_xla = left
+        made.sides = {"jaxconv": Side(error=0.0, median_s=ours), "lax": Side(median_s=lax)}
+        return made
+
+    rows = [row("a", False, 1.0, 0.94), row("b", True, 1.0, 0.5), row("c", True, 1.0, 1.06)]
+    lines = report.summary([*rows, row("d", False, 1.0, 1.2), row("e", True, 1.0, 1.04)])
+    assert lines[:3] == [
+        "algorithm auto leaves 3 of 5 rows to XLA",
+        "under auto below 0.95x lax, 1: a fprop bf16 0.94x",
+        "left to XLA though native is above 1.05x lax, 1: c fprop bf16 1.06x",
+    ]
 
 
 def test_bench_finds_the_layers_of_a_network():

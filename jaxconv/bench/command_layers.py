@@ -6,11 +6,15 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
 
 from jaxconv._src.spec import Op
 from jaxconv.bench import (
+    compiled,
     environment,
     layers,
     network_layers,
@@ -22,7 +26,7 @@ from jaxconv.bench import (
     requantized,
     variants,
 )
-from jaxconv.bench.measure import measure
+from jaxconv.bench.measure import copies_of, measure
 from jaxconv.bench.networks import NETWORKS
 from jaxconv.bench.problem import DTYPES, Problem, Row
 from jaxconv.bench.program import selection
@@ -68,6 +72,17 @@ host's time and the gaps between kernels. The operands of a program are several 
 the L2 cache. Each program is traced --reps times (default: 3). A row whose trace lacks the selected
 kernel is wrong.
 
+With --algorithm native the summary says what auto would leave to XLA of these rows, and --json has
+it row by row: one run shows both what native and what auto is worth.
+
+--compile-jobs N compiles the rows ahead in N threads and then times them in order, with nothing
+beside: several times faster on a GPU, where XLA tries kernels as it compiles. It tries them beside
+the other threads then, so that its picks can be worse. "compile s" is left out.
+
+--json writes the file after every row; --resume takes the rows that it has already, and measures
+the others: for runs with a time limit, as `timeout -s INT 600 python -m jaxconv.bench ...`. Rows
+that were wrong are measured again.
+
 --regret times every kernel that takes a problem instead, and shows how much longer the selected one
 takes than the best; --algorithm FAMILY compares within one family.
 """
@@ -100,12 +115,15 @@ def _parser() -> argparse.ArgumentParser:
     ops = [op.value for op in Op]
     add("--op", nargs="+", choices=ops, help="operations (default: all three)")
     add("--dtype", nargs="+", choices=DTYPES, help="operands (default: f32 on a CPU, else bf16)")
-    add("--precision", choices=["default", "high", "highest"], help="for f32, of both libraries")
+    levels = ["default", "high", "highest"]
+    add("--precision", nargs="+", choices=levels, help="for f32, of both libraries")
     add("--algorithm", default="auto", help="auto, native, a family or an instance")
     add("--only-kernels", action="store_true", help="no rows that are left to XLA, see below")
     add("--device-time", action="store_true", help="the device's own time, see below; on GPUs")
     add("--reps", type=options.count, help="least runs of each program (default: 10)")
     add("--seconds", type=options.seconds, help="to spend on each program (default: 0.4, GPU 0.1)")
+    add("--compile-jobs", type=options.count, default=1, metavar="N", help="threads, see below")
+    add("--resume", action="store_true", help="take the rows that --json FILE has, see below")
     add("--seed", type=int, default=0, help="of the random inputs")
     peers = ["torch", *sorted(_CUDNN), "im2col"]
     add("--peer", nargs="+", choices=peers, default=[], help="further columns")
@@ -153,19 +171,19 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
         if limit:
             layer = layer.with_batch_at_most(limit)
         usual = (chosen and chosen.dtypes) or ["f32" if platform == "cpu" else "bf16"]
-        precision = arguments.precision or (chosen and chosen.precision) or "default"
+        precisions = arguments.precision or [(chosen and chosen.precision) or "default"]
         for dtype in arguments.dtype or usual:
             for op in Op:
                 ops = arguments.op or (chosen and chosen.ops)
                 if (ops and op.value not in ops) or not requantized.possible(dtype, op, layer):
                     continue
-                level = precision if dtype == "f32" else "default"
-                problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
-                if chosen and chosen.variants and arguments.algorithm == "auto":
-                    problem = dataclasses.replace(problem, algorithm="native")
-                    problems |= dict.fromkeys(variants.of(problem, platform))
-                elif not (arguments.only_kernels and _left_to_xla(problem, platform)):
-                    problems[problem] = None
+                for level in precisions if dtype == "f32" else ["default"]:
+                    problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
+                    if chosen and chosen.variants and arguments.algorithm == "auto":
+                        problem = dataclasses.replace(problem, algorithm="native")
+                        problems |= dict.fromkeys(variants.of(problem, platform))
+                    elif not (arguments.only_kernels and _left_to_xla(problem, platform)):
+                        problems[problem] = None
     return list(problems)
 
 
@@ -178,8 +196,13 @@ def _label(problem: Problem) -> str:
     return f"{problem.name} {problem.op.value} {problem.dtype_label}{variant}"
 
 
-def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) -> list[Row]:
-    """Both libraries, and the peers asked for, on every problem."""
+def _run(
+    problems: list[Problem],
+    arguments: argparse.Namespace,
+    platform: str,
+    keep: Callable[[Row], None],
+) -> list[Row]:
+    """Both libraries, and the peers asked for, on every problem; ``keep`` gets each row."""
     peers = {}
     if "torch" in arguments.peer:
         peers["torch"] = functools.partial(peer.program, platform=platform)
@@ -190,16 +213,57 @@ def _run(problems: list[Problem], arguments: argparse.Namespace, platform: str) 
     if seconds is None:
         seconds = 0.4 if platform == "cpu" else 0.1
     table = report.Table(problems, platform, arguments.peer)
-    one = functools.partial(
-        measure,
-        repetitions=arguments.reps,
-        seconds=seconds,
-        seed=arguments.seed,
-        device_time=arguments.device_time,
-        im2col="im2col" in arguments.peer,
-        peers=peers,
-    )
-    return each(Progress(len(problems)), problems, _label, one, table.row, table.header())
+    im2col = "im2col" in arguments.peer
+
+    def start(pool: Executor, problem: Problem) -> compiled.Ahead:
+        copies = copies_of(problem, platform, arguments.device_time)
+        return compiled.Ahead(pool, problem, platform, copies, im2col)
+
+    def one(item: tuple[Problem, compiled.Ahead | None]) -> Row:
+        row = measure(
+            item[0],
+            repetitions=arguments.reps,
+            seconds=seconds,
+            seed=arguments.seed,
+            device_time=arguments.device_time,
+            im2col=im2col,
+            peers=peers,
+            ahead=item[1],
+        )
+        keep(row)
+        return row
+
+    with compiled.Pipeline(arguments.compile_jobs, start) as pipeline:
+        return each(
+            Progress(len(problems)),
+            pipeline.rows(problems),
+            lambda item: _label(item[0]),
+            one,
+            table.row,
+            table.header(),
+        )
+
+
+def _measured(arguments: argparse.Namespace, facts: dict[str, str], platform: str) -> list[Row]:
+    """The rows that the file of --json has already.
+
+    Raises:
+        ValueError: the file is none of the bench, or is of another machine or build.
+    """
+    if not os.path.exists(arguments.json):
+        return []
+    with open(arguments.json) as file:
+        try:
+            found = json.load(file)
+            before = found["environment"]
+            rows = [Row.from_json(row, platform) for row in found["rows"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"holds no rows of this bench ({error!r})") from error
+    names = sorted((facts.keys() | before.keys()) - {"date"})
+    if other := [name for name in names if facts.get(name) != before.get(name)]:
+        now = ", ".join(f"{name} {before.get(name)}, now {facts.get(name)}" for name in other)
+        raise ValueError(f"was measured elsewhere: {now}")
+    return [row for row in rows if not row.wrong]
 
 
 def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
@@ -223,10 +287,19 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platf
     if arguments.device_time and platform != "cuda":
         parser.error(f"--device-time: needs a GPU, and JAX's default backend is {platform}")
     options.check_outputs(parser, arguments)
+    if arguments.resume and (not arguments.json or arguments.regret):
+        parser.error("--resume: needs --json FILE, and takes no --regret")
     if "torch" in arguments.peer and (reason := peer.missing(platform)):
         parser.error(f"--peer torch: {reason}")
     if (asked := sorted(_CUDNN & set(arguments.peer))) and (reason := peer_cudnn.missing(platform)):
         parser.error(f"--peer {asked[0]}: {reason}")
+
+
+def _write(path: str, content: dict[str, Any], rows: Sequence[Row]) -> None:
+    ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]
+    content["rows"] = [row.as_json() for row in rows]
+    content["geometric_mean"] = report.geometric_mean(ratios) or None
+    options.write_json(path, content)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -260,22 +333,34 @@ def main(argv: Sequence[str]) -> int:
             options.write_json(arguments.json, content)
         print("\n" + regret.summary(regrets))
         return 0 if regrets else 1
-    rows = _run(problems, arguments, platform)
+    rows: list[Row] = []
+    if arguments.resume:
+        try:
+            rows = _measured(arguments, facts, platform)
+        except ValueError as error:
+            parser.error(f"--resume: {arguments.json}: {error}")
+        done = {row.problem for row in rows}
+        print(f"{len(rows)} rows are measured already", end="\n\n")
+        problems = [problem for problem in problems if problem not in done]
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        if arguments.json:
+            _write(arguments.json, content, rows)
+
+    interrupted = len(_run(problems, arguments, platform, keep)) < len(problems)
     by_problem = variants.summary(rows)
     if by_problem:
         print("\n".join(by_problem))
     lines = report.summary(rows, arguments.peer)
     if arguments.json:
-        ratios = [ratio for row in rows if (ratio := row.ratio()) is not None]
-        content["rows"] = [row.as_json() for row in rows]
-        content["geometric_mean"] = report.geometric_mean(ratios) or None
-        options.write_json(arguments.json, content)
+        _write(arguments.json, content, rows)
         lines.insert(-1, f"results: {arguments.json}")
     if arguments.plot and rows:
         report.plot(rows, arguments.plot, facts)
         lines.insert(-1, f"plot: {arguments.plot}")
     print("\n" + "\n".join(lines))
-    if len(rows) < len(problems):
+    if interrupted:
         return INTERRUPTED
     measured = any(row.sides["jaxconv"].median_s for row in rows)
     return 0 if measured and not any(row.wrong for row in rows) else 1

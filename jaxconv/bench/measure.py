@@ -15,21 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxconv.bench import requantized, trace
+from jaxconv.bench import trace
+from jaxconv.bench.compiled import Ahead, compile_one, norms, reference_result
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.problem import Library, Problem, Row, Side
 from jaxconv.bench.program import (
     Program,
     elapsed,
-    kernel_of,
     libraries,
     operands,
-    operation,
     program,
+    selection,
     starts_of,
 )
 
@@ -47,34 +45,16 @@ _TRACED_STARTS = 4
 _LONG_SECONDS = 1.0
 
 
-def _reference(problem: Problem, operands: tuple[jax.Array, ...]) -> jax.Array:
-    """The result by lax: float32 at HIGHEST, or for integers float64, which is exact."""
-    exact = problem.dtype.startswith("int8")
-    lhs, rhs, *epilogue = operands
-    wide = dataclasses.replace(problem, dtype="f32", precision="highest")
-    with jax.enable_x64(exact):
-        dtype = jnp.float64 if exact else jnp.float32
-        compute = jax.jit(operation(wide, lax.conv_general_dilated))
-        pair = lhs.astype(dtype), rhs.astype(dtype)
-        try:
-            result = jax.block_until_ready(compute(*pair))
-        except jax.errors.JaxRuntimeError:  # not every problem runs on every device
-            result = compute(*jax.device_put(pair, jax.devices("cpu")[0]))
-            result = jax.device_put(result, lhs.device)
-        if problem.requantized:
-            return jax.jit(requantized.requantize_exactly)(result, *epilogue)
-        return result
-
-
-def relative_error(result: jax.Array, reference: jax.Array) -> float:
+def relative_error(
+    result: jax.Array, reference: jax.Array, compiled: Callable | None = None
+) -> float:
     """||result - reference|| / ||reference||, in the dtype of the reference."""
     with jax.enable_x64(reference.dtype == np.float64):
-        difference = jnp.linalg.norm((result.astype(reference.dtype) - reference).ravel())
-        scale = jnp.linalg.norm(reference.ravel())
+        difference, scale = (compiled or norms)(result, reference)
         return float(difference) / max(float(scale), np.finfo(np.float32).tiny)
 
 
-def _copies(problem: Problem, platform: str, device_time: bool = False) -> int:
+def copies_of(problem: Problem, platform: str, device_time: bool = False) -> int:
     """How many independent convolutions one program holds."""
     each = problem.footprint
     if platform == "cpu":
@@ -95,7 +75,9 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.strip()}"
 
 
-def _check(row: Row, compared: dict[str, Library], operands: tuple[jax.Array, ...]) -> float:
+def _check(
+    row: Row, compared: dict[str, Library], operands: tuple[jax.Array, ...], ahead: Ahead | None
+) -> float:
     """Compiles one convolution per library and compares the results with the reference.
 
     Returns:
@@ -106,16 +88,16 @@ def _check(row: Row, compared: dict[str, Library], operands: tuple[jax.Array, ..
         side = row.sides[name] = Side()
         try:
             prepared = jax.block_until_ready(library.prepare(*operands))
-            start = time.perf_counter()
-            lowered = jax.jit(library.compute).lower(*prepared)
-            compiled = lowered.compile()
-            side.compile_s = time.perf_counter() - start
-            if memory := compiled.memory_analysis():
-                side.temporary_bytes = memory.temp_size_in_bytes
+            if ahead is None:
+                one = compile_one(problem, library, prepared, row.platform)
+                side.compile_s = one.seconds
+            else:  # beside other threads: its seconds say nothing
+                one = ahead.libraries[name].result()[0]
+            side.temporary_bytes = one.temporary_bytes
             if name == "jaxconv":
-                row.kernel, row.reason = kernel_of(problem, lowered, compiled, row.platform)
+                row.kernel, row.reason = one.kernel, one.reason
             start = time.perf_counter()
-            result = jax.block_until_ready(compiled(*prepared))
+            result = jax.block_until_ready(one.run(*prepared))
             longest = max(longest, time.perf_counter() - start)
             results[name] = library.finish(result)
         except Exception as error:  # shown in the row, whatever a library or device raises
@@ -126,9 +108,10 @@ def _check(row: Row, compared: dict[str, Library], operands: tuple[jax.Array, ..
     if not results:
         return longest
     try:
-        reference = _reference(problem, operands)
+        reference = reference_result(problem, operands, ahead and ahead.reference.result)
         for name, result in results.items():
-            row.sides[name].error = relative_error(result, reference)
+            compiled = ahead.norms.result() if ahead else None
+            row.sides[name].error = relative_error(result, reference, compiled)
     except Exception as error:
         row.sides["jaxconv"].failure = f"no reference to compare with: {first_line(error)}"
     return longest
@@ -143,6 +126,7 @@ def measure(
     device_time: bool = False,
     im2col: bool = False,
     peers: dict[str, Callable[[Problem, int], Program]] | None = None,
+    ahead: Ahead | None = None,
 ) -> Row:
     """Checks and times one problem on JAX's default device.
 
@@ -157,28 +141,36 @@ def measure(
         im2col: measure ``algorithm="im2col"`` too.
         peers: further libraries: name -> function of the problem and the number of convolutions in
             a program that returns the program.
+        ahead: the row's functions, where they are compiled already, for ``copies_of`` convolutions.
 
     Returns:
         The row; failures are recorded in it, not raised.
     """
     platform = kernel_platform()
-    row = Row(problem, platform, copies=_copies(problem, platform, device_time))
+    row = Row(problem, platform, copies=copies_of(problem, platform, device_time))
     try:
-        pairs = operands(problem, row.copies, seed)
+        pairs = operands(problem, row.copies, seed, ahead.draw.result() if ahead else None)
     except Exception as error:
         row.sides["jaxconv"] = Side(failure=f"operands: {first_line(error)}")
         return row
+    if problem.algorithm == "native" and not problem.variant:
+        by_auto = selection(dataclasses.replace(problem, algorithm="auto"), platform)
+        row.left_to_xla = not by_auto.instance
     compared = libraries(problem, im2col)
-    longest = _check(row, compared, pairs[0])
+    longest = _check(row, compared, pairs[0], ahead)
     if row.wrong or row.refused:
         return row
     if longest > _LONG_SECONDS / 2:
+        # The program that is compiled ahead holds several.
+        ahead = ahead if row.copies == 1 else None
         row.copies = 1
         pairs = pairs[:1]
 
     programs: dict[str, Program] = {}
     makers = {
-        name: functools.partial(program, library, pairs)
+        name: functools.partial(
+            program, library, pairs, ahead.libraries[name].result()[1] if ahead else None
+        )
         for name, library in compared.items()
         if not row.sides[name].failure
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -59,5 +60,12 @@ def check_outputs(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Writes results to a file."""
-    pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    """Writes results to a file, which always is either the old or the new one."""
+    text = json.dumps(content, indent=1) + "\n"
+    target = pathlib.Path(path)
+    if target.exists() and not target.is_file():  # a pipe or a terminal
+        target.write_text(text)
+        return
+    written = target.with_name(f".{target.name}.{os.getpid()}")
+    written.write_text(text)
+    written.replace(target)

@@ -127,6 +127,7 @@ class Row:
     kernel: str = "?"  # the instance that ran, or "XLA"
     reason: str = ""  # why XLA's convolution ran
     refused: bool = False  # the demanded algorithm does not take this problem
+    left_to_xla: bool | None = None  # by algorithm auto; known of rows of algorithm native
     copies: int = 0
     repetitions: int = 0
     sides: dict[str, Side] = dataclasses.field(default_factory=dict)
@@ -168,7 +169,9 @@ class Row:
             "dtype": problem.dtype,
             "precision": problem.precision,
             "algorithm": problem.algorithm,
+            "variant": problem.variant,
             "prepared": problem.prepared,
+            "left_to_xla": self.left_to_xla,
             "kernel": self.kernel,
             "reason": self.reason,
             "wrong": self.wrong,
@@ -183,3 +186,21 @@ class Row:
             "ratio": {peer: self.ratio(peer) for peer in self.sides if peer != "jaxconv"},
             **{name: dataclasses.asdict(side) for name, side in self.sides.items()},
         }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any], platform: str) -> Row:
+        """The row that ``as_json`` has written."""
+        sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in found["problem"].items()}
+        values = (found[name] for name in ("dtype", "precision", "algorithm", "variant"))
+        named = found["layer"], Layer(**sizes), Op(found["op"])
+        return cls(
+            Problem(*named, *values, found["prepared"]),
+            platform,
+            found["kernel"],
+            found["reason"],
+            found["refused"],
+            found["left_to_xla"],
+            found["copies"],
+            found["repetitions"],
+            {name: Side(**found[name]) for name in ("jaxconv", *found["ratio"])},
+        )

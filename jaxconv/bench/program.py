@@ -85,11 +85,8 @@ def libraries(problem: Problem, im2col: bool = False) -> dict[str, Library]:
     return {name: Library(operation(problem, each)) for name, each in compared.items()}
 
 
-def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Array, ...]]:
-    """Random operands, drawn on the device: normal, or over the whole range of an integer type.
-
-    A requantised layer has scale and bias as well.
-    """
+def draw_operands(problem: Problem) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """A jitted function: a key -> the random operands of one convolution."""
     shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
     dtype = problem.operand_dtype
 
@@ -108,6 +105,17 @@ def operands(problem: Problem, copies: int, seed: int = 0) -> list[tuple[jax.Arr
             jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
         )
 
+    return draw
+
+
+def operands(
+    problem: Problem, copies: int, seed: int = 0, draw: Callable | None = None
+) -> list[tuple[jax.Array, ...]]:
+    """Random operands, drawn on the device: normal, or over the whole range of an integer type.
+
+    A requantised layer has scale and bias as well. ``draw`` is ``draw_operands``, if compiled.
+    """
+    draw = draw or draw_operands(problem)
     # "rbg" draws several times faster than the default generator.
     return [draw(key) for key in jax.random.split(jax.random.key(seed, impl="rbg"), copies)]
 
@@ -152,11 +160,22 @@ def kernel_of(
     return "XLA", "; ".join(f"{kernel}: {reason}" for kernel, reason in chosen.refusals)
 
 
-def program(library: Library, operands: Sequence[tuple]) -> Program:
-    """Several convolutions, each with its operands, in one compiled program."""
-    # A jitted function inside is lowered once and called for all operands.
-    one, prepared = jax.jit(library.compute), [library.prepare(*each) for each in operands]
-    compiled = jax.jit(lambda prepared: [one(*each) for each in prepared]).lower(prepared).compile()
+def compile_program(library: Library, prepared: Sequence[tuple]) -> Callable[..., Any]:
+    """Compiles a program of several convolutions, for operands that are prepared, or their shapes.
+
+    It takes a list with the prepared operands of each.
+    """
+    one = jax.jit(library.compute)  # lowered once and called for all operands
+    several = jax.jit(lambda prepared: [one(*each) for each in prepared])
+    return several.lower([*prepared]).compile()
+
+
+def program(
+    library: Library, operands: Sequence[tuple], compiled: Callable[..., Any] | None = None
+) -> Program:
+    """Several convolutions, each with its operands, in one program; ``compiled``, where it is."""
+    prepared = [library.prepare(*each) for each in operands]
+    compiled = compiled or compile_program(library, prepared)
 
     def run(starts: int):
         for _ in range(starts):

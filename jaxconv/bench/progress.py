@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 INTERRUPTED = 130  # the exit status: as a shell reports a program that Ctrl-C ended
@@ -68,7 +68,7 @@ class Progress:
 
 def each(
     progress: Progress,
-    items: Sequence[T],
+    items: Iterable[T],
     label: Callable[[T], str],
     one: Callable[[T], R],
     lines: Callable[[R], str],

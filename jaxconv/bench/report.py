@@ -10,6 +10,9 @@ from jaxconv.bench.problem import Problem, Row
 
 _REASON_WIDTH = 300
 
+# Ratios to lax that deserve a line: of rows that auto computes, and of those it leaves to XLA.
+_SLOWER, _FASTER = 0.95, 1.05
+
 
 class Table:
     """One line per row, in columns whose widths are known before the first measurement."""
@@ -132,9 +135,28 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"{label}: {name} {verb}: {side.failure}"
 
 
+def _under_auto(rows: Sequence[Row]) -> Iterator[str]:
+    """What auto makes of rows that were measured by algorithm native, and of which it is known."""
+    known = [row for row in rows if row.left_to_xla is not None and row.ratio() is not None]
+    if not known:
+        return
+
+    def named(group: list[Row]) -> str:
+        labels = (f"{r.problem.name} {r.problem.op.value} {r.problem.dtype_label}" for r in group)
+        ratios = (f"{row.ratio():.2f}x" for row in group)
+        return f"{len(group)}: " + ", ".join(map(" ".join, zip(labels, ratios, strict=True)))
+
+    left = [row for row in known if row.left_to_xla]
+    yield f"algorithm auto leaves {len(left)} of {len(known)} rows to XLA"
+    if slower := [row for row in known if not row.left_to_xla and row.ratio() < _SLOWER]:
+        yield f"under auto below {_SLOWER}x lax, {named(slower)}"
+    if faster := [row for row in left if row.ratio() > _FASTER]:
+        yield f"left to XLA though native is above {_FASTER}x lax, {named(faster)}"
+
+
 def summary(rows: Sequence[Row], peers: Iterable[str] = ()) -> list[str]:
     """The lines below the table; the last is the geometric mean of all ratios to lax."""
-    lines = [*_notes(rows)]
+    lines = [*_notes(rows), *_under_auto(rows)]
     for op in Op:
         group = _ratios((row for row in rows if row.problem.op is op), "lax")
         if 1 < len(group) < len(_ratios(rows, "lax")):

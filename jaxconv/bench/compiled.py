@@ -1,0 +1,192 @@
+"""What a row of the bench compiles: each function when it is first needed, or all ahead in threads.
+
+Compiling takes most of the time of a row on a GPU, where XLA tries kernels as it compiles, and
+nothing is timed meanwhile. ``Pipeline`` compiles so many rows in threads, then hands them out one
+by one to be timed, so that nothing else runs on the device during a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxconv.bench import requantized
+from jaxconv.bench.problem import Library, Problem
+from jaxconv.bench.program import (
+    compile_program,
+    draw_operands,
+    kernel_of,
+    libraries,
+    operation,
+)
+
+# Rows that are compiled at a time, for each thread: enough that few threads wait for the last one.
+_ROWS_PER_JOB = 3
+
+
+class One(NamedTuple):
+    """A compiled program of one convolution.
+
+    Attributes:
+        run: the program.
+        kernel: the instance that it runs, or "XLA".
+        reason: why XLA's convolution runs.
+        seconds: to trace, lower and compile.
+        temporary_bytes: memory beside operands and result, where it is known.
+    """
+
+    run: Callable[..., Any]
+    kernel: str
+    reason: str
+    seconds: float
+    temporary_bytes: int | None
+
+
+def compile_one(problem: Problem, library: Library, operands: tuple, platform: str) -> One:
+    """Compiles one convolution for operands that ``library.prepare`` returned, or shapes."""
+    start = time.perf_counter()
+    lowered = jax.jit(library.compute).lower(*operands)
+    run = lowered.compile()
+    seconds = time.perf_counter() - start
+    memory = run.memory_analysis()
+    kernel, reason = kernel_of(problem, lowered, run, platform)
+    return One(run, kernel, reason, seconds, memory.temp_size_in_bytes if memory else None)
+
+
+def reference_function(problem: Problem) -> Callable[..., jax.Array]:
+    """The sums of the problem by lax, in float32 at HIGHEST or the operands' own wider type."""
+    wide = dataclasses.replace(problem, dtype="f32", precision="highest")
+    return jax.jit(operation(wide, lax.conv_general_dilated))
+
+
+def reference_dtype(problem: Problem) -> Any:
+    """float32, or for integers float64, which is exact."""
+    return jnp.float64 if problem.dtype.startswith("int8") else jnp.float32
+
+
+@jax.jit
+def norms(result: jax.Array, reference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """||result - reference|| and ||reference||, in the dtype of the reference."""
+    difference = result.astype(reference.dtype) - reference
+    return jnp.linalg.norm(difference.ravel()), jnp.linalg.norm(reference.ravel())
+
+
+class Ahead:
+    """The functions of one row, compiled in threads of a pool.
+
+    Attributes:
+        draw: a key -> random operands.
+        reference: the operands in the reference's dtype -> the reference's sums.
+        norms: the compiled ``norms``.
+        libraries: library -> its ``One`` and its program of several convolutions.
+
+    Each is a future: its result raises what compiling raised.
+    """
+
+    def __init__(
+        self, pool: Executor, problem: Problem, platform: str, copies: int, im2col: bool = False
+    ):
+        shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
+        result = jax.ShapeDtypeStruct(problem.layer.shape(problem.op.roles[2]), problem.out_dtype)
+        draw = draw_operands(problem)
+        key = jax.eval_shape(functools.partial(jax.random.key, impl="rbg"), 0)
+        pair = jax.eval_shape(draw, key)
+
+        def reference():
+            dtype = reference_dtype(problem)
+            with jax.enable_x64(dtype == jnp.float64):
+                wide = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+                return reference_function(problem).lower(*wide).compile()
+
+        def error():
+            dtype = reference_dtype(problem)
+            with jax.enable_x64(dtype == jnp.float64):
+                wide = jax.ShapeDtypeStruct(result.shape, dtype)
+                return norms.lower(result, wide).compile()
+
+        def both(library: Library) -> tuple[One, Callable[..., Any]]:
+            prepared = jax.eval_shape(library.prepare, *pair)
+            one = compile_one(problem, library, prepared, platform)
+            return one, compile_program(library, [prepared] * copies)
+
+        compared = libraries(problem, im2col)
+        # What takes longest first.
+        self.libraries: dict[str, Future] = {
+            name: pool.submit(both, library) for name, library in reversed(compared.items())
+        }
+        self.reference: Future = pool.submit(reference)
+        self.norms: Future = pool.submit(error)
+        self.draw: Future = pool.submit(lambda: draw.lower(key).compile())
+
+    def wait(self) -> None:
+        """Returns when everything is compiled, or has failed."""
+        wait([*self.libraries.values(), self.reference, self.norms, self.draw])
+
+
+class Pipeline:
+    """Compiles rows ahead in threads; a context.
+
+    Args:
+        jobs: the number of threads; 1 compiles nothing ahead.
+        start: compiles one problem's functions in a pool.
+    """
+
+    def __init__(self, jobs: int, start: Callable[[Executor, Problem], Ahead]):
+        self.jobs, self.start = jobs, start
+        self.pool = ThreadPoolExecutor(jobs) if jobs > 1 else None
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:  # after Ctrl-C nothing that is still to be compiled is needed
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def rows(self, problems: Sequence[Problem]) -> Iterator[tuple[Problem, Ahead | None]]:
+        """The problems in order, each with its functions. Nothing compiles while one is out."""
+        if self.pool is None:
+            yield from ((problem, None) for problem in problems)
+            return
+        size = self.jobs * _ROWS_PER_JOB
+        for at in range(0, len(problems), size):
+            batch = problems[at : at + size]
+            compiled = [self.start(self.pool, problem) for problem in batch]
+            for ahead in compiled:
+                ahead.wait()
+            compiled.reverse()
+            for problem in batch:  # dropped once it is measured: programs hold memory
+                yield problem, compiled.pop()
+
+
+def reference_result(
+    problem: Problem, operands: tuple[jax.Array, ...], compiled: Callable[[], Callable] | None
+) -> jax.Array:
+    """The result by lax: float32 at HIGHEST, or for integers float64, which is exact.
+
+    Args:
+        problem: what is computed.
+        operands: of one convolution, channels-last.
+        compiled: returns the compiled ``reference_function``; None compiles it here.
+    """
+    lhs, rhs, *epilogue = operands
+    dtype = reference_dtype(problem)
+    with jax.enable_x64(dtype == jnp.float64):
+        compute = reference_function(problem)
+        pair = lhs.astype(dtype), rhs.astype(dtype)
+        try:
+            run = compiled() if compiled is not None else compute
+            result = jax.block_until_ready(run(*pair))
+        except jax.errors.JaxRuntimeError:  # not every problem runs on every device
+            result = compute(*jax.device_put(pair, jax.devices("cpu")[0]))
+            result = jax.device_put(result, lhs.device)
+        if problem.requantized:
+            return jax.jit(requantized.requantize_exactly)(result, *epilogue)
+        return result
