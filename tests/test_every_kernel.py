@@ -33,6 +33,7 @@ from jaxconv._src.spec import Op
 OF_FAMILY = {
     "depthwise": DEPTHWISE,
     "block_diagonal": SMALL_GROUPS,
+    "small_groups": SMALL_GROUPS,
     "winograd": WINOGRAD,
     "few_pixels": FEW_PIXELS,
     "few_outputs": FEW_OUTPUTS,

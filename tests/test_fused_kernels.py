@@ -24,6 +24,7 @@ from jaxconv._src.spec import ConvSpec, Op
 OF_KERNEL = {
     "fprop_few_pixels_f32": problem("few pixels", (4, 4), 4, n=2, c=32, k=16),
     "fprop_few_outputs_f32": problem("few outputs", (33, 64), 3, n=2, c=16, k=3, padding=1),
+    "fprop_small_groups_f32": problem("groups", (33, 64), 3, n=2, c=40, k=40, groups=10, padding=1),
     "fprop_onednn_f32": problem("several regions", (64, 48), 3, n=3, c=4, k=130, padding=1),
     "fprop_onednn_bf16": problem("whole images", (9, 9), 3, n=40, c=8, k=130, padding=1),
     "fprop_onednn_f16": problem("padding alone", (5, 5), 1, n=2, c=16, k=8, padding=2),

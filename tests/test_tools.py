@@ -64,8 +64,8 @@ def test_doctor_counts_many_kernels(capsys, monkeypatch, native_cpu):
     monkeypatch.setattr(doctor, "_MOST_NAMES", 7)
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
-    assert "fprop: few_pixels 1, few_outputs 1, onednn 8\n" in said
-    assert "dgrad: onednn_f32, onednn_f32_no_brgemm," in said
+    assert "fprop: few_pixels 1, few_outputs 1, small_groups 1, onednn 8\n" in said
+    assert "dgrad: small_groups_f32, onednn_f32," in said
     assert "`print(jaxconv.kernels())` lists them" in said
 
 

@@ -13,7 +13,6 @@
 
 #include "cpu/convert.h"
 #include "cpu/depthwise_wgrad.h"
-#include "cpu/few_outputs.h"
 #include "cpu/few_pixels.h"
 #include "cpu/float_epilogue.h"
 #include "cpu/gemm_wgrad.h"
@@ -135,10 +134,10 @@ class Execution {
   Status ReverseFilter() {
     if (plan_.reversed_offset < 0) return {};
     char* reversed = workspace_ + plan_.reversed_offset;
-    if (plan_.family == Family::kFewOutputs) {
+    if (const RegionKernel* own = plan_.region_kernel; own != nullptr) {
       for (int64_t b = 0; b < p_.batch; ++b) {
-        PackFewOutputs(p_, Floats(w_) + b * filter_elements_,
-                       Floats(reversed) + b * filter_elements_);
+        own->pack(p_, Floats(w_) + b * filter_elements_,
+                  Floats(reversed) + b * own->packed_elements(p_));
       }
       w_ = reversed;
       return {};
@@ -175,8 +174,8 @@ class Execution {
     int64_t x_width = fprop ? operand_width_ : result_width_;
     int64_t y_width = fprop ? result_width_ : operand_width_;
     for (const Region& region : plan_.tasks[task]) {
-      if (plan_.family == Family::kFewOutputs) {
-        ComputeFewOutputs(region);
+      if (plan_.region_kernel != nullptr) {
+        ComputeRegion(task, region);
         FollowWithEpilogue(task, region);
         continue;
       }
@@ -221,12 +220,15 @@ class Execution {
     });
   }
 
-  void ComputeFewOutputs(const Region& region) const {
-    float* y = static_cast<float*>(result_);
+  void ComputeRegion(int64_t task, const Region& region) const {
+    const RegionKernel& kernel = *plan_.region_kernel;
+    const int64_t x = p_.in_pixels() * p_.c, y = p_.out_pixels() * p_.k;  // of one image
+    const bool fprop = p_.op == Op::kFprop;
     for (int64_t i = region.image; i < region.image + region.images; ++i) {
-      FewOutputs(p_, Floats(x_) + i * p_.in_pixels() * p_.c,
-                 Floats(w_) + region.batch * filter_elements_, y + i * p_.out_pixels() * p_.k,
-                 region.row_begin, region.row_end);
+      kernel.compute(p_, fprop ? Floats(x_) + i * x : Floats(y_) + i * y,
+                     Floats(w_) + region.batch * kernel.packed_elements(p_),
+                     static_cast<float*>(result_) + i * (fprop ? y : x), region.row_begin,
+                     region.row_end, Floats(Scratch(task)));
     }
   }
 

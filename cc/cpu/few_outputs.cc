@@ -123,9 +123,7 @@ constexpr OutputRowFn kOutputRow[kMaxOutputs + 1] = {nullptr,      OutputRow<1>,
                                                      OutputRow<3>, OutputRow<4>, OutputRow<5>,
                                                      OutputRow<6>, OutputRow<7>, OutputRow<8>};
 
-}  // namespace
-
-Status CheckFewOutputs(const ConvProblem& p) {
+Status Check(const ConvProblem& p) {
   static const bool runs = __builtin_cpu_supports("avx512f");
   if (!runs) return Status::Unimplemented("needs AVX-512");
   if (p.groups != 1) return Status::Unimplemented("takes no groups");
@@ -136,13 +134,8 @@ Status CheckFewOutputs(const ConvProblem& p) {
   return {};
 }
 
-Status FewOutputsPays(const ConvProblem& p) {
-  if (p.k > 4) return Status::Unimplemented("pays up to 4 output channels only");
-  if (p.c < kLanes) return Status::Unimplemented("pays from 16 input channels on");
-  return {};
-}
-
-void PackFewOutputs(const ConvProblem& p, const float* w, float* packed) {
+// (taps, C, K) as (taps, K, C).
+void Pack(const ConvProblem& p, const float* w, float* packed) {
   for (int64_t t = 0; t < p.taps(); ++t, w += p.c * p.k, packed += p.c * p.k) {
     for (int64_t k = 0; k < p.k; ++k) {
       for (int64_t c = 0; c < p.c; ++c) packed[k * p.c + c] = w[c * p.k + k];
@@ -150,8 +143,12 @@ void PackFewOutputs(const ConvProblem& p, const float* w, float* packed) {
   }
 }
 
-void FewOutputs(const ConvProblem& p, const float* x, const float* packed, float* y,
-                int64_t row_begin, int64_t row_end) {
+int64_t PackedElements(const ConvProblem& p) { return p.taps() * p.c * p.k; }
+
+int64_t ScratchBytes(const ConvProblem&) { return 0; }
+
+void Compute(const ConvProblem& p, const float* x, const float* packed, float* y, int64_t row_begin,
+             int64_t row_end, float*) {
   // Axis 2 runs along a row; for one spatial axis it is also the axis that rows are counted on.
   Row row{x, packed, nullptr, &p, 0, 0, p.rank == 1 ? row_begin : 0};
   const int64_t columns = p.rank == 1 ? row_end - row_begin : p.out[2];
@@ -166,6 +163,16 @@ void FewOutputs(const ConvProblem& p, const float* x, const float* packed, float
       kOutputRow[p.k](row, columns);
     }
   }
+}
+
+}  // namespace
+
+const RegionKernel kFewOutputs = {Check, PackedElements, Pack, ScratchBytes, Compute};
+
+Status FewOutputsPays(const ConvProblem& p) {
+  if (p.k > 4) return Status::Unimplemented("pays up to 4 output channels only");
+  if (p.c < kLanes) return Status::Unimplemented("pays from 16 input channels on");
+  return {};
 }
 
 }  // namespace jaxconv::cpu

@@ -3,27 +3,17 @@
 #ifndef JAXCONV_CPU_FEW_OUTPUTS_H_
 #define JAXCONV_CPU_FEW_OUTPUTS_H_
 
-#include <cstdint>
-
 #include "core/conv_problem.h"
 #include "core/status.h"
+#include "cpu/region_kernel.h"
 
 namespace jaxconv::cpu {
 
-// Fails, with the reason, where the kernel does not take the problem: beyond 8 output channels, with
-// groups, and without AVX-512.
-Status CheckFewOutputs(const ConvProblem& problem);
+// Takes up to 8 output channels without groups; needs AVX-512.
+extern const RegionKernel kFewOutputs;
 
 // Fails where oneDNN is as fast.
 Status FewOutputsPays(const ConvProblem& problem);
-
-// The filter of one independent convolution, (taps, C, K), as (taps, K, C).
-void PackFewOutputs(const ConvProblem& problem, const float* w, float* packed);
-
-// Computes the output rows [row_begin, row_end) of one image from the packed filter. `x` and `y`
-// point at the image; rows count along the outermost of the problem's spatial axes.
-void FewOutputs(const ConvProblem& problem, const float* x, const float* packed, float* y,
-                int64_t row_begin, int64_t row_end);
 
 }  // namespace jaxconv::cpu
 

@@ -10,6 +10,7 @@
 #include "cpu/few_pixels.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn_bugs.h"
+#include "cpu/small_groups.h"
 
 namespace jaxconv::cpu {
 namespace {
@@ -89,6 +90,13 @@ bool HasTapOfPaddingAlone(const ConvProblem& p) {
   return false;
 }
 
+// Null where the family has none.
+const RegionKernel* RegionKernelOf(Family family) {
+  return family == Family::kFewOutputs    ? &kFewOutputs
+         : family == Family::kSmallGroups ? &kSmallGroups
+                                          : nullptr;
+}
+
 Status CheckOwnKernel(const KernelDesc& kernel, const Geometry& g) {
   const ConvProblem& p = g.p;
   if (kernel.family == Family::kDepthwise) {
@@ -100,8 +108,9 @@ Status CheckOwnKernel(const KernelDesc& kernel, const Geometry& g) {
     }
   }
   if (kernel.family == Family::kFewPixels) JAXCONV_RETURN_IF_ERROR(CheckFewPixels(p));
-  if (kernel.family == Family::kFewOutputs) JAXCONV_RETURN_IF_ERROR(CheckFewOutputs(p));
-  return g.transposed ? Status::Unimplemented("the input is dilated") : Status();
+  if (g.transposed) return Status::Unimplemented("the input is dilated");
+  const RegionKernel* own = RegionKernelOf(kernel.family);
+  return own != nullptr ? own->check(p) : Status();
 }
 
 class Planner {
@@ -124,8 +133,12 @@ class Planner {
     ReserveCopies(native);
     bool onednn = kernel.family == Family::kOnednn;
     JAXCONV_RETURN_IF_ERROR(onednn ? RequireTrustedWindow(g.p) : CheckOwnKernel(kernel, g));
-    if (kernel.family == Family::kFewOutputs) {
-      plan_.reversed_offset = Reserve(problem_.w_elements() * ByteWidth(DType::kF32));
+    if (const RegionKernel* own = RegionKernelOf(kernel.family); own != nullptr) {
+      plan_.region_kernel = own;
+      const int64_t packed = problem_.batch * own->packed_elements(problem_);
+      plan_.reversed_offset = Reserve(packed * ByteWidth(DType::kF32));
+      plan_.scratch_stride = AlignUp(own->scratch_bytes(problem_));
+      plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
     }
     if (kernel.family == Family::kGemm) {
       plan_.scratch_stride = AlignUp(GemmWgradScratchBytes(g.p, plan_.slices));

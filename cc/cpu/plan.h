@@ -10,11 +10,12 @@
 #include "core/status.h"
 #include "cpu/geometry.h"
 #include "cpu/primitives.h"
+#include "cpu/region_kernel.h"
 #include "cpu/tasks.h"
 
 namespace jaxconv::cpu {
 
-enum class Family { kOnednn, kGemm, kDepthwise, kFewOutputs, kFewPixels };
+enum class Family { kOnednn, kGemm, kDepthwise, kFewOutputs, kFewPixels, kSmallGroups };
 
 struct KernelDesc {
   const char* name;
@@ -41,12 +42,14 @@ struct Plan {
   bool finishes = false;              // the result is float32 sums, which the epilogue follows
   Tasks tasks;            // not of kGemm and kFewPixels, whose tasks are ranges of input channels
   Primitives primitives;  // of kOnednn
-  std::vector<std::vector<Partial>> partials;  // of weight gradients, by task
-  std::vector<int64_t> first_region;           // of each task, counted over all
+  const RegionKernel* region_kernel = nullptr;  // of kFewOutputs and kSmallGroups
+  std::vector<std::vector<Partial>> partials;   // of weight gradients, by task
+  std::vector<int64_t> first_region;            // of each task, counted over all
 
   // Offsets in the workspace; -1: absent.
   int64_t lhs_offset = -1, rhs_offset = -1;  // operands converted to float32
-  int64_t reversed_offset = -1;  // the filter with its taps in reverse order, or as (taps, K, C)
+  int64_t reversed_offset = -1;  // the filter with its taps in reverse order, or as packed by
+                                 // region_kernel
   int64_t result_offset = -1;    // a result that differs from the output's type or order
   int64_t sums_offset = -1,
           sums_stride = 0;       // by task: a region's, where the epilogue follows them

@@ -13,12 +13,13 @@
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
 #include "cpu/plan_cache.h"
+#include "cpu/small_groups.h"
 
 namespace jaxconv::cpu {
 namespace {
 
-constexpr const char* kFamilies[] = {"onednn", "gemm", "depthwise", "few_outputs",
-                                     "few_pixels"};  // as enum class Family
+constexpr const char* kFamilies[] = {"onednn",     "gemm",        "depthwise", "few_outputs",
+                                     "few_pixels", "small_groups"};  // as enum class Family
 
 // In order of preference.
 constexpr KernelDesc kKernels[] = {
@@ -29,6 +30,7 @@ constexpr KernelDesc kKernels[] = {
     {"wgrad_gemm_f16", Op::kWgrad, DType::kF16, Family::kGemm},
     {"fprop_few_pixels_f32", Op::kFprop, DType::kF32, Family::kFewPixels},
     {"fprop_few_outputs_f32", Op::kFprop, DType::kF32, Family::kFewOutputs},
+    {"fprop_small_groups_f32", Op::kFprop, DType::kF32, Family::kSmallGroups},
     {"fprop_onednn_f32", Op::kFprop, DType::kF32, Family::kOnednn},
     {"fprop_onednn_f32_no_brgemm", Op::kFprop, DType::kF32, Family::kOnednn, false},
     {"fprop_onednn_bf16", Op::kFprop, DType::kBF16, Family::kOnednn},
@@ -37,6 +39,7 @@ constexpr KernelDesc kKernels[] = {
     {"fprop_onednn_f16_no_brgemm", Op::kFprop, DType::kF16, Family::kOnednn, false},
     {"fprop_onednn_s8", Op::kFprop, DType::kS8, Family::kOnednn},
     {"fprop_onednn_u8", Op::kFprop, DType::kU8, Family::kOnednn},
+    {"dgrad_small_groups_f32", Op::kDgrad, DType::kF32, Family::kSmallGroups},
     {"dgrad_onednn_f32", Op::kDgrad, DType::kF32, Family::kOnednn},
     {"dgrad_onednn_f32_no_brgemm", Op::kDgrad, DType::kF32, Family::kOnednn, false},
     {"dgrad_onednn_bf16", Op::kDgrad, DType::kBF16, Family::kOnednn},
@@ -219,6 +222,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     }
     if (is_auto && kernel.family == Family::kFewPixels) status = FewPixelsPays(problem);
     if (is_auto && kernel.family == Family::kFewOutputs) status = FewOutputsPays(problem);
+    if (is_auto && kernel.family == Family::kSmallGroups) status = SmallGroupsPays(problem);
     if (status.ok()) status = FindPlan(problem, kernel, slices, &plan);
     if (status.ok() && is_auto && kernel.family == Family::kDepthwise &&
         OnednnHasDepthwiseKernel(problem, kernel.dtype, slices)) {

@@ -1,7 +1,8 @@
 // Selection of a kernel on the CPU, and the plans that selections stand for. The kernels are
 // oneDNN's primitives, and what oneDNN computes slowly: weight gradients that are depthwise
 // (depthwise_wgrad.h) or matrix products (gemm_wgrad.h), and forward convolutions with few output
-// channels (few_outputs.h) or few output pixels (few_pixels.h).
+// channels (few_outputs.h), few output pixels (few_pixels.h) or small groups (small_groups.h, data
+// gradients too).
 #ifndef JAXCONV_CPU_SELECT_H_
 #define JAXCONV_CPU_SELECT_H_
 

@@ -380,6 +380,11 @@ void CheckSmallProblems() {
       {Geometry2d(4, 8, 8, 64, 100, 4, 4, 1, 0), "fprop_onednn_f32"},
       {Geometry2d(1, 7, 7, 512, 512, 3, 3, 1, 1), "fprop_onednn_f32"},
       {Geometry2d(4, 8, 8, 16, 16, 3, 3, 1, 1), "fprop_onednn_f32"},
+      {Geometry2d(4, 8, 8, 32, 32, 3, 3, 1, 1, 16), "fprop_small_groups_f32"},
+      {Geometry2d(4, 8, 8, 32, 32, 1, 1, 1, 0, 8), "fprop_small_groups_f32"},
+      {Geometry2d(4, 8, 8, 32, 32, 3, 3, 1, 1, 4), "fprop_small_groups_f32"},
+      {Geometry2d(4, 8, 8, 32, 32, 1, 1, 1, 0, 4), "fprop_onednn_f32"},
+      {Geometry2d(4, 8, 8, 32, 32, 3, 3, 1, 1, 2), "fprop_onednn_f32"},
   };
   const bool avx512 = __builtin_cpu_supports("avx512f");
   Selection s;
