@@ -455,14 +455,15 @@ def test_the_resnet_example_compares_loss_curves(monkeypatch, capsys):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "STAGES", ((1, 1), (1, 2)))
-    options = ["--fuse", "--steps", "12", "--batch-size", "4", "--size", "32"]
+    options = ["--fuse", "--steps", "12", "--batch-size", "4", "--size", "32", "--orders", "2"]
     monkeypatch.setattr(sys, "argv", ["resnet50.py", *options])
     assert example.main() == 0
     said = capsys.readouterr().out
     # Stem and two blocks with a shortcut each; every one but the stem has a data gradient.
     assert "26 of 26 convolutions on jaxconv's kernels; 9 with statistics" in said
-    monkeypatch.setattr(example, "ALLOWED", 0.0)
-    assert not example.alike(*(example.Run(np.arange(20.0) + i, 1, 1, "") for i in range(3)), "x")
+    lax, other, far = (example.Run(np.full(20, float(at)), 1.0) for at in (1, 2, 9))
+    assert not example.alike(lax, [other, other], far, "x")
+    assert example.alike(lax, [other, far], far, "x")
 
 
 def test_the_training_examples_plot_marks_what_is_equal(tmp_path, monkeypatch):
