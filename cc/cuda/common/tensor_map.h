@@ -16,11 +16,11 @@ namespace jaxconv {
 // wgmma alone would truncate them, which biases the sums.
 struct DenseTensor {
   DType dtype = DType::kBF16;
-  bool whole_f32 = false;
   int rank = 0;
   const void* address = nullptr;
   int64_t extent[5] = {};
   int64_t stride[5] = {};  // elements, of every dimension but the innermost; 0: dense
+  bool whole_f32 = false;
 };
 
 // Boxes of `box` elements, zeros outside. Rows of 128, 64 or 32 bytes are swizzled, and fetched by whole
