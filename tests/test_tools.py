@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxconv import doctor, winograd
-from jaxconv._src import native, winograd_jax
+from jaxconv._src import lowering, native, winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
 from jaxconv.bench import (
@@ -32,6 +32,7 @@ from jaxconv.bench import (
     progress,
     regret,
     report,
+    variants,
 )
 from jaxconv.bench.problem import Problem, Row, Side
 
@@ -279,10 +280,54 @@ def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch,
         # The fastest first, with its ratios to the direct kernel and to lax.
         name = re.escape(row["kernel"]) + (" prepared" if row["prepared"] else "")
         assert re.search(rf"^  {name} +[\d.]+ +[\d.]+x +[\d.]+x ", said, re.MULTILINE), name
+    # In one line: the direct kernel, lax, the peer, the fastest variants and what they are.
+    (line,) = re.findall(r"^seed_224 1x8x8 8->8 3x3 fprop bf16 .*", said, re.MULTILINE)
+    fastest = {
+        prepared: min(
+            (row for row in variants if row["prepared"] is prepared),
+            key=lambda row: row["jaxconv"]["median_s"],
+        )
+        for prepared in (False, True)
+    }
+    least = min(direct[side]["median_s"] for side in ("jaxconv", "lax", "im2col"))
+    ratio = least / fastest[False]["jaxconv"]["median_s"]
+    assert f" {direct['lax']['median_s'] * 1e6:.1f} " in line and f" {ratio:.2f}x " in line
+    names = [row["kernel"].split("_winograd_")[1] for row in fastest.values()]
+    assert line.endswith(f"  {', '.join(names)}")
+
     (name,) = (n for n, s in layers.SETS.items() if s.variants)
     drawn = list(layers.SETS[name].layers())
     assert {layer.n for n, layer in drawn if n == "sdxl_64"} == {4, 8, 32}
     assert {layer.n for n, layer in drawn if n == "seed_960"} == {1}
+
+
+@pytest.mark.parametrize(("layer", "every"), [("unet_64", False), ("seed_224", False), ("a", True)])
+def test_bench_takes_the_variants_that_are_predicted_fastest(monkeypatch, layer, every):
+    forms = ("4x4_elementwise_8x16", "4x4_chunked_128x128x64", "4x4_chunked_128x128x64_wgmma")
+    names = [f"fprop_winograd_f16_{form}" for form in forms]
+    names += [f"fprop_winograd_f16_4x4_four_stage_{i}" for i in range(4)]
+
+    def select(platform, op, spec, sizes, *dtypes):
+        name = spec.algorithm_of(op)
+        return native.Selection(name, microseconds=9.0 - names.index(name)), ""
+
+    kernels = object.__new__(native.Platform)
+    monkeypatch.setattr(kernels, "kernels", lambda: names, raising=False)
+    monkeypatch.setattr(native, "load", lambda platform: kernels)
+    monkeypatch.setattr(lowering, "select", select)
+    prepared = lambda problem, platform: native.Selection(  # noqa: E731
+        problem.algorithm, microseconds=1.0 + names.index(problem.algorithm)
+    )
+    monkeypatch.setattr(variants, "selection", prepared)
+    monkeypatch.setattr(winograd_jax, "TILES", {"f4x4": winograd_jax.TILES["f4x4"]})
+    problem = Problem(layer, layers.LAYERS["unet_64"], Op.FPROP, "f16", algorithm="native")
+    direct, *found = variants.of(problem, "cuda", every)
+    assert direct == problem
+    fastest = names if every else names[4:]
+    if layer == "seed_224":
+        fastest = names[:2] + fastest
+    assert [p.algorithm for p in found if not p.prepared] == fastest
+    assert [p.algorithm for p in found if p.prepared] == (names if every else names[:2])
 
 
 def test_a_variant_that_is_wrong_is_found():

@@ -57,9 +57,11 @@ lax; "temp MB" is its memory beside operands and result, jaxconv / lax, and / im
 im2col: the textbook's matrix of windows and XLA's matrix product. Exit status: 1 where a result is
 wrong, a kernel fails, or nothing could be measured.
 
---set winograd has rows for every variant of Winograd beside the direct kernel (algorithm native)
-and lax, in fprop also with the filter prepared before, and ends with a table by problem.
-"direct/it" above 1 means that a variant takes less time than the direct kernel.
+--set winograd has rows for variants of Winograd beside the direct kernel (algorithm native) and
+lax, in fprop also with the filter prepared before, and ends with a table by problem and one of all
+problems. Variants are the kernels that are predicted fastest, of layers seed_* one of each form
+too, or with --every-variant all. "direct/it" above 1 means that a variant takes less time than the
+direct kernel.
 
 --layers-of takes every distinct convolution of built-in networks, in their usual batches.
 
@@ -127,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the random inputs")
     peers = ["torch", *sorted(_CUDNN), "im2col"]
     add("--peer", nargs="+", choices=peers, default=[], help="further columns")
+    add("--every-variant", action="store_true", help="all kernels in --set winograd, see below")
     add("--regret", action="store_true", help="the selected kernel beside all others, see below")
     add("--random", type=options.count, default=0, help="random dense layers to add, from --seed")
     add("--list", action="store_true", help="print layers, sets and networks, measure nothing")
@@ -181,7 +184,8 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
                     problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
                     if chosen and chosen.variants and arguments.algorithm == "auto":
                         problem = dataclasses.replace(problem, algorithm="native")
-                        problems |= dict.fromkeys(variants.of(problem, platform))
+                        found = variants.of(problem, platform, arguments.every_variant)
+                        problems |= dict.fromkeys(found)
                     elif not (arguments.only_kernels and _left_to_xla(problem, platform)):
                         problems[problem] = None
     return list(problems)
@@ -349,8 +353,7 @@ def main(argv: Sequence[str]) -> int:
             _write(arguments.json, content, rows)
 
     interrupted = len(_run(problems, arguments, platform, keep)) < len(problems)
-    by_problem = variants.summary(rows)
-    if by_problem:
+    if by_problem := [*variants.summary(rows), *variants.overview(rows)]:
         print("\n".join(by_problem))
     lines = report.summary(rows, arguments.peer)
     if arguments.json:

@@ -1,7 +1,8 @@
-"""The set "winograd": every variant of Winograd beside the direct kernel and lax.
+"""The set "winograd": variants of Winograd beside the direct kernel and lax.
 
 A variant is a CUDA kernel instance of the family or, where none takes the problem with a tile, the
-form in JAX; in fprop each also with a filter that is prepared ahead of the calls. Variants are
+form in JAX; in fprop each also with a filter that is prepared ahead of the calls. On a GPU they are
+those that are predicted fastest, and of the layers "seed_*" one of each form, or all. Variants are
 measured alone: lax, peers and the direct kernel stand in the row before them. Of quantised layers
 (dtype int8_nhwc or int8_nchw32) they are the tiles of ``jaxconv.int8.conv``.
 """
@@ -9,7 +10,8 @@ measured alone: lax, peers and the direct kernel stand in the row before them. O
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -21,13 +23,25 @@ from jaxconv._src.spec import Op
 from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
 from jaxconv.bench.problem import Library, Problem, Row
 
+# So many of the kernels that are predicted fastest, with the filter transformed in the call, and
+# prepared.
+_FASTEST, _FASTEST_PREPARED = 3, 2
 
-def of(problem: Problem, platform: str) -> Iterator[Problem]:
-    """The problem computed directly, and by every variant that takes it.
+# Forms of the seed's paper, and of Hopper, one variant each where they differ by little.
+_FORMS = re.compile(
+    r"_[24]x[24]_(elementwise_\w+|four_stage_128x128x64(_pingpong)?|chunked_128x128x64"
+    r"|sync_free_\w+_16x16x16|pkf_\w+)$|_[24]x3_fused_row_\w+$"
+)
+
+
+def of(problem: Problem, platform: str, every: bool = False) -> Iterator[Problem]:
+    """The problem computed directly, and by the variants that take it.
 
     Args:
         problem: by the algorithm that is meant by "direct".
         platform: "cpu" or "cuda"; any other has the forms in JAX alone.
+        every: all variants. Else, of kernels with a predicted time, the ones that are predicted
+            fastest, and of layers named "seed_*" one of each form.
     """
     yield problem
     layer, op = problem.layer, problem.op
@@ -42,24 +56,42 @@ def of(problem: Problem, platform: str) -> Iterator[Problem]:
     short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}[dtypes[0].name]
     kernels = native.load(platform) if platform in native.PLATFORMS else None
     names = kernels.kernels() if isinstance(kernels, native.Platform) else []
-    taken = []
+    taken, predicted = [], {}
     for name in names:
         if name.startswith(f"{op.value}_winograd_{short}_"):
             spec = layer.spec(problem.precision, name)
-            if lowering.select(platform, op, spec, layer.sizes, *dtypes)[0].instance:
+            chosen = lowering.select(platform, op, spec, layer.sizes, *dtypes)[0]
+            if chosen.instance:
                 taken.append(name)
+                predicted[name] = chosen.microseconds
     for tile in winograd_jax.TILES:
         spec = layer.spec(problem.precision, f"winograd_{tile}")
         in_a_kernel = any(winograd_jax.tile_named(name) == tile for name in taken)
         if not in_a_kernel and not winograd_jax.refusal(op, spec, layer.sizes, dtypes[0]):
             taken.append(f"winograd_{tile}")
+    prepared = {}
+    for name in taken:
+        if op is Op.FPROP and winograd_jax.tile_named(name) in LAYOUTS:
+            variant = dataclasses.replace(problem, algorithm=name, variant=True, prepared=True)
+            chosen = selection(variant, platform) if name in names else None
+            if chosen is None or chosen.instance:
+                prepared[name] = chosen.microseconds if chosen else 0.0
+    shown = taken if every else _fastest(predicted, taken, _FASTEST)
+    if not every and problem.name.startswith("seed_"):
+        shown = [name for name in taken if name in shown or _FORMS.search(name)]
+    ready = list(prepared) if every else _fastest(prepared, prepared, _FASTEST_PREPARED)
     for name in taken:
         variant = dataclasses.replace(problem, algorithm=name, variant=True)
-        yield variant
-        if op is Op.FPROP and winograd_jax.tile_named(name) in LAYOUTS:
-            prepared = dataclasses.replace(variant, prepared=True)
-            if name not in names or selection(prepared, platform).instance:
-                yield prepared
+        if name in shown:
+            yield variant
+        if name in ready:
+            yield dataclasses.replace(variant, prepared=True)
+
+
+def _fastest(predicted: dict[str, float], names: Iterable[str], count: int) -> list[str]:
+    """Those of ``names`` with the least predictions, and those without one."""
+    known = sorted((name for name in names if predicted.get(name)), key=predicted.__getitem__)
+    return [*known[:count], *(name for name in names if not predicted.get(name))]
 
 
 def library(problem: Problem) -> Library:
@@ -157,3 +189,55 @@ def summary(rows: Sequence[Row]) -> list[str]:
             cells += [c.rjust(width) for c, width in zip(rest, widths[1:], strict=True)]
             lines.append(("  " + "  ".join(cells)).rstrip())
     return lines
+
+
+def overview(rows: Sequence[Row]) -> list[str]:
+    """A line for each problem: direct kernel, others, and the fastest variant beside the fastest.
+
+    Ratios are the time of the fastest of the direct kernel, lax and the peers over the variant's;
+    TF/s counts the multiplications of a direct convolution.
+    """
+    groups = list(_groups(rows))
+    if not groups:
+        return []
+    peers = list(dict.fromkeys(name for direct, _ in groups for name in direct.sides))
+    peers.remove("jaxconv")
+    title = ("layer", "direct us", *(f"{name} us" for name in peers))
+    table = [(*title, "us", "ratio", "TF/s", "prepared us", "ratio", "fastest variant, prepared")]
+    for direct, variants in groups:
+        problem = direct.problem
+        others = [_seconds(direct, name) for name in direct.sides]
+        least = min((seconds for seconds in others if seconds), default=None)
+        found = []
+        for prepared in (False, True):
+            timed = [(s, row) for row in variants if (s := _seconds(row))]
+            found.append(
+                min(
+                    (entry for entry in timed if entry[1].problem.prepared is prepared),
+                    key=lambda entry: entry[0],
+                    default=(None, None),
+                )
+            )
+        (seconds, fastest), (ready_seconds, ready) = found
+        times = [_seconds(direct), *(_seconds(direct, name) for name in peers), seconds]
+        rate = problem.layer.flops / seconds / 1e12 if seconds else None
+        kernels = [
+            row.kernel.partition("_winograd_")[2] or row.kernel for row in (fastest, ready) if row
+        ]
+        table.append(
+            (
+                f"{problem.name} {problem.layer} {problem.op.value} {problem.dtype_label}",
+                *("-" if s is None else f"{s * 1e6:.1f}" for s in times),
+                _ratio(least, seconds),
+                "-" if rate is None else f"{rate:.3g}",
+                "-" if ready_seconds is None else f"{ready_seconds * 1e6:.1f}",
+                _ratio(least, ready_seconds),
+                ", ".join(kernels),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *middle, last in table:
+        cells = [c.rjust(width) for c, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
+    return ["", "the fastest variant; ratio: the fastest of direct, lax and peers / it", *lines]
