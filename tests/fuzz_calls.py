@@ -208,6 +208,9 @@ def draw_call(seed: int, index: int) -> Call:
             c, k = 1, draw.integer(1, 3)
         elif groups > 1 and draw.chance(0.4):
             groups, batch_groups = 1, draw.integer(2, 3)
+        elif groups > 1 and draw.chance(0.5):  # whole groups in a vector, with a tail
+            c = k = draw.one_of(2, 4, 8)
+            groups = draw.integer(2, 12)
         stride = draw.integers(1, 3, rank) if draw.chance(0.5) else (1,) * rank
         lhs_dilation = draw.integers(1, 3, rank) if draw.chance(0.25) else (1,) * rank
         dilation = draw.integers(1, 3, rank) if draw.chance(0.4) else (1,) * rank
