@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from jaxconv.bench import (
     measure,
     network_layers,
     networks,
+    peer_cudnn,
     progress,
     regret,
     report,
@@ -597,6 +599,39 @@ def test_bench_says_what_cudnn_needs(capsys, peer):
     with pytest.raises(SystemExit):
         bench.main(["--set", "int8", "--peer", peer])
     assert f"--peer {peer}: cuDNN needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_bench_builds_cudnns_plans_once_for_both_layouts(monkeypatch):
+    """``build`` runs ahead; the programs of both layouts then take what it built."""
+    built, measured = [], []
+
+    def of(wanted):
+        built.append(wanted)
+        return peer_cudnn._Built(f"graph {len(built)}", {}, None)
+
+    def fastest(graph, buffers, handle):
+        measured.append((graph, len(buffers)))
+        return None, None
+
+    layer = layers.LAYERS["r50_56_3x3"]
+    rows = [
+        Problem("r50_56_3x3", layer, Op.FPROP, dtype, "default", "auto")
+        for dtype in ("int8_nhwc", "int8_nchw32", "int8")
+    ]
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    monkeypatch.setattr(peer_cudnn, "_built", of)
+    monkeypatch.setattr(peer_cudnn, "_integers", lambda layer, tensors: {})
+    monkeypatch.setattr(peer_cudnn, "_fastest", fastest)
+    monkeypatch.setattr(peer_cudnn, "_ahead", {})
+    monkeypatch.setattr(peer_cudnn, "_asked", set())
+    peer_cudnn._program.cache_clear()
+    for row in rows[:2]:
+        peer_cudnn.build(row)
+    programs = [peer_cudnn.program(row, 3) for row in rows]
+    peer_cudnn._program.cache_clear()
+    assert programs[0] is programs[1] is not programs[2]
+    assert measured == [("graph 1", 3), ("graph 2", 3)]
+    assert [wanted.fused for wanted in built] == [True, False]
 
 
 def test_the_quantised_example_keeps_the_accuracy(tmp_path):

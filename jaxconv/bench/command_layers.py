@@ -9,7 +9,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from jaxconv._src.spec import Op
@@ -221,7 +221,9 @@ def _run(
 
     def start(pool: Executor, problem: Problem) -> compiled.Ahead:
         copies = copies_of(problem, platform, arguments.device_time)
-        return compiled.Ahead(pool, problem, platform, copies, im2col)
+        asked = sorted(_CUDNN & set(arguments.peer)) if not problem.variant else ()
+        built = [builder.submit(peer_cudnn.build, problem, n == "cudnn-winograd") for n in asked]
+        return compiled.Ahead(pool, problem, platform, copies, im2col, built)
 
     def one(item: tuple[Problem, compiled.Ahead | None]) -> Row:
         row = measure(
@@ -237,7 +239,10 @@ def _run(
         keep(row)
         return row
 
-    with compiled.Pipeline(arguments.compile_jobs, start) as pipeline:
+    with (
+        ThreadPoolExecutor(1) as builder,
+        compiled.Pipeline(arguments.compile_jobs, start) as pipeline,
+    ):
         return each(
             Progress(len(problems)),
             pipeline.rows(problems),

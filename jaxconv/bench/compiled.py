@@ -88,12 +88,20 @@ class Ahead:
         norms: the compiled ``norms``.
         libraries: library -> its ``One`` and its program of several convolutions.
 
-    Each is a future: its result raises what compiling raised.
+    Each is a future: its result raises what compiling raised. ``others`` are futures to wait for
+    as well.
     """
 
     def __init__(
-        self, pool: Executor, problem: Problem, platform: str, copies: int, im2col: bool = False
+        self,
+        pool: Executor,
+        problem: Problem,
+        platform: str,
+        copies: int,
+        im2col: bool = False,
+        others: Sequence[Future] = (),
     ):
+        self.others = others
         shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
         result = jax.ShapeDtypeStruct(problem.layer.shape(problem.op.roles[2]), problem.out_dtype)
         draw = draw_operands(problem)
@@ -128,7 +136,7 @@ class Ahead:
 
     def wait(self) -> None:
         """Returns when everything is compiled, or has failed."""
-        wait([*self.libraries.values(), self.reference, self.norms, self.draw])
+        wait([*self.libraries.values(), self.reference, self.norms, self.draw, *self.others])
 
 
 class Pipeline:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxconv._src.spec import Op
 from jaxconv.bench import peer
@@ -56,6 +56,43 @@ def program(problem: Problem, copies: int, winograd: bool = False) -> Program:
         ValueError: the problem is another one.
         RuntimeError: cuDNN has no plan for it.
     """
+    return _program(_wanted(problem, winograd), copies)
+
+
+def build(problem: Problem, winograd: bool = False) -> None:
+    """Builds cuDNN's plans, which ``program`` then finds: the greater part of its time.
+
+    Once for each layer. Calls may come from any thread, one at a time; building holds Python's
+    lock, so that a second thread gains nothing.
+
+    Raises:
+        ValueError, RuntimeError: as ``program``.
+    """
+    wanted = _wanted(problem, winograd)
+    if wanted not in _asked:
+        _asked.add(wanted)
+        _ahead[wanted] = _built(wanted)
+
+
+class _Wanted(NamedTuple):
+    layer: Layer
+    dtype: str
+    fused: bool
+    winograd: bool
+
+
+class _Built(NamedTuple):
+    graph: Any
+    tensors: dict[str, Any]
+    handle: Any
+
+
+# What ``build`` was asked for, and what it has built that no program has taken yet.
+_asked: set[_Wanted] = set()
+_ahead: dict[_Wanted, _Built] = {}
+
+
+def _wanted(problem: Problem, winograd: bool) -> _Wanted:
     dtype = "int8" if problem.dtype.startswith("int8") else problem.dtype
     if (
         dtype not in ("int8", "f16", "bf16")
@@ -63,19 +100,28 @@ def program(problem: Problem, copies: int, winograd: bool = False) -> Program:
         or problem.op is not Op.FPROP
     ):
         raise ValueError("cuDNN is measured in fprop, in 2-D, of int8, float16 and bfloat16")
-    return _program(problem.layer, dtype, problem.requantized, copies, winograd)
+    return _Wanted(problem.layer, dtype, problem.requantized, winograd)
+
+
+def _built(wanted: _Wanted) -> _Built:
+    import cudnn
+
+    handle = cudnn.create_handle()
+    return _Built(*_graph(wanted, handle), handle)
 
 
 # Rows of one layer in two layouts follow each other, and cuDNN's side of both is the same.
 @functools.lru_cache(maxsize=2)
-def _program(layer: Layer, dtype: str, fused: bool, copies: int, winograd: bool) -> Program:
-    import cudnn
+def _program(wanted: _Wanted, copies: int) -> Program:
     import torch
 
-    handle = cudnn.create_handle()
-    graph, tensors = _graph(layer, dtype, fused, winograd, handle)
-    make = _integers if dtype == "int8" else functools.partial(_floats, dtype, winograd)
-    buffers = [make(layer, tensors) for _ in range(copies)]
+    graph, tensors, handle = _ahead.pop(wanted, None) or _built(wanted)
+    make = (
+        _integers
+        if wanted.dtype == "int8"
+        else functools.partial(_floats, wanted.dtype, wanted.winograd)
+    )
+    buffers = [make(wanted.layer, tensors) for _ in range(copies)]
     replayed, workspace = _fastest(graph, buffers, handle)
 
     def run(starts: int):
@@ -87,12 +133,11 @@ def _program(layer: Layer, dtype: str, fused: bool, copies: int, winograd: bool)
     return run
 
 
-def _graph(
-    layer: Layer, dtype: str, fused: bool, winograd: bool, handle: Any
-) -> tuple[Any, dict[str, Any]]:
-    """The convolution as a graph of cuDNN's, and its tensors by name."""
+def _graph(wanted: _Wanted, handle: Any) -> tuple[Any, dict[str, Any]]:
+    """The convolution as a graph of cuDNN's, with every plan built, and its tensors by name."""
     import cudnn
 
+    layer, dtype, fused, winograd = wanted
     types = cudnn.data_type
     own = {"int8": types.INT8, "f16": types.HALF, "bf16": types.BFLOAT16}[dtype]
     sums = types.INT32 if dtype == "int8" else types.FLOAT
