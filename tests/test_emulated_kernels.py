@@ -160,6 +160,7 @@ POINTWISE_FEW = problem("1x1_few", (15, 15), 1, n=7, c=72, k=40)
 ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
+WIDE_TILES = problem("wide_tiles", (6, 5), 3, c=40, k=96, padding=1)
 # Folded columns: pixels of 24 channels; folded rows.
 PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 PATCHES_MANY = problem("patches", (32, 24), (16, 8), n=40, c=3, k=136, stride=(16, 8))
@@ -235,6 +236,11 @@ OTHERS = {
     "wgrad_igemm_wgmma_f16_128x64x64_pingpong": [STRIDED],
     "wgrad_igemm_wgmma_bf16_192x64x128_filter_row": [DENSE],
     "wgrad_igemm_wgmma_f32_128x64x32_mma_sync": [WIDE],
+    # Three TF32 products of float32 (test_split_tf32.py).
+    "fprop_igemm_wmma_f32_64x64x32_3stage_3xtf32": [DENSE],
+    "dgrad_igemm_wmma_f32_128x64x32_3stage_3xtf32": [GROUPS, PATCHES],
+    "wgrad_igemm_wmma_f32_64x64x32_3stage_3xtf32": [WIDE],
+    "wgrad_igemm_wgmma_f32_128x64x32_mma_sync_3xtf32": [WIDE, WIDE_TILES],
     "fprop_depthwise_int8_s8_64ch_stride1": EIGHT_BIT_DEPTHWISE["stride1"],
     "fprop_depthwise_int8_u8_64ch_stride2": EIGHT_BIT_DEPTHWISE["stride2"],
     "fprop_depthwise_int8_s8_64ch_any": EIGHT_BIT_DEPTHWISE["any"],
@@ -290,6 +296,7 @@ EPILOGUES = {
         (DENSE, "scale bias residual relu pre", "slices=2"),
         (PATCHES, "scale bias residual silu", ""),
     ],
+    "fprop_igemm_wmma_f32_128x64x32_3stage_3xtf32": [(GROUPS, "scale bias residual relu", "")],
     "fprop_igemm_wmma_bf16_128x16x64_3stage_align2": [(ODD, "scale bias residual gelu pre", "")],
     "fprop_igemm_simt_f32_128x64x8_vec": [(GROUPS, "scale bias residual relu6 pre", "")],
     "fprop_igemm_simt_f16_128x32x8_scalar": [(ODD, "scale bias residual tanh pre", "")],

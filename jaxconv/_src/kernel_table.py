@@ -29,7 +29,8 @@ _PROBES: dict[str, dict[str, Any]] = {
     "negative padding": dict(pad=-1),
     "epilogue": dict(epilogue=("scale", "bias", "residual", "relu")),
 }
-# What precisions mean for float32 on a GPU: the tensor cores' TF32 is for DEFAULT only.
+# What precisions mean for float32 on a GPU: one TF32 product is for DEFAULT only. Three products
+# (instances ``_3xtf32``) serve all, but nothing but their own names takes them at DEFAULT.
 _PRECISIONS = ("default", "high", "highest")
 # Where no GPU is present to ask for. The newest architecture with kernels of its own.
 _TARGET = "sm_90a"

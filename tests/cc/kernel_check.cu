@@ -1,6 +1,6 @@
 // Kernels alone, without Python and XLA: exact on integers, and their times.
 //
-//     kernel_check check|time|hash|host PROBLEMS KERNEL...
+//     kernel_check check|time|error|hash|host PROBLEMS KERNEL...
 //
 // PROBLEMS: a file of lines "name<TAB>key", the key as ConvProblem::ToString writes it (and as
 // `jaxconv.explain` shows it). KERNEL: part of an instance's name; "native", what selection takes;
@@ -12,6 +12,9 @@
 //            double; with SLICES=n in the environment also in n slices where the kernel has them
 //     time   normal operands, drawn anew for every kernel, in 2 to 16 sets (more than 300 MB), one
 //            CUDA graph over all, the median of 9 replays: us, TF/s, TB/s and the prediction
+//     error  normal operands: the rms of the error over the rms of the result, both against the
+//            definition computed in double, over at most 16,384 elements of the result; and its part
+//            that is a multiple of the result. Of problems without an epilogue
 //     hash   of the result's bits, to compare processes
 //     host   nanoseconds of host time for one call as the FFI handler makes it (plan lookup,
 //            checks, launch), and of a bare launch of an empty kernel with parameters as large
@@ -32,6 +35,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -117,6 +121,21 @@ __global__ void Compare(const void* out, DType dtype, const double* expected, do
     atomicAdd(&found[0], 1ull);
     atomicMin(&found[1], static_cast<unsigned long long>(i));
   }
+}
+
+// sums: of the squared errors, of the squared results, of errors times results.
+__global__ void SumErrors(Window window, const void* lhs, const void* rhs, DType dtype,
+                          const void* out, DType out_dtype, int64_t every, int64_t elements,
+                          double* sums) {
+  double sum[3] = {};
+  const int64_t step = int64_t{gridDim.x} * blockDim.x * every;
+  for (int64_t i = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * every; i < elements;
+       i += step) {
+    const double expected = Element(window, i, lhs, rhs, dtype);
+    const double error = Get(out, i, out_dtype) - expected;
+    sum[0] += error * error, sum[1] += expected * expected, sum[2] += error * expected;
+  }
+  for (int i = 0; i < 3; ++i) atomicAdd(&sums[i], sum[i]);
 }
 
 __global__ void Hash(const unsigned short* out, int64_t halves, unsigned long long* hash) {
@@ -325,6 +344,41 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
   return failures;
 }
 
+int Error(const std::string& name, const ConvProblem& problem,
+          const std::vector<Candidate>& candidates, cudaStream_t stream) {
+  const Tensors tensors(problem);
+  const Buffer set(tensors.SetBytes()), sums(24);
+  FillOperands(problem, tensors, tensors.OperandsAt(set.data(), nullptr, 0), 0, false, stream);
+  int failures = 0;
+  for (const Candidate& candidate : candidates) {
+    const Buffer workspace(candidate.plan.workspace_bytes);
+    const Operands operands =
+        tensors.OperandsAt(set.data(), workspace.data(), candidate.plan.workspace_bytes);
+    const Status status = problem.epilogue.Plain()
+                              ? Run(candidate.plan, operands, stream)
+                              : Status::Unimplemented("the error of plain sums only");
+    if (!status.ok()) {
+      ++failures;
+      std::printf("FAILED %s: %s: %s\n", candidate.kernel->name, name.c_str(),
+                  status.message().c_str());
+      continue;
+    }
+    double sum[3] = {};
+    Require(cudaMemsetAsync(sums.data(), 0, 24, stream), "clear");
+    // An odd distance, which meets all columns of a tile.
+    SumErrors<<<128, 128, 0, stream>>>(Window(problem), operands.lhs, operands.rhs,
+                                       problem.lhs_dtype(), operands.out, problem.output_dtype(),
+                                       tensors.out / 16384 | 1, tensors.out,
+                                       reinterpret_cast<double*>(sums.data()));
+    Require(cudaMemcpyAsync(sum, sums.data(), 24, cudaMemcpyDeviceToHost, stream), "copy");
+    Require(cudaStreamSynchronize(stream), candidate.kernel->name);
+    std::printf("%-16s %-5s error %.2e  of it a multiple %+.2e  slices %-3lld %s\n", name.c_str(),
+                Name(problem.op), std::sqrt(sum[0] / sum[1]), sum[2] / sum[1],
+                static_cast<long long>(candidate.plan.slices), candidate.kernel->name);
+  }
+  return failures;
+}
+
 int Time(const std::string& name, const ConvProblem& problem,
          const std::vector<Candidate>& candidates, bool hash, cudaStream_t stream) {
   const Tensors tensors(problem);
@@ -440,8 +494,8 @@ int Host(const std::string& name, const ConvProblem& problem,
 
 int Main(int argc, char** argv) {
   const std::string mode = argc > 3 ? argv[1] : "";
-  if (mode != "check" && mode != "time" && mode != "hash" && mode != "host") {
-    std::printf("kernel_check check|time|hash|host PROBLEMS KERNEL...\n");
+  if (mode != "check" && mode != "time" && mode != "error" && mode != "hash" && mode != "host") {
+    std::printf("kernel_check check|time|error|hash|host PROBLEMS KERNEL...\n");
     return 2;
   }
   Gpu gpu;
@@ -474,9 +528,10 @@ int Main(int argc, char** argv) {
     const auto candidates = Candidates(problem, gpu, {argv + 3, argv + argc}, listed);
     ++problems;
     kernels += static_cast<int>(candidates.size());
-    failures += mode == "check"  ? Check(line, problem, gpu, candidates, stream)
-                : mode == "host" ? Host(name, problem, candidates, stream)
-                                 : Time(name, problem, candidates, mode == "hash", stream);
+    failures += mode == "check"   ? Check(line, problem, gpu, candidates, stream)
+                : mode == "error" ? Error(name, problem, candidates, stream)
+                : mode == "host"  ? Host(name, problem, candidates, stream)
+                                  : Time(name, problem, candidates, mode == "hash", stream);
     std::fflush(stdout);
   }
   std::printf("%s: %d problems, %d kernels, %d failures\n", mode.c_str(), problems, kernels,

@@ -234,14 +234,38 @@ void TestClusters() {
          "a cluster of eight CTAs, got " + selection.instance);
 }
 
-// Float32 above precision "default" is never multiplied in TF32.
+// Float32 above precision "default" is multiplied by FMA or as three TF32 products, at "default" in
+// TF32 unless an instance's name says otherwise.
 void TestPrecision() {
-  for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
+  for (const char* target : {"a100", "h200"}) {
+    const Gpu gpu = Model(target);
     for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
-      ConvProblem problem = Layer(op, 32, 28, 512, 512, 3);
-      problem.precision = precision;
-      const std::string name = SelectOk(problem, Model("h200")).instance;
-      Expect(Contains(name, "igemm_simt"), name + " multiplies in TF32");
+      for (int channels : {8, 512}) {
+        ConvProblem problem = Layer(op, 32, 28, channels, channels, 3);
+        for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
+          problem.precision = precision;
+          for (const KernelDesc& kernel : Kernels()) {
+            if (kernel.op != op || kernel.dtype != DType::kF32 || kernel.fused) continue;
+            const bool tf32 = !kernel.three_tf32 && (Contains(kernel.family, "igemm_wmma") ||
+                                                     Contains(kernel.family, "igemm_wgmma"));
+            Expect(!tf32 || SelectOk(problem, gpu, kernel.name).instance.empty(),
+                   std::string(kernel.name) + " multiplies in TF32");
+          }
+        }
+        const std::string three = SelectOk(problem, gpu).instance;
+        if (channels == 512) {
+          Expect(Contains(three, "_3xtf32"), three + " at HIGHEST");
+          Expect(FindKernel(three)->three_tf32, three + " is named so");
+        }
+        for (const char* algorithm : {"native", "igemm_wmma"}) {
+          problem.precision = Precision::kDefault;
+          const std::string one = SelectOk(problem, gpu, algorithm).instance;
+          Expect(!one.empty() && !Contains(one, "_3xtf32"), one + " at DEFAULT");
+        }
+        if (Contains(three, "_3xtf32")) {
+          Expect(SelectOk(problem, gpu, three).instance == three, three + " by name");
+        }
+      }
     }
   }
 }
@@ -256,7 +280,8 @@ void TestTensorCoreRefusals() {
   Expect(family(layer), "float32 at DEFAULT goes to TF32");
   for (Precision precision : {Precision::kHigh, Precision::kHighest}) {
     layer.precision = precision;
-    Expect(!family(layer), "float32 above DEFAULT stays float32");
+    Expect(Contains(SelectOk(layer, gpu).instance, "_3xtf32"),
+           "float32 above DEFAULT goes to three TF32 products");
   }
   // The filter's extents outgrow the bits of a pixel.
   Expect(!family(Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c64 k64 i128 f40 o89 s1 l1 d1 p0_0")),

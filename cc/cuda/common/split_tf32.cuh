@@ -9,15 +9,15 @@
 // Cores while surpassing the FP32 theoretical peak performance", 2022; CUTLASS calls it 3xTF32.
 //
 // Sums: the tensor core cuts off what its accumulators cannot hold, always towards zero, and over a
-// long reduction that adds up. So a short run of the reduction, at most 32 indices, is summed in
-// accumulators of its own, which are then added to the float32 sums by FADD, rounded to nearest
-// (Promote).
+// long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices, is
+// summed in accumulators of its own, which are then added to the float32 sums by FADD, rounded to
+// nearest (Promote).
 //
 // Not finite: the small part of Inf and of NaN is NaN, and of a value within 2^-12 of the largest
 // float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand has
-// a sum that is not finite, and is computed again (Promote's `again`): first the sum of the products
-// with small parts, which is made finite, then those of big parts, which have the right Inf or NaN, with
-// operands split by SplitTf32WithCare.
+// a sum that is not finite, and is computed again (PromoteWithCare) with operands split by
+// SplitTf32WithCare: first the sum of the products with small parts, which is made finite, then those of
+// big parts, which have the right Inf or NaN.
 //
 // Operands below 2^-112 in magnitude have small parts that are subnormal, with fewer bits: there the
 // error is up to 2^-137 times the other factor.
@@ -33,6 +33,8 @@
 #include "cuda/ptx/mma.cuh"
 
 namespace jaxconv {
+
+inline constexpr int kSplitRunSteps = 2;
 
 inline constexpr uint32_t kTf32Mask = 0xffffe000;
 
@@ -118,11 +120,9 @@ __device__ __forceinline__ void Each(float (&sums)[kBlocksM][kBlocksN][4], Body 
   }
 }
 
-// acc += run, the sums of a short run. Where any of the warp's is not finite, they are computed again:
-// again(sums, products) adds all products of the run of a kind, split with care.
-template <int kBlocksM, int kBlocksN, typename Again>
-__device__ __forceinline__ void Promote(float (&run)[kBlocksM][kBlocksN][4],
-                                        float (&acc)[kBlocksM][kBlocksN][4], Again again) {
+// Whether any of the warp's sums of a run is not finite.
+template <int kBlocksM, int kBlocksN>
+__device__ __forceinline__ bool AnyNotFinite(float (&run)[kBlocksM][kBlocksN][4]) {
   float zero[4] = {};  // or NaN
 #pragma unroll
   for (int i = 0; i < kBlocksM; ++i) {
@@ -132,14 +132,13 @@ __device__ __forceinline__ void Promote(float (&run)[kBlocksM][kBlocksN][4],
       for (int e = 0; e < 4; ++e) zero[e] = fmaf(run[i][j][e], 0.f, zero[e]);
     }
   }
-  const float all = (zero[0] + zero[1]) + (zero[2] + zero[3]);
-  if (__any_sync(0xffffffff, all != 0)) {
-    Each(run, [](float& sum) { sum = 0; });
-    again(run, SplitConstant<SplitProducts::kSmall>());
-    // Of NaN, too.
-    Each(run, [](float& sum) { sum = fmaxf(fminf(sum, FLT_MAX), -FLT_MAX); });
-    again(run, SplitConstant<SplitProducts::kBig>());
-  }
+  return __any_sync(0xffffffff, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0);
+}
+
+// acc += run.
+template <int kBlocksM, int kBlocksN>
+__device__ __forceinline__ void Promote(const float (&run)[kBlocksM][kBlocksN][4],
+                                        float (&acc)[kBlocksM][kBlocksN][4]) {
 #pragma unroll
   for (int i = 0; i < kBlocksM; ++i) {
 #pragma unroll
@@ -148,6 +147,19 @@ __device__ __forceinline__ void Promote(float (&run)[kBlocksM][kBlocksN][4],
       for (int e = 0; e < 4; ++e) acc[i][j][e] += run[i][j][e];
     }
   }
+}
+
+// The same of a run with operands that are not finite, or too large for SplitTf32. add(products) adds
+// its products of a kind, split with care, to `run`.
+template <int kBlocksM, int kBlocksN, typename Add>
+__device__ __forceinline__ void PromoteWithCare(float (&run)[kBlocksM][kBlocksN][4],
+                                                float (&acc)[kBlocksM][kBlocksN][4], Add add) {
+  Each(run, [](float& sum) { sum = 0; });
+  add(SplitConstant<SplitProducts::kSmall>());
+  // Of NaN, too.
+  Each(run, [](float& sum) { sum = fmaxf(fminf(sum, FLT_MAX), -FLT_MAX); });
+  add(SplitConstant<SplitProducts::kBig>());
+  Promote(run, acc);
 }
 
 }  // namespace jaxconv

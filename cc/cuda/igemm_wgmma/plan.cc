@@ -36,8 +36,9 @@ constexpr double kStatisticsNanoseconds = 0.02;
 
 // The forms' traits, by the names in kernels.def.
 constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
-                   kTraitsOfWgradMmaSync = 0, kTraitsOfPingpong = kPingpong,
-                   kTraitsOfWgradPingpong = kPingpong, kTraitsOfSwapAb = kPingpong | kSwapAb,
+                   kTraitsOfWgradMmaSync = 0, kTraitsOfWgradMmaSync3xTf32 = kThreeTf32,
+                   kTraitsOfPingpong = kPingpong, kTraitsOfWgradPingpong = kPingpong,
+                   kTraitsOfSwapAb = kPingpong | kSwapAb,
                    kTraitsOfFilterRow = kPingpong | kFilterRow,
                    kTraitsOfWeightStationary = kPingpong | kFilterRow,
                    kTraitsOfSwapAbFilterRow = kPingpong | kSwapAb | kFilterRow,

@@ -7,12 +7,13 @@
 //     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
 // The reduction is one flat index, so a tap or a channel count that does not fill a stage wastes
 // nothing; strided dgrad runs residue class by residue class and multiplies no inserted zero. f16
-// and bf16 go through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32; all
-// sums are float32.
+// and bf16 go through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32, and in
+// 3xtf32 instances, at any precision, through three of them (split_mainloop.cuh); all sums are
+// float32.
 //
 // Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a
-// warp; 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output channels
-// (common/mma_tile.cuh has the swizzle). Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes
+// warp (3xtf32: of 64x32); 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output
+// channels (common/mma_tile.cuh has the swizzle). Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes
 // (256x64: 4 of 64), 147,456 bytes at 128x256, 98,304 at 128x128, 73,728 at 128x64, 49,152 at
 // 64x64, plus 1 to 5 KB of row, pixel and tap tables. Registers, 64x64 a warp: 128 accumulators, 64
 // fragments (two mma steps), 16 for the rows' pixels and tap masks; at most 255.
@@ -29,11 +30,11 @@
 //
 // Why not nvcuda::wmma: docs/notes/igemm_wmma.md.
 //
-// Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default";
-// outputs other than the operand type or f32; wgrad with lhs_dilation; filters whose extents (of a
-// residue class) add up to more than 31; more than 64 taps, or channel counts that do not suit the
-// copies, except in align2 instances; fprop with lhs_dilation in 8-warp tiles. After: "Implicit
-// GEMM convolution with WMMA" (seeds/000).
+// Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default", except
+// in 3xtf32 instances; outputs other than the operand type or f32; wgrad with lhs_dilation; filters
+// whose extents (of a residue class) add up to more than 31; more than 64 taps, or channel counts
+// that do not suit the copies, except in align2 instances; fprop with lhs_dilation in 8-warp tiles.
+// After: "Implicit GEMM convolution with WMMA" (seeds/000).
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
 

@@ -1,7 +1,7 @@
 // The mainloop of float32 as three TF32 products (common/split_tf32.cuh).
 //
 // Operands lie in shared memory as float32 and are split in registers, just before they are multiplied.
-// A stage is a run: its sums have accumulators of their own, which leave room for warp tiles of 64x32.
+// Runs have accumulators of their own, which leave room for warp tiles of 64x32.
 //
 // In the pass of stage s a thread waits for its copies of that stage; one barrier then tells that all
 // threads' have arrived, and that all have read stage s - 1, whose slot gets the copies of stage
@@ -38,12 +38,14 @@ __device__ __forceinline__ void SplitMainloop(Loader& loader, uint32_t shared, i
   uint32_t write = shared + (Tile::kStages - 1) * Tile::kStageBytes;
   const uint32_t end = shared + Tile::kStages * Tile::kStageBytes;
   uint32_t read = shared;
+  static_assert(Tile::kSteps % kSplitRunSteps == 0);
   auto pass = [&](auto issue) {
     constexpr bool kIssue = decltype(issue)::value;
     CopyAsyncWait<Tile::kStages - 2>();
     __syncthreads();
     uint32_t a[2][Tile::kBlocksM][4], b[2][Tile::kBlocksN / 2][4];
     float run[Tile::kBlocksM][Tile::kBlocksN][4];
+    uint32_t not_finite = 0;  // a bit of each run
     reader_a.Read(0, a[0]);
     reader_b.Read(0, b[0]);
     if constexpr (kIssue) loader.Prepare();
@@ -57,21 +59,36 @@ __device__ __forceinline__ void SplitMainloop(Loader& loader, uint32_t shared, i
           if constexpr (step + 2 == Tile::kSteps) loader.Advance();
         }
       }
-      MultiplySplit<SplitProducts::kAll, step == 0, /*kCare=*/false>(a[step % 2], b[step % 2], run);
+      constexpr int of_run = step % kSplitRunSteps;
+      MultiplySplit<SplitProducts::kAll, of_run == 0, /*kCare=*/false>(a[step % 2], b[step % 2],
+                                                                       run);
+      if constexpr (of_run + 1 == kSplitRunSteps) {
+        if (AnyNotFinite(run)) {
+          not_finite |= 1u << step / kSplitRunSteps;
+        } else {
+          Promote(run, acc);
+        }
+      }
     });
     if constexpr (kIssue) {
       loader.Finish(write);
       write = write + Tile::kStageBytes == end ? shared : write + Tile::kStageBytes;
     }
     CopyAsyncCommit();
-    Promote(run, acc, [&](auto& sums, auto products) {
+    if (not_finite != 0) {
 #pragma unroll 1
-      for (int step = 0; step < Tile::kSteps; ++step) {
-        reader_a.Read(step, a[0]);
-        reader_b.Read(step, b[0]);
-        MultiplySplit<decltype(products)::value, false, /*kCare=*/true>(a[0], b[0], sums);
+      for (int first = 0; first < Tile::kSteps; first += kSplitRunSteps) {
+        if ((not_finite >> first / kSplitRunSteps & 1) == 0) continue;
+        PromoteWithCare(run, acc, [&](auto products) {
+#pragma unroll 1
+          for (int step = first; step < first + kSplitRunSteps; ++step) {
+            reader_a.Read(step, a[0]);
+            reader_b.Read(step, b[0]);
+            MultiplySplit<decltype(products)::value, false, /*kCare=*/true>(a[0], b[0], run);
+          }
+        });
       }
-    });
+    }
     const int32_t flip = read + Tile::kStageBytes == end ? -(Tile::kStages - 1) * Tile::kStageBytes
                                                          : Tile::kStageBytes;
     read += flip;

@@ -1,0 +1,142 @@
+"""float32 as three TF32 products: float32's error, and Inf, NaN, huge and tiny operands.
+
+In the emulator, and on a GPU by name.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import jax
+import kernel_tables
+import numpy as np
+import pytest
+from numerics import error, normal_operands, reference
+from problems import problem
+from test_emulated_kernels import OTHERS, programs  # noqa: F401
+
+from jaxconv._src.spec import Op
+
+# Reductions of 104 or 96 channels, or of 210 pixels: runs of 32, and a tail. No padding, whose
+# zeros would make NaN of Inf.
+POINTWISE = problem("1x1", (15, 7), 1, n=2, c=104, k=96)
+LARGEST = float(np.finfo(np.float32).max)
+
+SPLIT = [each.name for each in kernel_tables.instances() if each.name.endswith("_3xtf32")]
+EMULATED = [name for name in OTHERS if name.endswith("_3xtf32")]
+
+Run = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@pytest.fixture
+def emulated(request, tmp_path, programs):  # noqa: F811
+    """(operation, the function of the operands that runs an instance in the emulator)."""
+    op, instance = Op(request.param.partition("_")[0]), request.param
+
+    def run(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+        (tmp_path / "lhs").write_bytes(lhs.tobytes())
+        (tmp_path / "rhs").write_bytes(rhs.tobytes())
+        files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
+        key = POINTWISE.line(op, "f32", "highest")
+        command = [str(programs[False]), instance, key, *files]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"
+        shape = POINTWISE.canonical_shape(op.roles[2])
+        return np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(shape)
+
+    return op, run
+
+
+def on_gpu(instance: str) -> tuple[Op, Run]:
+    op = Op(instance.partition("_")[0])
+    call = POINTWISE.operation(op, "f32", algorithm=instance, precision="highest")
+    return op, lambda lhs, rhs: np.asarray(jax.jit(call)(lhs, rhs))
+
+
+# --- the checks -----------------------------------------------------------------------------------
+
+
+def has_the_error_of_float32(op: Op, run: Run) -> None:
+    """One TF32 product has 3e-4; without either small part 2e-4."""
+    lhs, rhs = normal_operands(op, POINTWISE, "f32")
+    exact = reference(op, POINTWISE, lhs, rhs)
+    assert 0 < error(run(lhs, rhs), exact) < 2.5e-7
+
+
+def keeps_inf_and_nan(op: Op, run: Run) -> None:
+    """As float32 does: beside them every result is as accurate as ever."""
+    rng = np.random.default_rng(3)
+    lhs, rhs = (np.array(a) for a in normal_operands(op, POINTWISE, "f32"))
+    rhs.flat[::7] = np.where(rhs.flat[::7] < 0, -1, 1)  # whose small parts are zeros
+    for operand in (lhs, rhs):
+        bad = np.array([np.inf, -np.inf, np.nan, -np.nan], np.float32)
+        operand.flat[rng.choice(operand.size, 4, replace=False)] = bad
+    # A NaN without the upper bits of its mantissa is Inf to a tensor core.
+    lhs.view(np.uint32).flat[rng.choice(lhs.size)] = 0x7F800001
+    lhs.flat[rng.choice(lhs.size, 5, replace=False)] = 2.0**-20
+    with np.errstate(invalid="ignore"):
+        exact = reference(op, POINTWISE, lhs, rhs)
+    actual = run(lhs, rhs)
+    finite = np.isfinite(exact)
+    assert 0.1 < finite.mean() < 0.98 and np.isinf(exact).any() and np.isnan(exact).any()
+    np.testing.assert_array_equal(actual[~finite], exact[~finite])
+    assert error(actual[finite], exact[finite]) < 2.5e-7
+
+
+def keeps_the_largest_floats_finite(op: Op, run: Run) -> None:
+    """In 11 bits they would be Inf; results beyond the largest float are Inf, not NaN."""
+    lhs, rhs = (np.array(a) for a in normal_operands(op, POINTWISE, "f32"))
+    rhs = rhs * np.float32(2.0**-9)
+    large = np.array([1, -1, 1 - 2.0**-13, 2.0**-11 - 1], np.float64) * LARGEST
+    lhs.flat[:: lhs.size // 40] = np.resize(large, lhs.flat[:: lhs.size // 40].shape)
+    exact = reference(op, POINTWISE, lhs, rhs)
+    assert np.abs(exact).max() < LARGEST and np.abs(exact).max() > LARGEST / 2**9
+    assert error(run(lhs, rhs), exact) < 2.5e-7
+    rhs *= np.float32(2.0**23)  # their products pass the largest float by far
+    exact = reference(op, POINTWISE, lhs, rhs)
+    actual = run(lhs, rhs)
+    beyond = np.abs(exact) > 2.0**132
+    assert beyond.any() and not np.isfinite(actual[beyond]).any()
+    one = np.count_nonzero(beyond) - np.count_nonzero(np.isnan(actual[beyond]))
+    assert one > 0  # NaN where products beyond have both signs, as in float32
+
+
+def loses_only_the_last_bits_of_tiny_operands(op: Op, run: Run) -> None:
+    """Down to 2^-100 nothing; of subnormal operands what lies below 2^-136."""
+    lhs, rhs = (np.array(a) for a in normal_operands(op, POINTWISE, "f32"))
+    tiny, large = lhs * np.float32(2.0**-100), rhs * np.float32(2.0**100)
+    exact = reference(op, POINTWISE, tiny, large)
+    assert error(run(tiny, large), exact) < 2.5e-7
+    tiny = (lhs.astype(np.float64) * 2.0**-128).astype(np.float32)
+    exact = reference(op, POINTWISE, tiny, large)
+    bound = 2.0**-136 * reference(op, POINTWISE, np.ones_like(lhs), np.abs(large))
+    assert (np.abs(run(tiny, large) - exact) <= bound).all()
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        has_the_error_of_float32,
+        keeps_inf_and_nan,
+        keeps_the_largest_floats_finite,
+        loses_only_the_last_bits_of_tiny_operands,
+    )
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("emulated", EMULATED, indirect=True)
+def test_in_the_emulator(emulated, check):
+    CHECKS[check](*emulated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("instance", SPLIT)
+def test_on_a_gpu(instance, check):
+    CHECKS[check](*on_gpu(instance))
+
+
+def test_every_operation_is_split():
+    assert {name.partition("_")[0] for name in SPLIT} == {op.value for op in Op}
