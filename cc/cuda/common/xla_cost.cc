@@ -45,15 +45,15 @@ struct Row {
 // about as fast there, and a layer is left to XLA only where that probably gains.
 // clang-format off
 constexpr Row kRows[] = {
-    {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  38  0.81 1.13
+    {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  50  0.81 1.13
     {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  21  0.02 1.18
     {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  25  0.73 1.40
     {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //  10  0.60 1.38
     {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   3  0.98 1.50
     {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},        //   1  0.95
-    {Class::kGrouped,           kGather, Operands::k16Bit,  4,   Pipe::kMmaSync, 0.225,  0.80},        //  14  0.93 1.42
-    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //   9  0.99 1.59
-    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.345,  1.00},        //   6  0.94 1.14
+    {Class::kGrouped,           kGather, Operands::k16Bit,  3.5, Pipe::kMmaSync, 0.23,   0.86},        //  20  0.90 1.12
+    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //  12  0.81 1.59
+    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.345,  1.00},        //   7  0.94 1.14
     {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   2  1.00 1.14
     {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},        //   6  0.95 1.02
     {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},        //   5  0.38 1.14
@@ -62,21 +62,21 @@ constexpr Row kRows[] = {
     {Class::kFewChannels,       kDgrad,  Operands::kTf32,   3,   Pipe::kFma,     0.19,   0.30},        //   1  0.99 0.99
     {Class::kFewChannels,       kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.105,  0.28},        //   1  1.00 1.00
     {Class::kFewChannels,       kDgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.19,   0.30},        //   1  0.99 0.99
-    {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},        //   2  1.01 1.01
+    {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},        //   3  1.01 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},        //   2  1.00 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},        //   1  1.00 1.00
-    {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.72,   1.00,   0.20}, // 123  0.83 1.45
-    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  7.5, Pipe::kWgmma,   0.80,   1.00},        //  59  0.67 1.24
-    {Class::kPointwise,         kGather, Operands::kTf32,   6.2, Pipe::kWgmma,   0.70,   1.02,   0.25}, //  66  0.79 1.07
+    {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.69,   1.01,   0.29}, // 123  0.82 1.29
+    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  9,   Pipe::kWgmma,   0.90,   0.99},        //  59  0.73 1.28
+    {Class::kPointwise,         kGather, Operands::kTf32,   8.3, Pipe::kWgmma,   0.72,   1.09,   0.38}, //  67  0.81 1.14
     {Class::kPointwise,         kWgrad,  Operands::kTf32,  10.5, Pipe::kWgmma,   0.60,   1.00},        //   6  0.70 1.03
-    {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //   8  0.88 1.09
-    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.23},        //   4  0.96 1.01
+    {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //  10  0.85 1.09
+    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.23},        //   6  0.96 1.04
     {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  78  0.78 1.49
     {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  39  0.84 1.53
     {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  33  0.92 1.86
     {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  16  0.65 1.88
-    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  46  0.55 1.26
-    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   4  0.91 1.23
+    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  56  0.55 1.26
+    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   6  0.91 1.23
 };
 // clang-format on
 
@@ -99,7 +99,11 @@ constexpr double kTransposeUs = 1.2, kTransposeShare = 0.5;
 // Weight gradients whose tiles of 64x64 fill no wave are split along the reduction, and cuBLAS reduces
 // the partial sums of so many results in a microsecond.
 constexpr int64_t kSplitTile = 64 * 64;
-constexpr double kReducedPerUs = 100e3;
+constexpr double kReducedPerUs = 140e3;
+
+// The rest of them is computed in tiles of 128x128 channels, in whole ones.
+constexpr int64_t kChannelTile = 128;
+constexpr double kTileExcessPower = 0.9;
 
 // Of the L2, what of a result is written back beside the next kernel's loads: only the rest counts as
 // written.
@@ -107,7 +111,7 @@ constexpr double kWrittenLater = 0.6;
 // 16-bit matrix products whose rows along the reduction are no multiple of a cache line take so much
 // more of DRAM's time.
 constexpr int64_t kLineChannels = 64;
-constexpr double kPartialLines = 1.12;
+constexpr double kPartialLines = 1.115;
 
 // A weight gradient of strided depthwise convolution takes so many times longer: its tiles of 4x4
 // pixels read rows of x that the next ones read again.
@@ -117,6 +121,8 @@ constexpr double kStridedTiles = 1.4;
 constexpr double kBlockChannels = 32;
 // From so many channels a group on, wgrad has a kernel for Hopper, whose blocks waste less.
 constexpr int64_t kHopperGroup = 8;
+// From so many on, 16-bit fprop and dgrad do.
+constexpr int64_t kWideGroup = 16;
 // A kernel of XLA's writes dy with the zeros of a strided dgrad at this share of the DRAM rate.
 constexpr double kDilateShare = 0.32;
 // Rank 3 is computed in another layout: all tensors are moved so many times more.
@@ -221,6 +227,15 @@ double WaveExcess(const ConvProblem& problem, const Gpu& gpu) {
   return least / (static_cast<double>(m) * static_cast<double>(n));
 }
 
+// The channels of whole tiles over those of a weight gradient.
+double TileExcess(const ConvProblem& problem) {
+  const auto whole = [](int64_t channels) {
+    return static_cast<double>(CeilDiv(channels, kChannelTile) * kChannelTile) /
+           static_cast<double>(channels);
+  };
+  return whole(problem.c) * whole(problem.k);
+}
+
 // Microseconds of cuDNN's FFT, infinite where it was not taken. fprop's padded map lies in one tile;
 // only dgrad cuts larger maps into tiles.
 double FftMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
@@ -268,17 +283,15 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   auto flops = static_cast<double>(problem.flops());
   double us = row->fixed_us;
   if (problem.rank == 3) us += kRank3Passes * bytes / gpu.dram_bytes_per_us;
-  if (problem.groups == 1 && row->ops == kGather) {
-    const double excess = WaveExcess(problem, gpu);
-    // cuBLAS has more tiles than cuDNN, and splits the reduction of those that fill no wave.
-    flops *= row->problem_class == Class::kPointwise ? std::sqrt(excess) : excess;
-  }
+  if (row->problem_class == Class::kDense && row->ops == kGather) flops *= WaveExcess(problem, gpu);
   if (row->problem_class == Class::kGrouped) {
     const int64_t group = problem.c_per_group();
     const double waste = kBlockChannels / static_cast<double>(group);
+    const bool wide =
+        row->ops == kGather && row->operands == Operands::k16Bit && group >= kWideGroup;
     const bool hopper = problem.op == Op::kWgrad && row->operands == Operands::k16Bit &&
                         gpu.wgmma_per_clock > 0 && group >= kHopperGroup;
-    flops *= hopper ? std::sqrt(waste / 2) : waste;
+    flops *= hopper ? std::sqrt(waste / 2) : wide ? std::sqrt(waste) : waste;
   }
   if (problem.groups > 1 && problem.op == Op::kDgrad && !AllOnes(problem.stride)) {
     // XLA writes dy with zeros between its pixels and convolves that.
@@ -287,12 +300,12 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
     us += width * static_cast<double>(problem.n * problem.k) * pixels /
           (kDilateShare * gpu.dram_bytes_per_us);
   }
-  const double compute = flops / (row->flop_share * FlopsPerUs(*row, gpu));
   const double beyond = std::max(0.0, written - kWrittenLater * static_cast<double>(gpu.l2_bytes));
   double memory =
       (bytes + row->written_excess * beyond) / (row->dram_share * gpu.dram_bytes_per_us);
   if (row->problem_class == Class::kPointwise && row->operands == Operands::k16Bit) {
     if (problem.op == Op::kWgrad) {
+      flops *= std::pow(TileExcess(problem), kTileExcessPower);
       const bool split = problem.w_elements() < gpu.sm_count * kSplitTile;
       if (split) us += static_cast<double>(problem.w_elements()) / kReducedPerUs;
     } else {
@@ -307,6 +320,7 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
       problem.op == Op::kWgrad && !AllOnes(problem.stride)) {
     memory *= kStridedTiles;
   }
+  const double compute = flops / (row->flop_share * FlopsPerUs(*row, gpu));
   const double overlap = Overlap(row->problem_class);
   us += std::pow(std::pow(compute, overlap) + std::pow(memory, overlap), 1 / overlap);
   Epilogue terms = problem.epilogue;

@@ -8,19 +8,20 @@
 namespace jaxconv::igemm_wgmma {
 namespace {
 
-// Fitted to 5500 times measured on an H200, so that the choices lose least against the best tile; what
-// memory bounds, and the copies of 16-bit wgrad, to 890 times inside programs (docs/notes/igemm_wgmma.md). Terms stand in for each other; only their sum is to be believed.
+// Fitted to 5500 times measured on an H200, so that the choices lose least against the best tile; 1x1
+// filters, wgrad and TF32 to 640 times inside programs (docs/notes/igemm_wgmma.md). Terms stand in for
+// each other; only their sum is to be believed.
 
 // Share of the GPU's wgmma rate, and cycles that every k-block adds.
 constexpr double kWgmmaShare = 1900.0 / 2048;
 constexpr double kKBlockCycles = 2.79;
 // Cycles of TMA for a row of a box (128 bytes of shared memory), by what the distance of rows in
 // global memory is a multiple of: 128 bytes, a sector of 32, 16; and the share of them that does
-// not hide behind the tensor cores.
+// not hide behind the tensor cores, which is less of TF32's, twice as long there, but of its wgrad more.
 constexpr double kRowCycles = 2.17;
 constexpr double kSectorRowCycles = 3.19;
 constexpr double kUnalignedRowCycles = 3.68;
-constexpr double kRowsExposed = 0.2;
+constexpr double kRowsExposed = 0.2, kTf32RowsExposed = 0.13, kTf32WgradRowsExposed = 0.52;
 // The same of the operand that all SMs read, and how many rows of it are so few that SMs queue.
 constexpr double kSharedRowCycles = 1.62;
 constexpr double kSharedSectorRowCycles = 2.67;
@@ -28,51 +29,57 @@ constexpr double kSharedUnalignedRowCycles = 3.77;
 constexpr double kFewRows = 215;
 // The producer: next tile; wait, announce, first copy; every further copy.
 constexpr double kTileCycles = 197;
-// Of 16-bit 1x1 filters, whose every load comes from DRAM and whose tiles have few k-blocks to hide it; of the
-// 64-pixel tiles of a filter that stays, with one to four.
-constexpr double kPointwiseTileCycles = 640;
-constexpr double kStationaryTileCycles = 560;
+// Of dgrad whose filter is wider than a pixel, in residue classes of a stride: tiles of few taps, stored
+// between the pixels of other classes.
+constexpr double kResidueTileCycles = 1100;
+// Of 16-bit 1x1 filters, whose tiles have few k-blocks; of the 64-pixel tiles of a filter that stays,
+// with one to four; of TF32's filters that stay.
+constexpr double kPointwiseTileCycles = 417;
+constexpr double kStationaryTileCycles = 431, kTf32StationaryTileCycles = 1435;
 constexpr double kLoadCycles = 100;
 constexpr double kCopyCycles = 200;
 // Of 16-bit wgrad, whose copies are boxes of both operands.
 constexpr double kWgradCopyCycles = 100;
-// The first fill of the ring and the last tile's store.
-constexpr double kPrologueCycles = 500;
+// The first fill of the ring, of 16-bit 1x1 filters out of DRAM, and the last tile's store.
+constexpr double kPrologueCycles = 500, kPointwisePrologueCycles = 2105;
 constexpr double kEpilogueBytesPerCycle = 32.9;
 // Results of wgrad filter-row: scattered sectors of 32 bytes.
 constexpr double kSectorBytesPerCycle = 3.3;
 // Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
-constexpr double kPartialBytesPerCycle = 60, kTf32PartialBytesPerCycle = 17.9;
-constexpr double kReduceBytesPerCycle = 12.3;
+constexpr double kPartialBytesPerCycle = 500, kTf32PartialBytesPerCycle = 13.3;
+constexpr double kReduceBytesPerCycle = 9.5;
 // Swap-AB, whose result is transposed in the epilogue: of a CTA's only tile, or beside busy tensor
 // cores.
 constexpr double kSwapAbEpilogueBytesPerCycle = 25;
 constexpr double kSwapAbBesideBytesPerCycle = 23.8;
-constexpr double kTf32EpilogueBytesPerCycle = 28;
-// Sectors stored one by one take this much more of DRAM's time than whole cache lines; rows of the
+constexpr double kTf32EpilogueBytesPerCycle = 26.8;
+// Sectors stored one by one take this much more of DRAM's time than whole cache lines, where rows of
+// the output begin in the middle of a line, and where they begin with one or are shorter; rows of the
 // output whose sectors CTAs share, 128 bytes each, this much.
-constexpr double kSectorExcess = 1.05;
+constexpr double kSectorExcess = 1.14, kAlignedSectorExcess = 0.33;
 constexpr double kSharedSectorExcess = 1.32;
-// Rows of the output that are longer than a cache line and no multiple of it, so that boxes of 64
-// columns share lines: with a filter that stays, whose tiles are stored in whole rows; with tiles of
-// several boxes; with swap-AB's of one.
-constexpr double kSharedLineExcess = 0.13;
-constexpr double kSharedLineExcessC128 = 0.4;
-constexpr double kSharedLineExcessRing = 0.7, kSharedLineExcessSwapAb = 1.5;
+// A line that rows of the output share, where they are longer than a line and no multiple of it: with a
+// filter that stays, whose tiles are stored in whole rows; with tiles of several boxes of 64 columns;
+// with swap-AB's of one.
+constexpr double kSharedLineExcess = 0.545;
+constexpr double kSharedLineExcessC128 = 1.125;
+constexpr double kSharedLineExcessRing = 1.92, kSharedLineExcessSwapAb = 2.46;
 // Of gpu.dram_bytes_per_us: the model counts every tensor once, and a part of them lies in L2.
 constexpr double kDramShare = 1.05;
+// Of wgrad, which stores little: its loads hide behind the tensor cores, or these behind the loads.
+// Not fitted: SMs that have no tile load nothing, which takes so much more of DRAM's time.
+constexpr double kWgradDramShare = 0.994, kWgradDramExposed = 0.06, kIdleExcess = 0.2;
 // Bytes that are written take this much longer than those that are read.
 constexpr double kWrittenExcess = 0.22;
 // Activations that the tiles of other columns read again, of 16-bit 1x1 filters: from L2, all but this share.
-constexpr double kReread = 0.027;
+constexpr double kReread = 0.0087;
 // Of DRAM's time, where tiles are scheduled dynamically and no SM is waited for.
-constexpr double kDynamicShare = 0.914;
+constexpr double kDynamicShare = 0.92;
 // Of the shorter of SM and DRAM time.
 constexpr double kDramExposed = 0.18;
-// Beyond gpu.launch_us: of a persistent kernel, which sets up barriers and tensor maps; of the
-// split-K reduction, which needs neither, and with TF32 operands (the fit differs).
+// Beyond gpu.launch_us: of a persistent kernel, which sets up barriers and tensor maps. The split-K
+// reduction needs neither, but with TF32 operands takes as long.
 constexpr double kStartUs = 4000.0 / 1970 - 1.7;
-constexpr double kReduceStartUs = 3100.0 / 1970 - 1.7;
 
 // The cluster form, fitted to 270 times (ResNet-50 at batch 1 to 16, one to eight CTAs). Its
 // kernels are so short that nothing hides anything: the terms are added. A k-block of a lone CTA,
@@ -191,7 +198,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double issue = (kLoadCycles / taps_per_load + copy_cycles * copies +
                         (taps_per_load > 1 && !stationary ? kLoadCycles / 2 : 0)) /
                        taps_per_stage;
-  const double tap = std::max({tensor, rows, issue}) + (stationary ? 0 : kRowsExposed * rows);
+  const double exposed = !tf32 ? kRowsExposed : wgrad ? kTf32WgradRowsExposed : kTf32RowsExposed;
+  const double tap = std::max({tensor, rows, issue}) + (stationary ? 0 : exposed * rows);
   // With a stationary filter a CTA keeps its columns.
   const int64_t ranges = stationary ? n_tiles : 1;
   const int64_t ctas = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
@@ -206,7 +214,10 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                                                              : kEpilogueBytesPerCycle;
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   const double epilogue = tile_m * columns * out_bytes / out_bytes_per_cycle;
-  const double tile_cycles = problem.taps() > 1 || tf32            ? kTileCycles
+  const bool between = params.residue_classes > 1 && problem.taps() > 1 && !instance.Is(kPatches);
+  const double tile_cycles = stationary && tf32                    ? kTf32StationaryTileCycles
+                             : between                             ? kResidueTileCycles
+                             : problem.taps() > 1 || tf32          ? kTileCycles
                              : stationary && !instance.Is(kSwapAb) ? kStationaryTileCycles
                                                                    : kPointwiseTileCycles;
   const double mainloop = taps * tap + tile_cycles;
@@ -216,6 +227,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double sector_bytes = tf32 && instance.Is(kPingpong)
                                   ? static_cast<double>(geometry.launch.output_elements) * out_bytes
                                   : 0;
+  const bool straddles =
+      params.residue_classes > 1 || (traffic.pitch_out > 128 && traffic.pitch_out % 128 != 0);
   const double shared_sectors =
       n_tiles > 1 && traffic.pitch_out % 32 != 0
           ? kSharedSectorExcess * 128 / (static_cast<double>(instance.tile_n) * out_bytes)
@@ -233,19 +246,28 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double reread = stationary || wgrad || tf32 || problem.taps() > 1
                             ? 0
                             : static_cast<double>(n_tiles - 1) * traffic.activations;
-  // Of rows that end in the middle of a line every other one begins with a line.
-  const double line_excess = !stationary && traffic.pitch_out % 64 == 0 ? 0.5 : 1;
+  // A row shares one line with the next. Of rows that end in the middle of a line every other one begins
+  // with a line, unless the next row is a pixel of another residue class.
+  const bool beside = !stationary && traffic.pitch_out % 64 == 0 &&
+                      (params.residue_classes <= 1 || instance.Is(kPatches));
+  const double line_excess = (beside ? 0.5 : 1) * 128 / static_cast<double>(traffic.pitch_out);
+  const double idle = std::max(0.0, 1 - static_cast<double>(all_tiles) / gpu.sm_count);
   const double dram =
       DramCycles(
           traffic.tensors + kReread * reread +
               (kWrittenExcess + line_excess * shared_lines + shared_sectors) * traffic.written +
-              kSectorExcess * sector_bytes + static_cast<double>(partial_bytes),
+              (straddles ? kSectorExcess : kAlignedSectorExcess) * sector_bytes +
+              static_cast<double>(partial_bytes),
           gpu) *
-      (dynamic ? kDynamicShare : 1);
-  double cycles = std::max(sm, dram) + kDramExposed * std::min(sm, dram) + kPrologueCycles;
+      (wgrad     ? kDramShare / kWgradDramShare * (1 + kIdleExcess * idle)
+       : dynamic ? kDynamicShare
+                 : 1);
+  double cycles =
+      std::max(sm, dram) + (wgrad ? kWgradDramExposed : kDramExposed) * std::min(sm, dram) +
+      (problem.taps() > 1 || tf32 || wgrad ? kPrologueCycles : kPointwisePrologueCycles);
   double us = gpu.launch_us + kStartUs;
   if (split) {
-    us += gpu.launch_us + (tf32 ? kStartUs : kReduceStartUs);
+    us += gpu.launch_us + (tf32 ? kStartUs : 0);
     cycles += static_cast<double>(partial_bytes) / (kReduceBytesPerCycle * gpu.sm_count);
   }
   if (TransposesFilter(problem)) {
