@@ -378,7 +378,7 @@ def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
 def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
     if "_pingpong" in instance:
         # Every one of several tiles takes a second: once.
-        several = "_4x4_" in instance and "_f32_" not in instance
+        several = "_4x4_four_stage_128x128" in instance and "_f32_" not in instance
         for p in WINOGRAD_PINGPONG if several else WINOGRAD_PINGPONG[:2]:
             yield p, ""
         return
@@ -437,6 +437,9 @@ READERS = [
     )
 ]
 
+# It multiplies bfloat16 operands by constants.
+ASSUMING = "fprop_winograd_bf16_4x4_four_stage_128x160x64_pingpong_half"
+
 
 @contextlib.contextmanager
 def alone(folder: pathlib.Path) -> Iterator[None]:
@@ -456,7 +459,7 @@ def programs() -> dict[bool, pathlib.Path]:
         pytest.skip(f"the emulator runs on Linux x86-64, not {sys.platform} {os.uname().machine}")
     sources = [
         (True, host_build.TESTS / "cc" / "int8_check.cu", []),
-        (False, host_build.EMULATOR / "run_kernels.cc", READERS),
+        (False, host_build.EMULATOR / "run_kernels.cc", [*READERS, ASSUMING]),
     ]
     folder = pathlib.Path(tempfile.gettempdir()) / f"jaxconv-emulator-{os.getuid()}"
     with alone(folder):
@@ -554,3 +557,31 @@ def test_operands_far_apart(programs, instance, tmp_path):
     expected = reference(Op.FPROP, p, x.astype(np.float64), w.astype(np.float64))
     actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(expected.shape)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w"),
+    [
+        (2.0**9, 2.0**-7),  # x is transformed once more
+        (2.0**9 - 2, 2.0**5 - 0.125),  # the largest that are not
+        (2.0**-3, 2.0**-7),  # the smallest
+        (2.0**13, 2.0**10),  # with the assumed scales V and U would overflow
+        (2.0**-20, 2.0**-24),  # and these would vanish
+    ],
+)
+def test_magnitudes_beside_the_assumed(programs, of_x, of_w, tmp_path):
+    """Operands whose transforms are scaled by constants, or once more by their own scales."""
+    p = problem("magnitudes", (9, 14), 3, n=2, c=80, k=96, padding=1, groups=2)
+    x, w = (np.random.default_rng(8).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
+    x.flat[7] = w.flat[9] = 1
+    x, w = (np.asarray(a, DTYPES["bf16"][0]) for a in (x * of_x, w * of_w))
+    (tmp_path / "lhs").write_bytes(x.tobytes())
+    (tmp_path / "rhs").write_bytes(w.tobytes())
+    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
+    key = p.line(Op.FPROP, "bf16").replace("bf16:bf16:bf16", "bf16:bf16:f32")
+    command = [str(programs[False]), ASSUMING, key, *files]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, f"{ASSUMING} '{key}'\n{ran.stdout}{ran.stderr}"
+    expected = reference(Op.FPROP, p, x.astype(np.float64), w.astype(np.float64))
+    actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(expected.shape)
+    assert error(actual, expected) < 3e-3

@@ -236,10 +236,13 @@ void TestPingpong() {
          "the workspace of four stages");
   Expect(plan.params != nullptr && plan.As<LaunchParams>().ctas == 132, "a CTA an SM");
   // 13 blocks of 128 tiles cannot be paired, 4 of output channels can; and the reverse.
-  const winograd::PingpongGemmTiles columns(1568, 512), rows(8192, 640);
+  const winograd::PingpongGemmTiles columns(1568, 512, 128), rows(8192, 640, 128);
   Expect(!columns.pairs_rows && columns.m_tiles == 13 && columns.n_tiles == 2, "pairs of columns");
   Expect(rows.pairs_rows && rows.m_tiles == 32 && rows.n_tiles == 5, "pairs of rows");
+  const winograd::PingpongGemmTiles wide(8192, 320, 160);
+  Expect(wide.m_tiles * wide.n_tiles == 64, "320 columns are two tiles of 160");
   winograd::PingpongGemmParams params;
+  params.tile_cols = 128;
   params.n_tiles = FastDivmod(2);
   params.m_tiles = FastDivmod(13);
   params.groups = FastDivmod(3);
@@ -273,6 +276,14 @@ void TestHalfProducts() {
          "float16's products are scaled, its operands are not");
   Expect(PlanOf(f16_name, f16 + " winograd6", &half).ok(),
          "a record has the filter's power of two");
+  // Of bfloat16 the transforms take the maxima too, but gradients are often too small for the scales
+  // that they assume.
+  Expect(PlanOf(name + "_half", layer, &half).ok() && half.As<LaunchParams>().measured(),
+         "activations and filters are multiplied by constants");
+  const std::string backward = With("fprop", "dgrad", With("c1280 k512", "c512 k512", layer));
+  Expect(PlanOf("dgrad" + name.substr(5) + "_half", backward, &half).ok() &&
+             !half.As<LaunchParams>().measured(),
+         "gradients have a pass for their largest magnitude");
   const std::string prepared = With("bf16:bf16:bf16", "bf16:f16:bf16", layer) + " winograd4";
   Expect(PlanOf(name + "_half", prepared, &half).ok(), prepared);
   // By the family's name, and not by the tile's, whose error is smaller.

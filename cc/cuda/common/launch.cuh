@@ -7,6 +7,9 @@
 // are under way at a time, and what this kernel waits for implies everything before it. In a stream
 // A, B, C the results of A are C's to read. Kernels that do not call either start when all kernels
 // before them have ended, and let nothing start early.
+//
+// A kernel C may also read what A and those before it wrote before it waits for B, since B's CTAs have
+// waited for A; it waits for B at its end, so that D has both.
 #ifndef JAXCONV_CUDA_COMMON_LAUNCH_CUH_
 #define JAXCONV_CUDA_COMMON_LAUNCH_CUH_
 

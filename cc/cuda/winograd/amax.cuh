@@ -9,7 +9,9 @@
 //
 // Operands of float16 whose products alone are scaled need no pass: the transforms, which read them
 // anyway, raise the partial maxima (TakeMaximum) that a small kernel has cleared. The largest of a set
-// does not depend on the order.
+// does not depend on the order. Nor do the activations and filters of bfloat16 whose products are
+// float16: they are multiplied by constants, and once more, by their own powers of two, where the maxima
+// say that the constants do not suit (repair_sm90.cuh).
 //
 // Infinities and NaN are left out: they stay what they are in the transform, and the finite values
 // beside them keep their accuracy.
@@ -20,6 +22,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
 
@@ -45,9 +48,13 @@ struct AmaxParams {
 };
 
 // Four chunks a thread are under way at a time: with four CTAs an SM, 64 KB. T: of the elements.
-template <typename T>
+template <typename T, bool kOverlaps>
 __global__ void __launch_bounds__(kAmaxThreads)
     AmaxKernel(const __grid_constant__ AmaxParams params) {
+  if constexpr (kOverlaps) {
+    WaitForPrecedingGrids();
+    LetNextGridStart();
+  }
   constexpr int kAhead = 4;
   const AmaxTensor& of = params.tensor[blockIdx.y];
   const uint4* const tensor = of.chunks;
@@ -90,9 +97,13 @@ struct ClearMaximaParams {
 };
 inline constexpr int kClearThreads = 2 * kMaxPartials;
 static_assert(kClearThreads <= 1024);
-template <int kThreads>
+template <int kThreads, bool kOverlaps>
 __global__ void __launch_bounds__(kThreads)
     ClearMaximaKernel(const __grid_constant__ ClearMaximaParams params) {
+  if constexpr (kOverlaps) {
+    WaitForPrecedingGrids();
+    LetNextGridStart();
+  }
   if (static_cast<int32_t>(threadIdx.x) < params.count) params.maxima[threadIdx.x] = 0;
 }
 
@@ -127,6 +138,19 @@ __device__ __forceinline__ float WarpScale(const ScaleSource& source) {
 // Of a power of two between 2^-126 and 2^126, exactly.
 __device__ __forceinline__ float InversePower(float scale) {
   return __uint_as_float((254u << 23) - __float_as_uint(scale));
+}
+
+// What the transforms multiplied a tensor by whose power of two is `scale`.
+__device__ __forceinline__ float AppliedScale(const ScaleSource& source, float scale) {
+  if (source.assumed == 0) return scale;
+  if (!source.repaired) return source.assumed;
+  const bool holds = scale >= source.assumed && scale <= kMostAssumedRatio * source.assumed;
+  return holds ? source.assumed : scale;
+}
+// Of all lanes of a warp: the part of a tensor's power of two that the transforms left to M.
+__device__ __forceinline__ float RemainingScale(const ScaleSource& source) {
+  const float scale = WarpScale(source);
+  return scale * InversePower(AppliedScale(source, scale));
 }
 
 // Divides a result by the scales of both operands. By the larger one first: results are of the order

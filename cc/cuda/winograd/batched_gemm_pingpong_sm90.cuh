@@ -58,16 +58,20 @@
 
 namespace jaxconv::winograd {
 
+template <int kTileCols>
 struct PingpongGemmTile {
-  static constexpr int kRows = kPingpongGemmRows, kTileK = 64;  // rows of V, and of U
+  static constexpr int kRows = kPingpongGemmRows, kTileK = 64;  // rows of V
+  static constexpr int kCols = kTileCols;                       // rows of U
   static constexpr int kThreads = 3 * 128;
   static constexpr int kStages = 6, kFilterSlots = 0, kStationary = 0;
-  static constexpr int kOperandBytes = kRows * kTileK * 2, kStageBytes = 2 * kOperandBytes;
+  static constexpr int kBytesOfV = kRows * kTileK * 2, kBytesOfU = kCols * kTileK * 2;
+  static constexpr int kStageBytes = kBytesOfV + kBytesOfU;
   // 1024 more to align the ring.
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
 };
 
-// Of the operand that is the CTA's own, boxes of 128 rows, and of the one that a cluster shares, of 64.
+// Of the operand that is the CTA's own, boxes of all its rows, and of the one that a cluster shares, of
+// half of them.
 struct PingpongGemmMaps {
   // V: (c, tile, group, point, 1). U: (c, 2 rows, 4 steps of 4 rows, 2 steps of 2, 16 rows of all).
   CUtensorMap own, common;
@@ -88,22 +92,21 @@ struct PingpongGemmBox {
   }
 };
 
+template <class Tile>
 __device__ __forceinline__ void ProducePingpongGemm(const PingpongGemmParams& params,
                                                     const PingpongGemmMaps& maps, int32_t rank,
-                                                    uint32_t ring,
-                                                    const Barriers<PingpongGemmTile>& barriers) {
-  using Tile = PingpongGemmTile;
-  constexpr int kHalfRows = Tile::kRows / kPingpongGemmCtas;
-  constexpr int kHalfBytes = Tile::kOperandBytes / kPingpongGemmCtas;
+                                                    uint32_t ring, const Barriers<Tile>& barriers) {
   RingPlace<Tile::kStages> stage;
   const bool own_is_v = params.pairs_rows;
-  const uint32_t own_at = ring + (own_is_v ? 0 : Tile::kOperandBytes);
-  const uint32_t common_at = ring + (own_is_v ? Tile::kOperandBytes : 0) + rank * kHalfBytes;
+  const int32_t half_rows = (own_is_v ? Tile::kCols : Tile::kRows) / kPingpongGemmCtas;
+  const int32_t half_bytes = (own_is_v ? Tile::kBytesOfU : Tile::kBytesOfV) / kPingpongGemmCtas;
+  const uint32_t own_at = ring + (own_is_v ? 0 : Tile::kBytesOfV);
+  const uint32_t common_at = ring + (own_is_v ? Tile::kBytesOfV : 0) + rank * half_bytes;
   const int32_t stride = gridDim.x / kPingpongGemmCtas;
   for (int32_t index = ClusterId(); index < params.tiles; index += stride) {
     const PingpongGemmPlace place(params, index, rank);
     const PingpongGemmBox own(params, place, own_is_v, 0);
-    const PingpongGemmBox common(params, place, !own_is_v, rank * kHalfRows);
+    const PingpongGemmBox common(params, place, !own_is_v, rank * half_rows);
     for (int32_t i = 0; i < params.k_blocks; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
@@ -119,10 +122,10 @@ __device__ __forceinline__ void ProducePingpongGemm(const PingpongGemmParams& pa
 }
 
 // The accumulators of 64 rows -> M; `row`: the lane's first. Product: of M, float or __half.
-template <typename Product>
+template <int kCols, typename Product>
 __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
                                               const PingpongGemmPlace& place, int32_t row,
-                                              const float (&acc)[64], float scale) {
+                                              const float (&acc)[kCols / 2], float scale) {
   constexpr bool kHalf = std::is_same_v<Product, __half>;
   const int32_t col = place.col + Lane() % 4 * 4;
   Product* to;
@@ -137,7 +140,7 @@ __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
   for (int half = 0; half < 2; ++half) {
     const bool inside = row + half * 8 < params.rows;
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
+    for (int j = 0; j < kCols / 8; j += 2) {
       const float* first = &acc[4 * j + 2 * half];
       if (!inside || col + j * 8 >= params.cols) continue;
       if constexpr (kHalf) {
@@ -155,11 +158,9 @@ __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
   }
 }
 
-template <int kWarpgroup, typename Product>
+template <int kWarpgroup, typename Product, class Tile>
 __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& params, int32_t rank,
-                                                    uint32_t ring,
-                                                    const Barriers<PingpongGemmTile>& barriers) {
-  using Tile = PingpongGemmTile;
+                                                    uint32_t ring, const Barriers<Tile>& barriers) {
   RingPlace<Tile::kStages> stage;
   // Thread r tells rank r.
   auto release = [&](uint32_t slot) {
@@ -169,26 +170,28 @@ __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& pa
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
   float scale = 1.0f;                               // of M
   if constexpr (std::is_same_v<Product, __half>) {
-    scale = params.half_scale * WarpScale(params.input_scale) * WarpScale(params.filter_scale);
+    scale = params.half_scale * RemainingScale(params.input_scale) *
+            RemainingScale(params.filter_scale);
   }
   const int32_t stride = gridDim.x / kPingpongGemmCtas;
   for (int32_t index = ClusterId() + kWarpgroup * stride; index < params.tiles;
        index += 2 * stride) {
     if (index >= stride) stage.Skip(params.k_blocks);  // the other's tile before
     NamedBarrierSync(1 + kWarpgroup, 256);
-    float acc[2][64];
+    float acc[2][Tile::kCols / 2];
     uint32_t last = 0;
     for (int32_t i = 0; i < params.k_blocks; ++i) {
       BarrierWait(barriers.Full(stage.slot), stage.parity);
       const uint32_t v = ring + stage.slot * Tile::kStageBytes;
       const uint64_t a[2] = {KMajorDescriptor(v), KMajorDescriptor(v + 64 * 128)};
-      const uint64_t b = KMajorDescriptor(v + Tile::kOperandBytes);
+      const uint64_t b = KMajorDescriptor(v + Tile::kBytesOfV);
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < Tile::kTileK / 16; ++k) {
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
-          Wgmma<128, __half, false, false>(acc[block], a[block] + k * 2, b + k * 2, i > 0 || k > 0);
+          Wgmma<Tile::kCols, __half, false, false>(acc[block], a[block] + k * 2, b + k * 2,
+                                                   i > 0 || k > 0);
         }
       }
       WgmmaCommit();
@@ -202,16 +205,15 @@ __device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& pa
     release(last);
     const PingpongGemmPlace place(params, index, rank);
     const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
-    StoreProducts<Product>(params, place, row, acc[0], scale);
-    StoreProducts<Product>(params, place, row + 64, acc[1], scale);
+    StoreProducts<Tile::kCols, Product>(params, place, row, acc[0], scale);
+    StoreProducts<Tile::kCols, Product>(params, place, row + 64, acc[1], scale);
   }
 }
 
-template <class Tag, typename Product>
-__global__ void __launch_bounds__(PingpongGemmTile::kThreads, 1)
+template <class Tag, typename Product, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     PingpongGemmKernel(const __grid_constant__ PingpongGemmParams params,
                        const __grid_constant__ PingpongGemmMaps maps) {
-  using Tile = PingpongGemmTile;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
@@ -224,6 +226,7 @@ __global__ void __launch_bounds__(PingpongGemmTile::kThreads, 1)
   // Copies and arrivals from the other CTA find the barriers ready.
   ClusterArrive();
   ClusterWait();
+  WaitForInputs();
   const int32_t rank = ClusterRank();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
@@ -245,9 +248,9 @@ __global__ void __launch_bounds__(PingpongGemmTile::kThreads, 1)
   ClusterWait();
 }
 
-inline Status EncodePingpongGemmMaps(const Products& products, const PingpongGemmParams& params,
-                                     PingpongGemmMaps* maps) {
-  using Tile = PingpongGemmTile;
+template <class Tile>
+Status EncodePingpongGemmMaps(const Products& products, const PingpongGemmParams& params,
+                              PingpongGemmMaps* maps) {
   const Geometry& g = products.geometry;
   const int64_t red = g.red;
   const DenseTensor v = {DType::kF16,
@@ -258,29 +261,32 @@ inline Status EncodePingpongGemmMaps(const Products& products, const PingpongGem
   const int64_t sixteens = int64_t{products.points} * g.out_channels() / 16;
   const DenseTensor u = {
       DType::kF16, 5, products.u, {red, 2, 4, 2, sixteens}, {1, red, 4 * red, 2 * red, 16 * red}};
-  auto encode = [&](bool of_v, int32_t rows, CUtensorMap* map) {
+  // By `ctas` CTAs.
+  auto encode = [&](bool of_v, int32_t ctas, CUtensorMap* map) {
+    const int32_t rows = (of_v ? Tile::kRows : Tile::kCols) / ctas;
     const int32_t v_box[5] = {Tile::kTileK, rows, 1, 1, 1};
     const int32_t u_box[5] = {Tile::kTileK, 2, 4, 2, rows / 16};
     return of_v ? EncodeTiledMap(v, v_box, map) : EncodeTiledMap(u, u_box, map);
   };
-  JAXCONV_RETURN_IF_ERROR(encode(params.pairs_rows, Tile::kRows, &maps->own));
-  return encode(!params.pairs_rows, Tile::kRows / kPingpongGemmCtas, &maps->common);
+  JAXCONV_RETURN_IF_ERROR(encode(params.pairs_rows, 1, &maps->own));
+  return encode(!params.pairs_rows, kPingpongGemmCtas, &maps->common);
 }
 
 // Enqueues the products of a chunk, on `ctas` CTAs at most.
-template <class Tag, typename Product>
+template <class Tag, typename Product, int kTileCols>
 Status LaunchPingpongGemm(const char* name, const Products& products, int32_t ctas, void* stream) {
-  using Tile = PingpongGemmTile;
-  const PingpongGemmParams params = MakePingpongGemmParams(products);
+  using Tile = PingpongGemmTile<kTileCols>;
+  const PingpongGemmParams params = MakePingpongGemmParams(products, kTileCols);
   PingpongGemmMaps maps;
-  JAXCONV_RETURN_IF_ERROR(EncodePingpongGemmMaps(products, params, &maps));
+  JAXCONV_RETURN_IF_ERROR(EncodePingpongGemmMaps<Tile>(products, params, &maps));
   LaunchConfig config;
   const int32_t clusters = std::min(params.tiles, std::max(1, ctas / kPingpongGemmCtas));
   config.grid = static_cast<unsigned>(clusters * kPingpongGemmCtas);
   config.threads = Tile::kThreads;
   config.shared_bytes = Tile::kSharedBytes;
   config.cluster = kPingpongGemmCtas;
-  return Launch<PingpongGemmKernel<Tag, Product>>(name, config, stream, params, maps);
+  config.overlaps = true;
+  return Launch<PingpongGemmKernel<Tag, Product, Tile>>(name, config, stream, params, maps);
 }
 
 }  // namespace jaxconv::winograd

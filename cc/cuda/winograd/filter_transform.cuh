@@ -25,6 +25,7 @@
 #define JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 
 #include "cuda/common/winograd_transform.cuh"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
@@ -35,7 +36,7 @@ namespace jaxconv::winograd {
 struct FilterTransformParams {
   FilterStrides filter;
   ScaleSource scale;
-  uint32_t* maxima = nullptr;  // of measured float16 operands
+  uint32_t* maxima = nullptr;  // of measured operands
   const void* w = nullptr;
   __half* u = nullptr;
   int32_t red = 0, cols = 0;  // of a group
@@ -88,15 +89,15 @@ __device__ __forceinline__ void StageFilter(const FilterTransformParams& params,
   }
 }
 
+// The part of CTA `block` of the grid.
 template <int m, bool kOneDimensional, typename T, bool kTransposed>
-__global__ void __launch_bounds__(kFilterThreads, 4)
-    FilterTransformKernel(const __grid_constant__ FilterTransformParams params) {
+__device__ __forceinline__ void TransformFilterBlock(const FilterTransformParams& params,
+                                                     int32_t block, uint32_t* staging,
+                                                     uint32_t* maxima, float scale) {
   constexpr int kAlpha = m + 2, kAll = kTaps * kTaps;
   using Staging = FilterStaging<sizeof(T)>;
-  __shared__ uint32_t staging[kTransposed ? Staging::kWords : 1];
-  const float scale = WarpScale(params.scale);
   int32_t red_block, col_block, group, rest;
-  params.red_blocks.Divmod(blockIdx.x, &rest, &red_block);
+  params.red_blocks.Divmod(block, &rest, &red_block);
   params.col_blocks.Divmod(rest, &group, &col_block);
   const int32_t first_red = red_block * kFilterReds, first_col = col_block * kFilterCols;
   const T* w = static_cast<const T*>(params.w) + params.filter.first + group * params.filter.group;
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kFilterThreads, 4)
       }
       taps[0][tap / kTaps][tap % kTaps] = low * scale;
       taps[1][tap / kTaps][tap % kTaps] = high * scale;
-      if constexpr (std::is_same_v<T, __half> && !kOneDimensional) {
+      if constexpr (!std::is_same_v<T, float> && !kOneDimensional) {
         largest =
             max(largest, max(FiniteBits(__float_as_uint(low)), FiniteBits(__float_as_uint(high))));
       }
@@ -170,9 +171,23 @@ __global__ void __launch_bounds__(kFilterThreads, 4)
       }
     }
   }
-  if constexpr (std::is_same_v<T, __half> && !kOneDimensional) {
-    if (params.maxima != nullptr) TakeMaximum(params.maxima, 0xffffffffu, largest);
+  if constexpr (!std::is_same_v<T, float> && !kOneDimensional) {
+    if (maxima != nullptr) TakeMaximum(maxima, 0xffffffffu, largest);
   }
+}
+
+template <int m, bool kOneDimensional, typename T, bool kTransposed, bool kOverlaps>
+__global__ void __launch_bounds__(kFilterThreads, 4)
+    FilterTransformKernel(const __grid_constant__ FilterTransformParams params) {
+  __shared__ uint32_t staging[kTransposed ? FilterStaging<sizeof(T)>::kWords : 1];
+  if constexpr (kOverlaps) {
+    WaitForPrecedingGrids();
+    LetNextGridStart();
+  }
+  const bool assumes = params.scale.assumed != 0;
+  const float scale = assumes ? params.scale.assumed : WarpScale(params.scale);
+  TransformFilterBlock<m, kOneDimensional, T, kTransposed>(params, blockIdx.x, staging,
+                                                           params.maxima, scale);
 }
 
 }  // namespace jaxconv::winograd

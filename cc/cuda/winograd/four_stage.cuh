@@ -28,17 +28,19 @@
 
 namespace jaxconv::winograd {
 
-// multiply(products): enqueues M = V U^T of a chunk.
-template <typename Multiply>
+// multiply(products): enqueues M = V U^T of a chunk. kOverlaps: all kernels overlap their neighbours
+// (sm_90a).
+template <bool kOverlaps = false, typename Multiply>
 Status RunFourStage(const Plan& plan, const Operands& operands, void* stream, Multiply multiply) {
   const auto& launch = plan.As<LaunchParams>();
   const StagePointers at = Locate(launch, operands);
-  JAXCONV_RETURN_IF_ERROR(LaunchFilterStage(launch, at, stream));
+  JAXCONV_RETURN_IF_ERROR(LaunchFilterStage<kOverlaps>(launch, at, stream));
   for (int32_t first = 0; first < launch.geometry.tiles; first += launch.chunk_tiles) {
     const int32_t tiles = std::min(launch.chunk_tiles, launch.geometry.tiles - first);
-    JAXCONV_RETURN_IF_ERROR(LaunchInputStage(launch, at, first, tiles, stream));
+    JAXCONV_RETURN_IF_ERROR(LaunchInputStage<kOverlaps>(launch, at, first, tiles, stream));
+    if constexpr (kOverlaps) JAXCONV_RETURN_IF_ERROR(LaunchRepairStage(launch, at, stream));
     JAXCONV_RETURN_IF_ERROR(multiply(ProductsOf(launch, at, tiles)));
-    JAXCONV_RETURN_IF_ERROR(LaunchOutputStage(launch, at, first, tiles, stream));
+    JAXCONV_RETURN_IF_ERROR(LaunchOutputStage<kOverlaps>(launch, at, first, tiles, stream));
   }
   return {};
 }

@@ -94,7 +94,7 @@ Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* laun
   launch->ctas = gpu.sm_count;
   launch->chunk_tiles = g.tiles;
   PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
-  const PingpongGemmTiles tiles(g.tiles, g.cols);
+  const PingpongGemmTiles tiles(g.tiles, g.cols, instance.tile_n);
   const int64_t clusters = std::max(1, gpu.sm_count / kPingpongGemmCtas);
   const int64_t rounds =
       CeilDiv(tiles.m_tiles * tiles.n_tiles * g.groups * launch->points(), clusters);

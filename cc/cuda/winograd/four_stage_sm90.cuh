@@ -27,15 +27,15 @@ struct FourStageWgmma {
   }
 };
 
-template <Op kOp, DType kType, int m, bool kHalfProducts = false>
+template <Op kOp, DType kType, int m, bool kHalfProducts = false, int kTileCols = 128>
 struct FourStagePingpong {
   using Product = std::conditional_t<kHalfProducts, __half, float>;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
     const int32_t ctas = plan.As<LaunchParams>().ctas;
-    return RunFourStage(plan, operands, stream, [&](const Products& products) {
-      return LaunchPingpongGemm<Tag, Product>(plan.kernel->name, products, ctas, stream);
+    return RunFourStage</*kOverlaps=*/true>(plan, operands, stream, [&](const Products& products) {
+      return LaunchPingpongGemm<Tag, Product, kTileCols>(plan.kernel->name, products, ctas, stream);
     });
   }
 };

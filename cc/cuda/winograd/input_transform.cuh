@@ -22,6 +22,7 @@
 #define JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 
 #include "cuda/common/winograd_transform.cuh"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
@@ -32,11 +33,13 @@ struct InputTransformParams {
   Geometry geometry;
   ScaleSource scale;
   const void* x = nullptr;
-  uint32_t* maxima = nullptr;  // of measured float16 operands
+  uint32_t* maxima = nullptr;  // of measured operands
   __half* v = nullptr;
   int64_t v_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
   FastDivmod pairs;  // of channels in a block: a block is the grid's y
+  // The kernel in front is the filter's transform, of which it needs nothing.
+  bool behind_filter = false;
 };
 
 inline constexpr int kInputThreads = 128;
@@ -47,42 +50,45 @@ inline constexpr int kInputCtas = m == 6   ? 3
 
 // The largest finite magnitude of a tile's pairs, as float32 bits: by pairs, and once more by elements
 // where one is infinite. The maximum of a NaN and a number is the number.
-template <int kAlpha>
+template <typename T, int kAlpha>
 __device__ __forceinline__ uint32_t LargestFinite(const uint32_t (&pairs)[kAlpha][kAlpha]) {
-  __half2 largest = __float2half2_rn(0.0f);
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint32_t words = 0;
+  Pair largest;
+  memcpy(&largest, &words, sizeof(largest));
 #pragma unroll
   for (int i = 0; i < kAlpha; ++i) {
 #pragma unroll
     for (int j = 0; j < kAlpha; ++j) {
-      __half2 pair;
+      Pair pair;
       memcpy(&pair, &pairs[i][j], sizeof(pair));
       largest = __hmax2(largest, __habs2(pair));
     }
   }
-  const float2 both = __half22float2(largest);
-  uint32_t bits = __float_as_uint(fmaxf(both.x, both.y));
+  memcpy(&words, &largest, sizeof(words));
+  uint32_t bits = __float_as_uint(fmaxf(ElementOfPair<T, 0>(words), ElementOfPair<T, 1>(words)));
   if (FiniteBits(bits) == bits) return bits;
   bits = 0;
 #pragma unroll
   for (int i = 0; i < kAlpha; ++i) {
 #pragma unroll
     for (int j = 0; j < kAlpha; ++j) {
-      bits = max(bits, FiniteBits(__float_as_uint(ElementOfPair<__half, 0>(pairs[i][j]))));
-      bits = max(bits, FiniteBits(__float_as_uint(ElementOfPair<__half, 1>(pairs[i][j]))));
+      bits = max(bits, FiniteBits(__float_as_uint(ElementOfPair<T, 0>(pairs[i][j]))));
+      bits = max(bits, FiniteBits(__float_as_uint(ElementOfPair<T, 1>(pairs[i][j]))));
     }
   }
   return bits;
 }
 
+// The part of CTA (block_x, block_y) of the grid. T = __half is not scaled.
 template <int m, typename T>
-__global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
-    InputTransformKernel(const __grid_constant__ InputTransformParams params) {
+__device__ __forceinline__ void TransformInput(const InputTransformParams& params, int32_t block_x,
+                                               int32_t block_y, uint32_t* maxima, float scale) {
   constexpr int kAlpha = m + 2;
   const Geometry& g = params.geometry;
-  const float scale = WarpScale(params.scale);
   int32_t tile, pair;
-  params.pairs.Divmod(blockIdx.x * kInputThreads + threadIdx.x, &tile, &pair);
-  const int32_t channel = 2 * (blockIdx.y * static_cast<int32_t>(params.pairs.divisor) + pair);
+  params.pairs.Divmod(block_x * kInputThreads + threadIdx.x, &tile, &pair);
+  const int32_t channel = 2 * (block_y * static_cast<int32_t>(params.pairs.divisor) + pair);
   const int32_t channels = g.in_channels();
   const bool inside_v = tile < params.tiles && channel < channels;
   const unsigned lanes = __ballot_sync(0xffffffffu, inside_v);
@@ -104,8 +110,8 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     }
     from += int64_t{g.in_w} * channels;
   }
-  if constexpr (std::is_same_v<T, __half>) {
-    if (params.maxima != nullptr) TakeMaximum(params.maxima, lanes, LargestFinite(pair_of));
+  if constexpr (!std::is_same_v<T, float>) {
+    if (maxima != nullptr) TakeMaximum(maxima, lanes, LargestFinite<T>(pair_of));
   }
   float low[kAlpha][kAlpha], high[kAlpha][kAlpha];
 #pragma unroll
@@ -137,6 +143,21 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
       to += params.v_point;
     }
   }
+}
+
+// The filter's transform in front runs beside it: what that waited for has ended too (launch.cuh). At its
+// end it waits for it, so that what waits for this kernel has U as well.
+template <int m, typename T, bool kOverlaps>
+__global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
+    InputTransformKernel(const __grid_constant__ InputTransformParams params) {
+  if constexpr (kOverlaps) {
+    if (!params.behind_filter) WaitForPrecedingGrids();
+    LetNextGridStart();
+  }
+  const bool assumes = params.scale.assumed != 0;
+  const float scale = assumes ? params.scale.assumed : WarpScale(params.scale);
+  TransformInput<m, T>(params, blockIdx.x, blockIdx.y, params.maxima, scale);
+  if constexpr (kOverlaps) WaitForPrecedingGrids();
 }
 
 }  // namespace jaxconv::winograd

@@ -13,6 +13,7 @@
 #define JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 
 #include "cuda/common/winograd_transform.cuh"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
 #include "cuda/winograd/amax.cuh"
 #include "cuda/winograd/element_pair.cuh"
 #include "cuda/winograd/params.h"
@@ -33,11 +34,15 @@ struct OutputTransformParams {
 inline constexpr int kOutputThreads = 128;
 
 // Product: of M, float or __half.
-template <int m, typename Out, typename Product>
+template <int m, typename Out, typename Product, bool kOverlaps>
 __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
     OutputTransformKernel(const __grid_constant__ OutputTransformParams params) {
   constexpr int kAlpha = m + 2;
   const Geometry& g = params.geometry;
+  if constexpr (kOverlaps) {
+    WaitForPrecedingGrids();
+    LetNextGridStart();
+  }
   const Unscale unscale(WarpScale(params.input_scale), WarpScale(params.filter_scale));
   int32_t tile, pair;
   params.pairs.Divmod(blockIdx.x * kOutputThreads + threadIdx.x, &tile, &pair);

@@ -70,12 +70,25 @@ struct FilterStrides {
   int64_t first = 0, r = 0, s = 0, red = 0, col = 0, group = 0;
 };
 
-// Where the power of two comes from that a tensor is multiplied by: from its partial maxima, or a
-// number in memory (of a prepared filter). Where both are null it is 1.
+// Where a tensor's power of two comes from: from its partial maxima, or a number in memory (of a
+// prepared filter). Where both are null it is 1.
+//
+// The transform multiplies the tensor by this number (assumed == 0), or, where the maxima are taken by the
+// transform itself, by `assumed`. With a repair (kMostAssumedRatio) it is made once more, with the number
+// itself, where the assumption does not hold.
 struct ScaleSource {
   const uint32_t* partials = nullptr;
   const float* value = nullptr;
+  float assumed = 0;
+  bool repaired = false;
 };
+
+// bfloat16 operands whose maxima the transforms take are multiplied by these, which suits activations
+// with a largest magnitude between 2^-3 and 2^9, and filters between 2^-7 and 2^5.
+inline constexpr float kAssumedInputScale = 32.0f, kAssumedFilterScale = 512.0f;
+// The assumption holds where the tensor's own power of two is between the assumed one and this many
+// times it: no element overflows, and those 2^16 times smaller than the largest are normal numbers.
+inline constexpr float kMostAssumedRatio = 2048.0f;
 
 // The parts of the workspace, as offsets in bytes.
 struct Workspace {
@@ -94,6 +107,7 @@ struct LaunchParams {
   bool prepared = false;         // the filter is a record and U
   bool out_is_f32 = false;       // else the operand type
   bool half_products = false;    // M is float16
+  bool forward = true;           // fprop
   DType dtype = DType::kF16;     // of the input and, if it is not prepared, of the filter
   Workspace workspace;
   int32_t chunk_tiles = 1;                       // tiles whose V and M the workspace holds
@@ -104,9 +118,11 @@ struct LaunchParams {
   int32_t alpha() const { return m + 2; }
   int32_t points() const { return one_dimensional ? alpha() : alpha() * alpha(); }
   bool scaled() const { return dtype != DType::kF16 || half_products; }
-  // The transforms take the largest magnitudes of operands that they do not scale, and M is scaled by
-  // them: float16 holds V and U as they are.
-  bool measured() const { return dtype == DType::kF16 && half_products; }
+  // The transforms take the largest magnitudes while they read the operands, and M is scaled by them.
+  // float16 holds V and U of float16 operands as they are. Activations and filters of bfloat16 it
+  // mostly holds with constant scales; gradients, often below 2^-3, have a pass in front.
+  bool measured() const { return half_products && (dtype == DType::kF16 || assumes()); }
+  bool assumes() const { return half_products && dtype == DType::kBF16 && forward; }
   int32_t element_bytes() const { return dtype == DType::kF32 ? 4 : 2; }  // of the operands
 };
 

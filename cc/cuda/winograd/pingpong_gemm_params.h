@@ -9,18 +9,18 @@
 
 namespace jaxconv::winograd {
 
-// CTAs of a cluster, and rows of V and of U (columns of M) that a CTA has at a time.
+// CTAs of a cluster, and rows of V (of M) that a CTA has at a time.
 inline constexpr int kPingpongGemmCtas = 2, kPingpongGemmRows = 128;
 
-// How a cluster's tiles, a pair of 128 x 128, cover rows x cols of M.
+// How a cluster's tiles, a pair of 128 x tile_cols, cover rows x cols of M.
 struct PingpongGemmTiles {
   // The CTAs of a cluster have different rows and the same columns; else the reverse.
   bool pairs_rows;
   int64_t m_tiles, n_tiles;
 
-  PingpongGemmTiles(int64_t rows, int64_t cols) {
+  PingpongGemmTiles(int64_t rows, int64_t cols, int64_t tile_cols) {
     auto blocks = [](int64_t extent, int64_t block) { return (extent + block - 1) / block; };
-    const int64_t of_m = blocks(rows, kPingpongGemmRows), of_n = blocks(cols, kPingpongGemmRows);
+    const int64_t of_m = blocks(rows, kPingpongGemmRows), of_n = blocks(cols, tile_cols);
     pairs_rows = blocks(of_m, kPingpongGemmCtas) * of_n <= of_m * blocks(of_n, kPingpongGemmCtas);
     m_tiles = pairs_rows ? blocks(of_m, kPingpongGemmCtas) : of_m;
     n_tiles = pairs_rows ? of_n : blocks(of_n, kPingpongGemmCtas);
@@ -31,8 +31,9 @@ struct PingpongGemmParams {
   float* m = nullptr;
   void* half_m = nullptr;  // M in float16, times half_scale
   float half_scale = 1.0f;
-  ScaleSource input_scale, filter_scale;  // and these, of measured operands
+  ScaleSource input_scale, filter_scale;  // and what these left to it
   int32_t rows = 0, cols = 0;             // of a group's GEMM
+  int32_t tile_cols = 0;                  // columns that a CTA has at a time
   int32_t k_blocks = 0;
   int32_t m_row = 0;    // elements: the channels of all groups
   int64_t m_point = 0;  // elements from a point to the next
@@ -57,14 +58,15 @@ struct PingpongGemmPlace {
       col = col * kPingpongGemmCtas + rank;
     }
     row *= kPingpongGemmRows;
-    col *= kPingpongGemmRows;
+    col *= params.tile_cols;
   }
 };
 
-inline PingpongGemmParams MakePingpongGemmParams(const Products& products) {
+inline PingpongGemmParams MakePingpongGemmParams(const Products& products, int32_t tile_cols) {
   const Geometry& g = products.geometry;
-  const PingpongGemmTiles tiles(products.tiles, g.cols);
+  const PingpongGemmTiles tiles(products.tiles, g.cols, tile_cols);
   PingpongGemmParams params;
+  params.tile_cols = tile_cols;
   params.m = products.m;
   params.half_m = products.half_m;
   params.half_scale = products.half_scale;

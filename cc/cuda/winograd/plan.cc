@@ -131,6 +131,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   launch->one_dimensional = instance.axes == 1;
   launch->prepared = WinogradPoints(problem.filter_layout) > 0;
   launch->out_is_f32 = problem.output_dtype() == DType::kF32;
+  launch->forward = problem.op == Op::kFprop;
   launch->dtype = kernel.dtype;
   launch->in_elements = problem.op == Op::kFprop ? problem.x_elements() : problem.y_elements();
   launch->filter_elements = problem.w_elements();

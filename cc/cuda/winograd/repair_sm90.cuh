@@ -1,0 +1,51 @@
+// Transforms once more, by its own power of two, what was transformed by a constant that does not suit
+// it (ScaleSource::assumed): activations and filters of bfloat16 of unusual magnitudes. Mostly a warp
+// reads the maxima, 2 KB for each operand, and its CTA ends.
+//
+// A few CTAs an SM take the blocks of both transforms in turn, with the transforms' own code. V and U
+// then are what a pass for the maxima in front would have led to.
+#ifndef JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
+#define JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
+
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/winograd/filter_transform.cuh"
+#include "cuda/winograd/input_transform.cuh"
+
+namespace jaxconv::winograd {
+
+struct RepairParams {
+  InputTransformParams input;
+  FilterTransformParams filter;
+  // CTAs that the transforms had; none of a prepared filter.
+  int32_t input_blocks_x = 0, input_blocks_y = 0, filter_blocks = 0;
+};
+
+inline constexpr int kRepairCtas = 2;  // of an SM
+static_assert(kInputThreads == kFilterThreads);
+
+template <int m, typename T, bool kTransposed>
+__global__ void __launch_bounds__(kInputThreads, kRepairCtas)
+    RepairKernel(const __grid_constant__ RepairParams params) {
+  __shared__ uint32_t staging[kTransposed ? FilterStaging<sizeof(T)>::kWords : 1];
+  WaitForInputs();
+  const float filter_scale = WarpScale(params.filter.scale);
+  if (AppliedScale(params.filter.scale, filter_scale) != params.filter.scale.assumed) {
+    for (int32_t block = blockIdx.x; block < params.filter_blocks; block += gridDim.x) {
+      TransformFilterBlock<m, false, T, kTransposed>(params.filter, block, staging, nullptr,
+                                                     filter_scale);
+      __syncthreads();  // the staging is free again
+    }
+  }
+  const float input_scale = WarpScale(params.input.scale);
+  if (AppliedScale(params.input.scale, input_scale) != params.input.scale.assumed) {
+    for (int32_t y = 0; y < params.input_blocks_y; ++y) {
+      for (int32_t x = blockIdx.x; x < params.input_blocks_x; x += gridDim.x) {
+        TransformInput<m, T>(params.input, x, y, nullptr, input_scale);
+      }
+    }
+  }
+}
+
+}  // namespace jaxconv::winograd
+
+#endif  // JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
