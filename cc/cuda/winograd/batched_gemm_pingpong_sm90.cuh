@@ -3,34 +3,26 @@
 //
 //     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
 //
-//     a CTA: 128 x 128 of M at a time        time         ->
-//     c ->                                   consumer 0   | multiply 0 | store 0    | multiply 2 ...
-//     V  [ 128 tiles x 64 ]                  consumer 1                | multiply 1 | store 1 ...
-//     U  [ 128 k     x 64 ]                  producer     | loads of 0 | of 1       | of 2 ...
+// A CTA has 128 rows (tiles) by 128 or 160 columns of M at a time, of C in blocks of 64, by turns
+// (common/turns_gemm_sm90.cuh). M is 4 bytes for every C multiply-adds: one consumer stores while the
+// other multiplies. Columns are the fastest digit of a tile's index, then rows, groups and points, so
+// that what is under way has few points, whose U and V are read from DRAM once.
 //
 // A tile of 128x128 takes 64 bytes for every cycle of the tensor cores, and L2 gives an SM about 45.
 // So the CTAs of a cluster have neighbouring tiles that share one operand, the columns of U or the
 // rows of V (whichever pairs leave fewer tiles over): each brings its own part of the other operand
-// and half of the shared one to both, 48 bytes a cycle.
+// and half of the shared one to both, 48 bytes a cycle, with 160 columns 42.
 //
-// Two consumer warpgroups, each with tiles of its own, alternate on the tensor cores: M is 4 bytes for
-// every C multiply-adds, and one stores while the other multiplies. The producer runs ahead into the
-// next tile's stages. Cluster c processes tiles c, c + clusters, ...; columns fastest, then rows, groups
-// and points, so that what is under way has few points, whose U and V are read from DRAM once.
-//
-// A stage is 128 rows of V and of U by 64 channels, 16 KB each, both K-major with the swizzle of 128
-// bytes. TMA fills up with zeros where tiles or the reduction end, and a CTA past the last tile
-// multiplies zeros; past a group's last output channel it reads the next group's or point's rows of U,
-// whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers: producer 40, consumers 232, of them 128
-// accumulators.
-//
-// Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends.
-// Empty(s): one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired, one
-// k-block late so that one is always under way. Named barriers 1 and 2 hand the tensor cores over.
+// A stage is 128 rows of V and 128 or 160 of U by 64 channels, 32 or 36 KB, both K-major with the
+// swizzle of 128 bytes. TMA fills up with zeros where tiles or the reduction end, and a CTA past the
+// last tile multiplies zeros; past a group's last output channel it reads the next group's or point's
+// rows of U, whose columns are not stored. Shared memory: 6 stages, 192 or 216 KB. Registers of a
+// consumer: 128 or 160 accumulators.
 //
 // Accumulators go to M from registers. A lane has two neighbouring columns of each eight, so TMA brings
 // sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: a lane then stores 16 bytes,
-// and four lanes a run of 64, of M in float16 half as much: a sector. (An exchange between lanes instead makes the compiler serialise wgmma.)
+// and four lanes a run of 64, of M in float16 half as much: a sector. (An exchange between lanes
+// instead makes the compiler serialise wgmma.)
 // Refused: output channels of a group that are no multiple of 16.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
@@ -45,11 +37,9 @@
 
 #include "core/status.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/tensor_map.h"
-#include "cuda/ptx/cluster_sm90.cuh"
+#include "cuda/common/turns_gemm_sm90.cuh"
 #include "cuda/ptx/lane.cuh"
-#include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 #include "cuda/winograd/amax.cuh"
@@ -81,6 +71,7 @@ struct PingpongGemmMaps {
 struct PingpongGemmBox {
   int32_t at[4];
 
+  PingpongGemmBox() = default;
   __device__ __forceinline__ PingpongGemmBox(const PingpongGemmParams& params,
                                              const PingpongGemmPlace& place, bool of_v,
                                              int32_t further) {
@@ -92,34 +83,41 @@ struct PingpongGemmBox {
   }
 };
 
+// The copies of a CTA, for turns_gemm_sm90.cuh.
 template <class Tile>
-__device__ __forceinline__ void ProducePingpongGemm(const PingpongGemmParams& params,
-                                                    const PingpongGemmMaps& maps, int32_t rank,
-                                                    uint32_t ring, const Barriers<Tile>& barriers) {
-  RingPlace<Tile::kStages> stage;
-  const bool own_is_v = params.pairs_rows;
-  const int32_t half_rows = (own_is_v ? Tile::kCols : Tile::kRows) / kPingpongGemmCtas;
-  const int32_t half_bytes = (own_is_v ? Tile::kBytesOfU : Tile::kBytesOfV) / kPingpongGemmCtas;
-  const uint32_t own_at = ring + (own_is_v ? 0 : Tile::kBytesOfV);
-  const uint32_t common_at = ring + (own_is_v ? Tile::kBytesOfV : 0) + rank * half_bytes;
-  const int32_t stride = gridDim.x / kPingpongGemmCtas;
-  for (int32_t index = ClusterId(); index < params.tiles; index += stride) {
-    const PingpongGemmPlace place(params, index, rank);
-    const PingpongGemmBox own(params, place, own_is_v, 0);
-    const PingpongGemmBox common(params, place, !own_is_v, rank * half_rows);
-    for (int32_t i = 0; i < params.k_blocks; ++i) {
-      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
-      const uint32_t barrier = barriers.Full(stage.slot);
-      const uint32_t at = stage.slot * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, Tile::kStageBytes);
-      CopyTile5d(own_at + at, &maps.own, barrier, i * Tile::kTileK, own.at[0], own.at[1], own.at[2],
-                 own.at[3]);
-      CopyTile5dToCluster(common_at + at, &maps.common, barrier, i * Tile::kTileK, common.at[0],
-                          common.at[1], common.at[2], common.at[3], (1 << kPingpongGemmCtas) - 1);
-      stage.Next();
-    }
+struct PingpongGemmLoads {
+  const PingpongGemmParams& params;
+  const PingpongGemmMaps& maps;
+  const int32_t rank;
+  const bool own_is_v;
+  const uint32_t own_at, common_at;
+  PingpongGemmBox own, common;
+
+  __device__ __forceinline__ PingpongGemmLoads(const PingpongGemmParams& params,
+                                               const PingpongGemmMaps& maps, int32_t rank,
+                                               uint32_t ring)
+      : params(params),
+        maps(maps),
+        rank(rank),
+        own_is_v(params.pairs_rows),
+        own_at(ring + (own_is_v ? 0 : Tile::kBytesOfV)),
+        common_at(ring + (own_is_v ? Tile::kBytesOfV : 0) +
+                  rank * (own_is_v ? Tile::kBytesOfU : Tile::kBytesOfV) / kPingpongGemmCtas) {}
+
+  __device__ __forceinline__ void Begin(int32_t tile) {
+    const PingpongGemmPlace place(params, tile, rank);
+    const int32_t half_rows = (own_is_v ? Tile::kCols : Tile::kRows) / kPingpongGemmCtas;
+    own = PingpongGemmBox(params, place, own_is_v, 0);
+    common = PingpongGemmBox(params, place, !own_is_v, rank * half_rows);
   }
-}
+  __device__ __forceinline__ void Load(int32_t k_block, uint32_t at, uint32_t barrier) const {
+    const int32_t channel = k_block * Tile::kTileK;
+    CopyTile5d(own_at + at, &maps.own, barrier, channel, own.at[0], own.at[1], own.at[2],
+               own.at[3]);
+    CopyTile5dToCluster(common_at + at, &maps.common, barrier, channel, common.at[0], common.at[1],
+                        common.at[2], common.at[3], (1 << kPingpongGemmCtas) - 1);
+  }
+};
 
 // The accumulators of 64 rows -> M; `row`: the lane's first. Product: of M, float or __half.
 template <int kCols, typename Product>
@@ -158,57 +156,49 @@ __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
   }
 }
 
-template <int kWarpgroup, typename Product, class Tile>
-__device__ __forceinline__ void ConsumePingpongGemm(const PingpongGemmParams& params, int32_t rank,
-                                                    uint32_t ring, const Barriers<Tile>& barriers) {
-  RingPlace<Tile::kStages> stage;
-  // Thread r tells rank r.
-  auto release = [&](uint32_t slot) {
-    const int32_t to = threadIdx.x % 128;
-    if (to < kPingpongGemmCtas) BarrierArriveInCluster(AddressInCluster(barriers.Empty(slot), to));
-  };
-  if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
-  float scale = 1.0f;                               // of M
-  if constexpr (std::is_same_v<Product, __half>) {
-    scale = params.half_scale * RemainingScale(params.input_scale) *
-            RemainingScale(params.filter_scale);
+template <typename Product, class TileOf>
+struct PingpongGemm {
+  using Tile = TileOf;
+  using Params = PingpongGemmParams;
+  using Maps = PingpongGemmMaps;
+  using Loads = PingpongGemmLoads<Tile>;
+  using Sums = float[2][Tile::kCols / 2];
+
+  __device__ static __forceinline__ void Prefetch(const Maps& maps) {
+    PrefetchTensorMap(&maps.own);
+    PrefetchTensorMap(&maps.common);
   }
-  const int32_t stride = gridDim.x / kPingpongGemmCtas;
-  for (int32_t index = ClusterId() + kWarpgroup * stride; index < params.tiles;
-       index += 2 * stride) {
-    if (index >= stride) stage.Skip(params.k_blocks);  // the other's tile before
-    NamedBarrierSync(1 + kWarpgroup, 256);
-    float acc[2][Tile::kCols / 2];
-    uint32_t last = 0;
-    for (int32_t i = 0; i < params.k_blocks; ++i) {
-      BarrierWait(barriers.Full(stage.slot), stage.parity);
-      const uint32_t v = ring + stage.slot * Tile::kStageBytes;
-      const uint64_t a[2] = {KMajorDescriptor(v), KMajorDescriptor(v + 64 * 128)};
-      const uint64_t b = KMajorDescriptor(v + Tile::kBytesOfV);
-      WgmmaFence();
+  __device__ static __forceinline__ void Multiply(Sums& sums, uint32_t v, bool accumulate) {
+    const uint64_t a[2] = {KMajorDescriptor(v), KMajorDescriptor(v + 64 * 128)};
+    const uint64_t b = KMajorDescriptor(v + Tile::kBytesOfV);
 #pragma unroll
-      for (int k = 0; k < Tile::kTileK / 16; ++k) {
+    for (int k = 0; k < Tile::kTileK / 16; ++k) {
 #pragma unroll
-        for (int block = 0; block < 2; ++block) {
-          Wgmma<Tile::kCols, __half, false, false>(acc[block], a[block] + k * 2, b + k * 2,
-                                                   i > 0 || k > 0);
-        }
+      for (int block = 0; block < 2; ++block) {
+        Wgmma<Tile::kCols, __half, false, false>(sums[block], a[block] + k * 2, b + k * 2,
+                                                 accumulate || k > 0);
       }
-      WgmmaCommit();
-      WgmmaWait<1>();
-      if (i > 0) release(last);
-      last = stage.slot;
-      stage.Next();
     }
-    NamedBarrierArrive(2 - kWarpgroup, 256);
-    WgmmaWait<0>();
-    release(last);
-    const PingpongGemmPlace place(params, index, rank);
-    const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
-    StoreProducts<Tile::kCols, Product>(params, place, row, acc[0], scale);
-    StoreProducts<Tile::kCols, Product>(params, place, row + 64, acc[1], scale);
   }
-}
+
+  struct Stores {
+    const Params& params;
+    float scale = 1.0f;  // of M
+
+    __device__ __forceinline__ explicit Stores(const Params& params) : params(params) {
+      if constexpr (std::is_same_v<Product, __half>) {
+        scale = params.half_scale * RemainingScale(params.input_scale) *
+                RemainingScale(params.filter_scale);
+      }
+    }
+    __device__ __forceinline__ void Store(int32_t tile, int32_t rank, const Sums& sums) const {
+      const PingpongGemmPlace place(params, tile, rank);
+      const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
+      StoreProducts<Tile::kCols, Product>(params, place, row, sums[0], scale);
+      StoreProducts<Tile::kCols, Product>(params, place, row + 64, sums[1], scale);
+    }
+  };
+};
 
 template <class Tag, typename Product, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
@@ -216,36 +206,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                        const __grid_constant__ PingpongGemmMaps maps) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  if (threadIdx.x == 0) {
-    barriers.Init(kPingpongGemmCtas);
-    PrefetchTensorMap(&maps.own);
-    PrefetchTensorMap(&maps.common);
-  }
-  // Copies and arrivals from the other CTA find the barriers ready.
-  ClusterArrive();
-  ClusterWait();
-  WaitForInputs();
-  const int32_t rank = ClusterRank();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<40>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProducePingpongGemm(params, maps, rank, ring, barriers);
-    }
-    __syncwarp();
-  } else {
-    RaiseRegisters<232>();
-    if (warpgroup == 1) {
-      ConsumePingpongGemm<0, Product>(params, rank, ring, barriers);
-    } else {
-      ConsumePingpongGemm<1, Product>(params, rank, ring, barriers);
-    }
-  }
-  // The other CTA copies into this one's shared memory, and arrives there, to the end.
-  ClusterArrive();
-  ClusterWait();
+  RunTurnsGemm<PingpongGemm<Product, Tile>, /*kWaits=*/true>(params, maps, dynamic, barrier_words);
 }
 
 template <class Tile>

@@ -2,24 +2,19 @@
 //
 //     M[point][tile, k] = float16( u_scale[point][k] * sum over c of V[point][tile, c] U[point][k, c] )
 //
-// A CTA has 128 x 128 of M at a time. Two consumer warpgroups, each with tiles of its own, alternate on
-// the tensor cores: one scales, rounds and stores while the other multiplies. The producer runs ahead
-// into the next tile's stages. A tile takes 64 bytes for every cycle of the tensor cores, and L2 gives
-// an SM about 45: so the two CTAs of a cluster, which have neighbouring rows, bring half of U each to
-// both, 48 bytes a cycle. Cluster c processes tiles c, c + clusters, ...; columns fastest, then rows,
-// then points, so that what is under way has few points, whose V and U are read from DRAM once.
+// A CTA has 128 x 128 of M at a time, of C in blocks of 128, by turns (common/turns_gemm_sm90.cuh): one
+// consumer scales, rounds and stores while the other multiplies. A tile takes 64 bytes for every cycle of
+// the tensor cores, and L2 gives an SM about 45: so the two CTAs of a cluster, which have neighbouring
+// rows, bring half of U each to both, 48 bytes a cycle. Columns are the fastest digit of a tile's index,
+// then rows, then points, so that what is under way has few points, whose V and U are read from DRAM once.
 //
 // A stage is 128 rows of V and of U by 128 channels, 16 KB each, with the swizzle of 128 bytes. TMA
 // fills up with zeros where tiles or channels end; past a point's last output channel it reads the
-// next point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers:
-// producer 40, consumers 232, of them 128 accumulators.
+// next point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers of a
+// consumer: 128 accumulators.
 //
 // The box of U brings 32 rows in the order 0 1 8 9 16 17 24 25 2 3 ..., so that a thread, which holds
 // columns 8 j + 2 t and the next, has the eight neighbouring channels 8 t .. 8 t + 7 and stores 16 bytes.
-//
-// Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends. Empty(s):
-// one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired, one k-block late
-// so that one is always under way. Named barriers 1 and 2 hand the tensor cores over.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_PRODUCTS_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_PRODUCTS_SM90_CUH_
 
@@ -32,11 +27,9 @@
 #include "core/status.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/requantize_words.cuh"
-#include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/tensor_map.h"
-#include "cuda/ptx/cluster_sm90.cuh"
+#include "cuda/common/turns_gemm_sm90.cuh"
 #include "cuda/ptx/lane.cuh"
-#include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 #include "cuda/winograd_int8/params.h"
@@ -69,30 +62,37 @@ struct ProductsPlace {
   }
 };
 
-__device__ __forceinline__ void ProduceProducts(const ProductsParams& params,
-                                                const ProductsMaps& maps, int32_t rank,
-                                                uint32_t ring,
-                                                const Barriers<ProductsTile>& barriers) {
-  using Tile = ProductsTile;
-  RingPlace<Tile::kStages> stage;
-  constexpr int kBlocks = Tile::kRows / 32 / kProductsCtas;  // of U, that the CTA brings to all
-  const uint32_t u_at = ring + Tile::kOperandBytes + rank * (Tile::kOperandBytes / kProductsCtas);
-  const int32_t stride = gridDim.x / kProductsCtas;
-  for (int32_t index = ClusterId(); index < params.tiles; index += stride) {
-    const ProductsPlace place(params, index, rank);
-    const int32_t block = (place.point * params.columns + place.column) / 32 + rank * kBlocks;
-    for (int32_t i = 0; i < params.k_blocks; ++i) {
-      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
-      const uint32_t barrier = barriers.Full(stage.slot);
-      const uint32_t at = stage.slot * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, Tile::kStageBytes);
-      CopyTile3d(ring + at, &maps.v, barrier, i * Tile::kChannels, place.row, place.point);
-      CopyTile5dToCluster(u_at + at, &maps.u, barrier, i * Tile::kChannels, 0, 0, 0, block,
-                          (1 << kProductsCtas) - 1);
-      stage.Next();
-    }
+// The copies of a CTA, for turns_gemm_sm90.cuh.
+struct ProductsLoads {
+  const ProductsParams& params;
+  const ProductsMaps& maps;
+  const int32_t rank;
+  const uint32_t v_at, u_at;
+  int32_t row, point, block;
+
+  __device__ __forceinline__ ProductsLoads(const ProductsParams& params, const ProductsMaps& maps,
+                                           int32_t rank, uint32_t ring)
+      : params(params),
+        maps(maps),
+        rank(rank),
+        v_at(ring),
+        u_at(ring + ProductsTile::kOperandBytes +
+             rank * (ProductsTile::kOperandBytes / kProductsCtas)) {}
+
+  __device__ __forceinline__ void Begin(int32_t tile) {
+    constexpr int kBlocks = ProductsTile::kRows / 32 / kProductsCtas;  // of U, brought to both
+    const ProductsPlace place(params, tile, rank);
+    row = place.row;
+    point = place.point;
+    block = (place.point * params.columns + place.column) / 32 + rank * kBlocks;
   }
-}
+  __device__ __forceinline__ void Load(int32_t k_block, uint32_t at, uint32_t barrier) const {
+    const int32_t channel = k_block * ProductsTile::kChannels;
+    CopyTile3d(v_at + at, &maps.v, barrier, channel, row, point);
+    CopyTile5dToCluster(u_at + at, &maps.u, barrier, channel, 0, 0, 0, block,
+                        (1 << kProductsCtas) - 1);
+  }
+};
 
 // The accumulators of 64 rows -> M; `row`: the thread's first.
 __device__ __forceinline__ void StoreProducts(const ProductsParams& params,
@@ -124,89 +124,50 @@ __device__ __forceinline__ void StoreProducts(const ProductsParams& params,
   }
 }
 
-__device__ __forceinline__ void ConsumeProducts(const ProductsParams& params, int32_t rank,
-                                                uint32_t ring,
-                                                const Barriers<ProductsTile>& barriers,
-                                                int warpgroup) {
+struct ProductsGemm {
   using Tile = ProductsTile;
-  // Thread r tells rank r.
-  auto release = [&](uint32_t slot) {
-    const int32_t to = threadIdx.x % 128;
-    if (to < kProductsCtas) BarrierArriveInCluster(AddressInCluster(barriers.Empty(slot), to));
-  };
-  RingPlace<Tile::kStages> stage;
-  if (warpgroup == 1) {
-    NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
-    stage.Skip(params.k_blocks);
+  using Params = ProductsParams;
+  using Maps = ProductsMaps;
+  using Loads = ProductsLoads;
+  using Sums = int32_t[2][64];
+
+  __device__ static __forceinline__ void Prefetch(const Maps& maps) {
+    PrefetchTensorMap(&maps.v);
+    PrefetchTensorMap(&maps.u);
   }
-  const int32_t stride = gridDim.x / kProductsCtas;
-  for (int32_t index = ClusterId() + warpgroup * stride; index < params.tiles;
-       index += 2 * stride) {
-    NamedBarrierSync(1 + warpgroup, 256);
-    int32_t acc[2][64];
-    uint32_t last = 0;
-    for (int32_t i = 0; i < params.k_blocks; ++i) {
-      BarrierWait(barriers.Full(stage.slot), stage.parity);
-      const uint32_t v = ring + stage.slot * Tile::kStageBytes;
-      const uint64_t a[2] = {KMajorDescriptor(v), KMajorDescriptor(v + 64 * Tile::kChannels)};
-      const uint64_t b = KMajorDescriptor(v + Tile::kOperandBytes);
-      WgmmaFence();
+  __device__ static __forceinline__ void Multiply(Sums& sums, uint32_t v, bool accumulate) {
+    const uint64_t a[2] = {KMajorDescriptor(v), KMajorDescriptor(v + 64 * Tile::kChannels)};
+    const uint64_t b = KMajorDescriptor(v + Tile::kOperandBytes);
 #pragma unroll
-      for (int k = 0; k < Tile::kChannels / 32; ++k) {
+    for (int k = 0; k < Tile::kChannels / 32; ++k) {
 #pragma unroll
-        for (int block = 0; block < 2; ++block) {
-          WgmmaInt8(int8_t{}, int8_t{}, acc[block], a[block] + k * 2, b + k * 2, i > 0 || k > 0);
-        }
+      for (int block = 0; block < 2; ++block) {
+        WgmmaInt8(int8_t{}, int8_t{}, sums[block], a[block] + k * 2, b + k * 2,
+                  accumulate || k > 0);
       }
-      WgmmaCommit();
-      WgmmaWait<1>();
-      if (i > 0) release(last);
-      last = stage.slot;
-      stage.Next();
     }
-    NamedBarrierArrive(2 - warpgroup, 256);
-    WgmmaWait<0>();
-    release(last);
-    const ProductsPlace place(params, index, rank);
-    const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
-    StoreProducts(params, place, row, acc[0]);
-    StoreProducts(params, place, row + 64, acc[1]);
-    stage.Skip(params.k_blocks);  // the other's tile
   }
-}
+
+  struct Stores {
+    const Params& params;
+
+    __device__ __forceinline__ explicit Stores(const Params& params) : params(params) {}
+    __device__ __forceinline__ void Store(int32_t tile, int32_t rank, const Sums& sums) const {
+      const ProductsPlace place(params, tile, rank);
+      const int32_t row = place.row + threadIdx.x / 32 % 4 * 16 + Lane() / 4;
+      StoreProducts(params, place, row, sums[0]);
+      StoreProducts(params, place, row + 64, sums[1]);
+    }
+  };
+};
 
 template <class Tag>
 __global__ void __launch_bounds__(ProductsTile::kThreads, 1)
     ProductsKernel(const __grid_constant__ ProductsParams params,
                    const __grid_constant__ ProductsMaps maps) {
-  using Tile = ProductsTile;
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  if (threadIdx.x == 0) {
-    barriers.Init(kProductsCtas);
-    PrefetchTensorMap(&maps.v);
-    PrefetchTensorMap(&maps.u);
-  }
-  // Copies and arrivals from the other CTA find the barriers ready.
-  ClusterArrive();
-  ClusterWait();
-  const int32_t rank = ClusterRank();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<40>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProduceProducts(params, maps, rank, ring, barriers);
-    }
-    __syncwarp();
-  } else {
-    RaiseRegisters<232>();
-    ConsumeProducts(params, rank, ring, barriers, warpgroup - 1);
-  }
-  // The other CTA copies into this one's shared memory, and arrives there, to the end.
-  ClusterArrive();
-  ClusterWait();
+  __shared__ __align__(8) uint64_t barrier_words[Barriers<ProductsTile>::kCount];
+  RunTurnsGemm<ProductsGemm, /*kWaits=*/false>(params, maps, dynamic, barrier_words);
 }
 
 // v, u: V and U in the workspace.
