@@ -43,12 +43,13 @@ template <class Tile>
 __device__ __forceinline__ void ProduceRows(const Params& params, const Maps& maps, uint32_t ring,
                                             const Barriers<Tile>& barriers, int warp) {
   RingPlace<Tile::kStages> stage;
-  const int32_t units_of_stage = kKBlockBytes / params.unit_bytes;
+  const int32_t units_of_stage = params.units_of_k_block;
   if (warp > units_of_stage) return;
   const uint32_t unit_bytes = params.unit_bytes * Tile::kPixels;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
     const BasePixel pixel(params, place.m_tile * Tile::kTileM);
+    if (index == blockIdx.x) WaitForPrecedingGrids();
     Unit unit;
     for (int32_t i = 0; i < params.k_blocks; ++i) {
       const int32_t count = min(units_of_stage, params.units - i * units_of_stage);
@@ -76,6 +77,7 @@ __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& 
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
     const int32_t filter_block = (place.group * params.columns + place.n_tile * Tile::kTileN) / 32;
+    if (index == blockIdx.x) WaitForPrecedingGrids();
     Unit unit;
     int32_t k_block = 0;
     for (int32_t i = 0; i < params.k_blocks; ++i) {
@@ -193,7 +195,6 @@ struct FilterRowForm : Tile_, LaunchOf<kType> {
   static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
                                                  uint32_t ring, const Barriers<Tile>& barriers,
                                                  int warp) {
-    WaitForPrecedingGrids();
     if (warp == 0) {
       ProduceFilter(params, maps, ring, barriers);
     } else {

@@ -46,17 +46,16 @@ __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps&
                                                uint32_t ring, const Barriers<Tile>& barriers,
                                                int warp) {
   RingPlace<Tile::kStages> stage;
-  const int32_t units_of_k_block = kKBlockBytes / params.unit_bytes;
+  const int32_t units_of_k_block = params.units_of_k_block;  // 1, 2 or 4
   const int32_t own = (warp + 3) % 4;
   if (warp > 0 && own >= units_of_k_block) return;
   // Warp 0 counts along where units are k-blocks, for the filter's place.
-  Unit first;
-  for (int32_t i = 0; i < own % units_of_k_block; ++i) first.Advance(params, params.one_unit);
+  const Unit first{params.first[own & (units_of_k_block - 1)]};
   const uint32_t own_at = own * params.unit_bytes * Tile::kTileM;
-  WaitForPrecedingGrids();
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
     const BasePixel pixel(params, place.m_tile * Tile::kTileM);
+    if (index == blockIdx.x) WaitForPrecedingGrids();
     const int32_t filter_block = (place.group * params.columns + place.n_tile * Tile::kTileN) / 32;
     Unit unit = first;
     int32_t left = params.units;

@@ -48,6 +48,7 @@ struct Params {
   int32_t taps_first = 0;            // the order of units: taps fastest, or channels
   int32_t units = 1;                 // of the reduction
   UnitDigits one_unit, stage_units;  // the next unit; the same unit of the next stage
+  UnitDigits first[kSteps];          // the units of the first k-block
   int32_t k_blocks = 1;              // stages of a tile
   // Stages from full_k_blocks on have fewer instructions: last_steps in all, of which a k-block of the
   // filter has tail_steps at most.
@@ -56,7 +57,7 @@ struct Params {
   // Where the filter's bytes of a k-block begin in a packed row: 128 bytes further each time, or,
   // of units of 128 bytes with taps fastest, tap * tap_bytes + channel unit * 128.
   int32_t tap_bytes = 0;
-  int32_t unit_bytes = kKBlockBytes;
+  int32_t unit_bytes = kKBlockBytes, units_of_k_block = 1;
   // Of the descriptors of A: the upper word; addresses / 16 from the stage's beginning to the 32
   // bytes of each of its instructions, and from one 64 rows to the next.
   uint32_t descriptor = 0;

@@ -122,6 +122,7 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
                                                         : 32;
   const int64_t row_taps = params->row_taps;
   params->unit_bytes = static_cast<int32_t>(unit);
+  params->units_of_k_block = static_cast<int32_t>(kKBlockBytes / unit);
   params->channel_units = static_cast<int32_t>(CeilDiv(channels, unit));
   params->unit_channels = static_cast<int32_t>(params->nchw32 ? 1 : unit);
   params->group_channels = static_cast<int32_t>(params->nchw32 ? channels / 32 : channels);
@@ -135,7 +136,8 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
   const int64_t bytes = params->units * row_taps * unit, stage = row_taps * kKBlockBytes;
   params->k_blocks = static_cast<int32_t>(CeilDiv(bytes, stage));
   params->one_unit = DigitsOf(*params, 1);
-  params->stage_units = DigitsOf(*params, kKBlockBytes / unit);
+  params->stage_units = DigitsOf(*params, params->units_of_k_block);
+  for (int i = 0; i < params->units_of_k_block; ++i) params->first[i] = DigitsOf(*params, i);
   params->last_steps = static_cast<int32_t>((bytes - 1) % stage / kStepBytes + 1);
   params->full_k_blocks = params->k_blocks - 1;
   if (channels % unit != 0) {
