@@ -125,6 +125,34 @@ def test_bench_compiles_rows_ahead(tmp_path, monkeypatch):
     assert compiling == {False: 6} and not any(beside)
 
 
+def test_both_layouts_share_what_does_not_depend_on_them(tmp_path, monkeypatch):
+    """lax and the reference are compiled once for a layer, this library's kernels twice."""
+    counted = collections.Counter()
+
+    def count(name):
+        inner = getattr(compiled, name)
+
+        def called(*arguments):
+            counted[name] += 1
+            return inner(*arguments)
+
+        monkeypatch.setattr(compiled, name, called)
+
+    count("compile_program")
+    count("reference_function")
+    out = tmp_path / "rows.json"
+    arguments = ["--layer", "2,8,8,32,32,3,3,1,1", "--layer", "2,6,6,32,32,1,1,1,0"]
+    arguments += ["--dtype", "int8_nhwc", "int8_nchw32", "--compile-jobs", "2", "--reps", "1"]
+    assert bench.main([*arguments, "--seconds", "0", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 4 and all(
+        row[side]["error"] == 0 for row in rows for side in ("jaxconv", "lax")
+    )
+    assert counted["compile_program"] == 2 * 3
+    # Once ahead, and for each row, which compiles it only where what is compiled fails.
+    assert counted["reference_function"] == 2 + 4
+
+
 def test_a_row_compiled_ahead_can_be_wrong(tmp_path, monkeypatch):
     ahead = compiled.norms
     monkeypatch.setattr(compiled, "norms", jax.jit(lambda y, r: ahead(y, -r)))

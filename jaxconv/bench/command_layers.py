@@ -219,11 +219,18 @@ def _run(
     table = report.Table(problems, platform, arguments.peer)
     im2col = "im2col" in arguments.peer
 
+    twins: dict[Problem, compiled.Ahead] = {}
+
     def start(pool: Executor, problem: Problem) -> compiled.Ahead:
         copies = copies_of(problem, platform, arguments.device_time)
         asked = sorted(_CUDNN & set(arguments.peer)) if not problem.variant else ()
         built = [builder.submit(peer_cudnn.build, problem, n == "cudnn-winograd") for n in asked]
-        return compiled.Ahead(pool, problem, platform, copies, im2col, built)
+        either = dataclasses.replace(problem, dtype="int8") if problem.requantized else None
+        ahead = compiled.Ahead(pool, problem, platform, copies, im2col, built, twins.get(either))
+        if either:
+            twins.clear()  # the layouts of a layer follow each other
+            twins[either] = ahead
+        return ahead
 
     def one(item: tuple[Problem, compiled.Ahead | None]) -> Row:
         row = measure(

@@ -182,7 +182,8 @@ def measure(
         try:
             run = make()
             length = elapsed(run)  # the first run is a warm-up, and may load code
-            lengths[name] = length if length > _LONG_SECONDS else elapsed(run)
+            once = device_time or length > _LONG_SECONDS
+            lengths[name] = length if once else elapsed(run)
             programs[name] = run
         except Exception as error:
             row.sides[name].failure = first_line(error)
