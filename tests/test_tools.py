@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import importlib.util
 import json
 import os
@@ -216,6 +217,38 @@ def test_bench_says_what_auto_makes_of_native_rows():
         "under auto below 0.95x lax, 1: a fprop bf16 0.94x",
         "left to XLA though native is above 1.05x lax, 1: c fprop bf16 1.06x",
     ]
+
+
+def test_times_of_the_bench_enter_the_table_of_measured_choices(tmp_path, capsys, monkeypatch):
+    table, rows = tmp_path / "table.tsv", tmp_path / "rows.json"
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+    tool = importlib.import_module("measured_times")
+    tool.write(table, tool.read(tool.TABLE))
+    assert table.read_text() == tool.TABLE.read_text()
+
+    def row(op, kernel, ours, lax):
+        made = Row(Problem("a", layers.parse("64,28,28,128,128,3,3,1,1"), op, "bf16"), "cuda")
+        made.kernel = kernel
+        made.sides = {"jaxconv": Side(error=0.0, median_s=ours), "lax": Side(median_s=lax)}
+        return made.as_json()
+
+    facts = {"device": "NVIDIA H200", "platform": "cuda", "clock": "the device's"}
+    found = [row(Op.FPROP, "fprop_a", 2e-5, 3e-5), row(Op.DGRAD, "XLA", 4e-5, 4e-5)]
+    rows.write_text(json.dumps({"environment": facts, "rows": found}))
+    table.unlink()
+    assert tool.main([str(rows), "--table", str(table)]) == 0
+    found[0] = row(Op.FPROP, "fprop_b", 1e-5, 2.5e-5)
+    rows.write_text(json.dumps({"environment": facts, "rows": found}))
+    assert tool.main([str(rows), "--table", str(table)]) == 0
+    key = "bf16:bf16:bf16 default b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1"
+    assert table.read_text().splitlines() == [
+        f"fprop {key}\t25\tfprop_b=10\tfprop_a=20",
+        f"dgrad {key}\t40",
+    ]
+    rows.write_text(json.dumps({"environment": {**facts, "device": "NVIDIA A100"}, "rows": found}))
+    with pytest.raises(SystemExit):
+        tool.main([str(rows), "--table", str(table)])
+    assert "NVIDIA A100" in capsys.readouterr().err
 
 
 def test_bench_finds_the_layers_of_a_network():

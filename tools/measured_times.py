@@ -1,0 +1,99 @@
+"""Puts times of the bench into ``tests/cc/measured_times.tsv``, the table of measured choices.
+
+    python -m jaxconv.bench --device-time --algorithm native --json rows.json ...
+    python tools/measured_times.py rows.json
+
+Times by the device's clock of an H200 replace those of the same problem and kernel; other rows and
+kernels stay. ``tests/cc/xla_cost_test.cc`` reads the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from jaxconv._src.spec import problem_key
+from jaxconv.bench.problem import Row
+
+TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"
+
+# A problem's key -> microseconds of lax, and of kernels by name.
+Times = dict[str, tuple[float, dict[str, float]]]
+
+
+def read(path: pathlib.Path) -> Times:
+    """The table."""
+    found: Times = {}
+    for line in path.read_text().splitlines():
+        key, lax, *kernels = line.split("\t")
+        pairs = (kernel.split("=") for kernel in kernels)
+        found[key] = float(lax), {name: float(us) for name, us in pairs}
+    return found
+
+
+def write(path: pathlib.Path, times: Times) -> None:
+    """Writes the table, each problem's fastest kernel first."""
+    lines = []
+    for key, (lax, kernels) in times.items():
+        ordered = sorted(kernels.items(), key=lambda item: item[1])
+        lines.append("\t".join([key, f"{lax:.4g}", *(f"{n}={us:.4g}" for n, us in ordered)]))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def rows(path: pathlib.Path) -> Iterator[Row]:
+    """The rows of a file of the bench that the table may hold.
+
+    Raises:
+        ValueError: the file is of another GPU, or of the host's clock.
+    """
+    content = json.loads(path.read_text())
+    facts = content["environment"]
+    if "H200" not in facts["device"] or facts["clock"] != "the device's":
+        raise ValueError(f"{path}: expected --device-time on an H200, got {facts['device']}")
+    for found in content["rows"]:
+        row = Row.from_json(found, facts["platform"])
+        lax = row.sides.get("lax")
+        plain = not (row.problem.dtype.startswith("int8") or row.problem.variant)
+        if plain and not row.wrong and lax is not None and lax.median_s:
+            yield row
+
+
+def add(times: Times, row: Row) -> None:
+    """Puts a row's times in the place of older ones of the same problem and kernel."""
+    problem = row.problem
+    spec = problem.layer.spec(problem.precision)
+    types = problem.operand_dtype, problem.out_dtype
+    key = problem_key(problem.op, spec, problem.layer.sizes, *types)
+    ours, lax = row.sides["jaxconv"], row.sides["lax"]
+    kernels = dict(times[key][1]) if key in times else {}
+    if row.kernel != "XLA" and ours.median_s:
+        kernels[row.kernel] = 1e6 * ours.median_s
+    times[key] = 1e6 * lax.median_s, kernels
+
+
+def main(argv: Sequence[str]) -> int:
+    """Reads the files named and writes the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="measured_times.py", description=__doc__)
+    parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="rows.json")
+    parser.add_argument("--table", type=pathlib.Path, default=TABLE, help="another table")
+    arguments = parser.parse_args(argv)
+    times = read(arguments.table) if arguments.table.exists() else {}
+    before = len(times)
+    try:
+        for path in arguments.files:
+            for row in rows(path):
+                add(times, row)
+    except ValueError as error:
+        parser.error(str(error))
+    write(arguments.table, times)
+    print(f"{len(times)} problems, {len(times) - before} of them new: {arguments.table}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
