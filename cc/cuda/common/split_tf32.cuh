@@ -17,7 +17,8 @@
 // float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand has
 // a sum that is not finite, and is computed again (PromoteWithCare) with operands split by
 // SplitTf32WithCare: first the sum of the products with small parts, which is made finite, then those of
-// big parts, which have the right Inf or NaN.
+// big parts, which have the right Inf or NaN. Where the sums are wgmma's (igemm_wgmma's fprop and
+// dgrad), operands are looked at instead, and SplitTf32Finite splits those that need it.
 //
 // Operands below 2^-112 in magnitude have small parts that are subnormal, with fewer bits: there the
 // error is up to 2^-137 times the other factor.
@@ -53,6 +54,22 @@ __device__ __forceinline__ void SplitTf32WithCare(uint32_t x, uint32_t* big, uin
          : magnitude >= 0x7f7ff000 ? x & kTf32Mask
                                    : (x + 0x1000) & kTf32Mask;
   *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
+}
+
+// Of any x, where sums are not looked at: `big` is finite, and where x is not, 1 with its sign, and
+// `small` is x. The sum of the three products with b is then x b + small_b + b, where the product of an
+// infinite `big` and a `small_b` of zero would make it NaN.
+__device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint32_t* small) {
+  const uint32_t magnitude = x & 0x7fffffff;
+  if (magnitude >= 0x7f800000) {
+    *big = (x & 0x80000000) | 0x3f800000;
+    *small = magnitude > 0x7f800000 ? x | 0x400000 : x;  // a NaN whose upper bits may be zeros
+    return;
+  }
+  const uint32_t half = magnitude >= 0x7f7ff000 ? 0 : 0x1000;  // not up to Inf
+  *big = (x + half) & kTf32Mask;
+  *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
+  if (half == 0) *small = (*small + 0x1000) & kTf32Mask;  // of 13 bits, where it has 12 otherwise
 }
 
 // Which products of an mma step, in the order in which they are added.

@@ -185,12 +185,13 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                             (kWgmmaShare * gpu.wgmma_per_clock * instance.throughput) +
                         kKBlockCycles / ((stationary ? taps_per_load : 1) * taps_per_stage);
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
+  const double parts = SplitsFilter(instance, problem) ? 2 : 1;  // of the filter
   const double few = traffic.filter > 0 ? 1 + kFewRows * 128 / traffic.filter : 1;
   const double rows = rows_a * RowCycles(traffic.pitch_a) +
-                      (stationary ? 0 : columns) * few * SharedRowCycles(traffic.pitch_b);
+                      parts * (stationary ? 0 : columns) * few * SharedRowCycles(traffic.pitch_b);
   // Beside one of activations: of the other operand one for 64 columns, of dy in TF32 one in all;
   // wgrad loads a box for every channel block of the tile.
-  double copies = stationary ? 0 : wgrad && tf32 ? 1 : columns / 64;
+  double copies = stationary ? 0 : wgrad && tf32 ? 1 : parts * columns / 64;
   if (wgrad && !wgrad_filter_row) {
     copies += static_cast<double>(instance.tile_m / KBlockElements(problem.lhs_dtype()) - 1);
   }
@@ -270,11 +271,11 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
     us += gpu.launch_us + (tf32 ? kStartUs : 0);
     cycles += static_cast<double>(partial_bytes) / (kReduceBytesPerCycle * gpu.sm_count);
   }
-  if (TransposesFilter(problem)) {
+  if (TransposesFilter(problem) || parts > 1) {
     // Read and written; the filter comes out of DRAM then, and out of L2 later.
     us += gpu.launch_us + kStartUs;
-    cycles +=
-        DramCycles(2 * static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype)), gpu);
+    cycles += DramCycles(
+        (1 + parts) * static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype)), gpu);
   }
   return cycles / gpu.cycles_per_us() + us;
 }

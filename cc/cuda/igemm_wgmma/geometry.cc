@@ -63,6 +63,24 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   return {};
 }
 
+// The filter of 3xTF32: both parts as one tensor of twice the taps, in the workspace.
+void SplitFilter(const ConvProblem& problem, LaunchParams* launch) {
+  FilterSplit& split = launch->filter_split;
+  split.matrices = launch->b_taps;
+  split.rows = launch->b_rows;
+  split.columns = launch->b_columns;
+  split.transposed = TransposesFilter(problem);
+  split.row_stride = launch->b_row_stride > 0 ? launch->b_row_stride
+                     : split.transposed       ? split.rows
+                                              : split.columns;
+  split.matrix_stride =
+      launch->b_tap_stride > 0 ? launch->b_tap_stride : split.rows * split.columns;
+  split.pitch = CeilDiv(split.columns, 16) * 16;
+  launch->b_columns = split.pitch;
+  launch->b_taps *= 2;
+  launch->b_row_stride = launch->b_tap_stride = 0;
+}
+
 // One residue class: the walk over its pixels, its taps and its rows of gemm_m. `matrix`: the
 // activations are loaded as a matrix, without im2col.
 Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
@@ -239,6 +257,10 @@ bool TransposesFilter(const ConvProblem& problem) {
   return KernelOp(problem) == Op::kFprop && problem.w_dtype == DType::kF32;
 }
 
+bool SplitsFilter(const Instance& instance, const ConvProblem& problem) {
+  return instance.Is(kThreeTf32) && problem.op != Op::kWgrad;
+}
+
 Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels) {
   constexpr int kRows = 1, kColumns = 2;
   const int64_t rows = problem.filter[kRows];
@@ -319,6 +341,7 @@ Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geomet
   launch.a_channels = gemm.src_channels;
   launch.a_images = gemm.batches * gemm.images;
   JAXCONV_RETURN_IF_ERROR(PlaceFilter(problem, &launch));
+  if (SplitsFilter(instance, problem)) SplitFilter(problem, &launch);
   bool matrix = gemm.phases == 1 && problem.taps() == 1;
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];

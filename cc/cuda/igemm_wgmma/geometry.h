@@ -42,6 +42,9 @@ inline constexpr int64_t kMaxSlices = 512;  // of split-K
 // wgmma takes TF32 K-major only: fprop reads the filter transposed.
 bool TransposesFilter(const ConvProblem& problem);
 
+// Whether the filter is split ahead for 3xTF32 (filter_split.h).
+bool SplitsFilter(const Instance& instance, const ConvProblem& problem);
+
 struct Geometry {
   LaunchParams launch;      // of one slice
   int64_t tiles = 0;        // of one slice

@@ -9,6 +9,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/merge_moments.h"
 #include "cuda/common/splitk_reduce.cuh"
+#include "cuda/igemm_wgmma/filter_split.h"
 #include "cuda/igemm_wgmma/filter_transpose.h"
 #include "cuda/igemm_wgmma/params.h"
 #include "cuda/igemm_wgmma/tensor_maps.h"
@@ -41,6 +42,10 @@ Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, 
                                                   workspace, stream));
     b = workspace;
   }
+  if (launch.filter_split.matrices > 0) {
+    JAXCONV_RETURN_IF_ERROR(LaunchFilterSplit(b, launch.filter_split, workspace, stream));
+    b = workspace;
+  }
   FormMaps maps{};
   JAXCONV_RETURN_IF_ERROR(encode(launch, params, operands.lhs, b, &maps));
   LaunchConfig config;
@@ -60,13 +65,15 @@ Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, 
       operands.out, launch.output_is_f32 ? DType::kF32 : Tag::kType, stream);
 }
 
-// A form whose operands are im2col boxes of Tag::kPixels and boxes of the filter.
-template <auto kKernel, class Tag>
+// A form whose operands are im2col boxes of Tag::kPixels, in float32 rounded to TF32 or not, and boxes
+// of the filter.
+template <auto kKernel, class Tag, bool kWholeF32 = false>
 Status LaunchForm(const Plan& plan, const Operands& operands, void* stream) {
   return LaunchWithMaps<kKernel, Tag, Maps>(
       plan, operands, stream, /*overlaps=*/true,
       [](const LaunchParams& launch, const Params&, const void* a, const void* b, Maps* maps) {
-        JAXCONV_RETURN_IF_ERROR(EncodeActivations(launch, Tag::kType, a, Tag::kPixels, maps));
+        JAXCONV_RETURN_IF_ERROR(
+            EncodeActivations(launch, Tag::kType, a, Tag::kPixels, maps, kWholeF32));
         return EncodeFilter(launch, Tag::kType, b, maps);
       });
 }

@@ -75,11 +75,13 @@ struct ProducedTile {
     LoadActivations<T>(params, of, k_block, shared, &maps.a[residue_class], barrier, a_channel,
                        pixel);
   }
-  // The filter under a tap of the k-block's row, counted from its first.
-  __device__ __forceinline__ void LoadB(uint32_t shared, uint32_t barrier, int32_t t0 = 0) const {
+  // The filter under a tap of the k-block's row, counted from its first; of 3xTF32 its small part.
+  __device__ __forceinline__ void LoadB(uint32_t shared, uint32_t barrier, int32_t t0 = 0,
+                                        bool small = false) const {
+    const int32_t tap = tap_of_batch + k_block.Tap(of) + t0 * of.filter_step[0];
     LoadFilter<kOp, T, Tile>(shared, &maps.b, barrier, boxes, n_first,
                              of.channel0 + k_block.channel_block * kKBlockChannels<T>, b_channel,
-                             tap_of_batch + k_block.Tap(of) + t0 * of.filter_step[0]);
+                             small ? tap + params.filter_taps * params.batches.divisor : tap);
   }
   // The first pixels and a tap of the filter, each CTA another one, into L2. It may run while the
   // kernel in front still writes them: L2 is the point of coherence.
@@ -92,8 +94,8 @@ struct ProducedTile {
   }
 };
 
-// The producer, one thread.
-template <Op kOp, typename T, class Tile>
+// The producer, one thread. kParts: of the filter, behind each other in a stage.
+template <Op kOp, typename T, class Tile, int kParts = 1>
 __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& maps, uint32_t ring,
                                               const Barriers<Tile>& barriers) {
   RingPlace<Tile::kStages> stage;
@@ -110,10 +112,13 @@ __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& 
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + stage.slot * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, Tile::kBytesA + tile.boxes * kBoxBytes);
+      BarrierArriveExpect(barrier, Tile::kBytesA + kParts * tile.boxes * kBoxBytes);
       tile.LoadA(shared, barrier);
       stage.Next();
       tile.LoadB(shared + Tile::kBytesA, barrier);
+      if constexpr (kParts == 2) {
+        tile.LoadB(shared + Tile::kBytesA + Tile::kBytesB, barrier, 0, /*small=*/true);
+      }
       tile.k_block.Next(of);
     }
   }

@@ -7,6 +7,7 @@
 #include "core/fast_divmod.h"
 #include "cuda/common/epilogue_params.h"
 #include "cuda/common/merge_moments.h"
+#include "cuda/igemm_wgmma/filter_split.h"
 
 namespace jaxconv::igemm_wgmma {
 
@@ -109,6 +110,9 @@ struct LaunchParams {
   int64_t moments_offset = 0;
   MomentSlots moments;
   int64_t rows = 0;  // of the output
+  // 3xTF32: the filter is split in front, into the workspace, where b_* above find it. Elsewhere no
+  // matrices.
+  FilterSplit filter_split;
 };
 
 }  // namespace jaxconv::igemm_wgmma

@@ -46,7 +46,8 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfPatches = kPingpong | kPatches, kTraitsOfPingpongC48 = kPingpong | kC48,
                    kTraitsOfPointwise = kPingpong | kPointwise,
                    kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
-                   kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
+                   kTraitsOfThreeTf32 = kThreeTf32, kTraitsOfCluster = kCluster,
+                   kTraitsOfWgradFilterRow = kFilterRow;
 
 // Whether the fused form of an instance gives the statistics of y (statistics_sm90.cuh): of 16-bit
 // results in pingpong, whose tiles lie in the output's rows.
@@ -182,9 +183,11 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const int64_t persistent = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
   launch->ctas = static_cast<int32_t>(
       instance.Is(kCluster) ? params.tiles * slices : std::min<int64_t>(params.tiles, persistent));
-  // The workspace: the transposed filter, then the partial results; or the counters.
-  launch->transposes_filter = TransposesFilter(problem);
-  if (launch->transposes_filter) {
+  // The workspace: the transposed or split filter, then the partial results; or the counters.
+  if (SplitsFilter(instance, problem)) {
+    launch->partial_offset = launch->filter_split.bytes();
+  } else if (TransposesFilter(problem)) {
+    launch->transposes_filter = true;
     launch->partial_offset = problem.w_elements() * int64_t{sizeof(float)};
   }
   launch->resets_counters = dynamic;

@@ -368,7 +368,8 @@ __device__ __forceinline__ void StoreStagedTile(const Params& params, const Tile
   const int64_t base = place.OutputOffset(params, n_first);
 #pragma unroll 1
   for (int block = 0; block < Tile::kBlocks; ++block) {
-    const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
+    const int32_t decoded =
+        OutputRow<kOp>(params, of, m_first + block * 64 + Tile::PixelOf(lane % 16));
 #pragma unroll 1
     for (int c = 0; c < Tile::kTileN && n_first + c < params.gemm_n; c += kColumns) {
       const int column = c + Rows::Column(lane);

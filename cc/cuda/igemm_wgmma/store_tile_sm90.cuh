@@ -194,7 +194,8 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   int32_t decoded[(Tile::kBlocks + 1) / 2];
 #pragma unroll
   for (int i = 0; i < (Tile::kBlocks + 1) / 2; ++i) {
-    decoded[i] = OutputRow<kOp>(params, of, m_first + (2 * i + lane / 16) * 64 + lane % 16);
+    decoded[i] =
+        OutputRow<kOp>(params, of, m_first + (2 * i + lane / 16) * 64 + Tile::PixelOf(lane % 16));
   }
   auto row_place = [&](int block, int row) -> RowPlace {
     const int32_t m = __shfl_sync(0xffffffff, decoded[block / 2], block % 2 * 16 + row);

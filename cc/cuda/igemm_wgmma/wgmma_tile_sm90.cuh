@@ -70,6 +70,9 @@ struct WgmmaTile
   // From one warpgroup's rows of a cooperative tile to the next.
   static constexpr int kRowsOfWarpgroup = kPingpong_ ? 0 : kBlocks * 64;
 
+  // Which of a warp's 16 pixels a row of the accumulators is.
+  static __device__ __forceinline__ int PixelOf(int row) { return row; }
+
   struct Accumulators {
     float first[kBlocks][kN0 / 2];
     float second[kBlocks][kN1 > 0 ? kN1 / 2 : 1];

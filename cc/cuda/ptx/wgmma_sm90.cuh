@@ -141,6 +141,33 @@ __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+// The same of TF32, kN (64 or 128) columns: rows g and g + 8, columns t and t + 4 of the reduction.
+template <int kN>
+__device__ __forceinline__ void WgmmaFromRegisters(float (&d)[kN / 2], const uint32_t (&a)[4],
+                                                   uint64_t b, int accumulate) {
+  static_assert(kN == 64 || kN == 128);
+  if constexpr (kN == 64) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %37, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {" JAXCONV_R32
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n\t}"
+        : JAXCONV_D32(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {" JAXCONV_R64
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n\t}"
+        : JAXCONV_D32(0), JAXCONV_D32(32)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  }
+}
+// An accumulator behind WgmmaWait: the compiler reads it no earlier.
+__device__ __forceinline__ float WgmmaResult(float accumulator) {
+  asm volatile("" : "+f"(accumulator));
+  return accumulator;
+}
+
 // Bytes of types A and B, one of them signed: exact sums that wrap.
 #define JAXCONV_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define JAXCONV_I16(i) JAXCONV_I4(i), JAXCONV_I4(i + 4), JAXCONV_I4(i + 8), JAXCONV_I4(i + 12)

@@ -1,0 +1,206 @@
+// igemm_wgmma, 3xTF32: float32 operands as sums of two TF32 numbers each, three products on the tensor
+// cores, more accurate than FP32 FMA in order (sm_90a). The map from convolution to GEMM, the loads of
+// activations and what is refused are those of cooperative_sm90.cuh.
+//
+//     a b = small_a big_b + big_a small_b + big_a big_b      of one k-block, 32 of the reduction
+//     sums += that, by FADD: tensor cores truncate what they add, over a k-block harmlessly
+//
+//     consumer 0   | 12 wgmma           | FADD; load, split A | 12 wgmma            | ...
+//     consumer 1   | load, split A      | 12 wgmma            | FADD; load, split A | 12 wgmma
+//
+// The filter is split ahead by a kernel of its own (filter_split.h), with its rows along the reduction
+// for both operations. The activations come as they are; each consumer warpgroup loads its fragments
+// to registers and splits them there, and wgmma takes A from registers. Two or three consumer
+// warpgroups share a tile, 64 rows each. The tensor cores take their products in the order in which
+// they come, so that one multiplies while another adds, loads and splits.
+//
+// Fragments: of 16 channels a lane loads four neighbours, 16 bytes, and the filter's columns are
+// ordered so that these are its columns t and t + 4 of two instructions. Eight lanes of a load have
+// two rows, whose chunks the swizzle puts into different banks if the rows' numbers differ in bit 2:
+// row g of a fragment is pixel PixelOf(g).
+//
+// Persistent, as cooperative. Shared memory of 128x128: 4 stages of (16 + 2 x 16) KB, 32 KB of
+// staging, barriers. Registers: producer 40, consumers 232, of them 64 sums, 64 accumulators and 32 of
+// fragments; with three warpgroups 32 and 160, half as many sums.
+//
+// Full(s) and Empty(s) as in cooperative_sm90.cuh.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_THREE_TF32_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_THREE_TF32_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/common/split_tf32.cuh"
+#include "cuda/igemm_wgmma/launch_sm90.cuh"
+#include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
+#include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// kWarpgroups x 64 rows by kN columns. A stage holds the activations and both parts of the filter.
+template <int kWarpgroups, int kN_, int kStages_>
+struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
+  using Base = WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_>;
+  static constexpr int kN = kN_;
+  static constexpr int kStageBytes = Base::kBytesA + 2 * Base::kBytesB;
+  static constexpr int kStagingAt = kStages_ * kStageBytes;
+  static constexpr int kSharedBytes = kStagingAt + kWarpgroups * 4 * Base::kStagingBytes + 1024;
+  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static __device__ __forceinline__ int PixelOf(int row) {
+    return (row & 8) | (row & 1) << 2 | (row & 7) >> 1;
+  }
+
+  // A lane's part of a k-block of A, in two parts, as four instructions want it.
+  struct Fragments {
+    uint32_t big[4][4], small[4][4];
+
+    // `at`: of the lane in a stage (FragmentAt).
+    __device__ __forceinline__ void Load(uint32_t stage, uint32_t at) {
+      uint4 quad[4];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        // Channels from 16 (q / 2) on, row g + 8 (q % 2).
+        quad[q] = LoadChunk(stage + (at ^ q / 2 * 64) + q % 2 * 1024);
+      }
+      auto split = [&](auto function) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const uint32_t word[4] = {quad[q].x, quad[q].y, quad[q].z, quad[q].w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int k = q / 2 * 2 + e / 2, r = e % 2 * 2 + q % 2;
+            function(word[e], &big[k][r], &small[k][r], q % 2);
+          }
+        }
+      };
+      float zero[2] = {};  // or NaN
+      split([&](uint32_t x, uint32_t* to_big, uint32_t* to_small, int which) {
+        SplitTf32(x, to_big, to_small);
+        zero[which] = fmaf(__uint_as_float(*to_small), 0.f, zero[which]);
+      });
+      if (zero[0] + zero[1] != 0) {
+        split([](uint32_t x, uint32_t* to_big, uint32_t* to_small, int) {
+          SplitTf32Finite(x, to_big, to_small);
+        });
+      }
+    }
+  };
+  // Where a consumer lane's first 16 bytes of A lie in a stage. The other 16 channels are 64 bytes on,
+  // modulo 128.
+  static __device__ __forceinline__ uint32_t FragmentAt() {
+    const int lane = Lane();
+    const int row = PixelOf(lane / 4);
+    return (threadIdx.x / 32 - 4) * 2048 + row * 128 + ((lane % 4) ^ row) * 16;
+  }
+
+  // Starts the three products of a k-block, `part` = A B. `b`: the big parts, then the small ones.
+  static __device__ __forceinline__ void Multiply(float (&part)[kN / 2], const Fragments& a,
+                                                  uint32_t b) {
+    const uint64_t b_big = KMajorDescriptor(b), b_small = KMajorDescriptor(b + Base::kBytesB);
+    WgmmaFence();
+    auto products = [&](const uint32_t (&of)[4][4], uint64_t with, bool first) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        WgmmaFromRegisters<kN>(part, of[k], with + k * (32 >> 4), !first || k > 0);
+      }
+    };
+    products(a.small, b_big, true);
+    products(a.big, b_small, false);
+    products(a.big, b_big, false);
+    WgmmaCommit();
+  }
+};
+
+// A consumer warpgroup: the same code for all, because no descriptor depends on its number.
+template <Op kOp, class Tile, class Epilogue>
+__device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers) {
+  const Release release;
+  const uint32_t fragment_at = Tile::FragmentAt();
+  const int32_t warp = threadIdx.x / 32 - 4;
+  RingPlace<Tile::kStages> stage;
+  const int32_t stride = gridDim.x;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += stride) {
+    const TilePlace place(params, index);
+    const ResidueClass& of = params.residue_class[place.residue_class];
+    const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
+    auto store = [&](const typename Tile::Accumulators& results) {
+      StoreTile<kOp, float, Tile>(
+          params, place, of, results, place.m_tile * Tile::kTileM + warp * 16,
+          ring + Tile::kStagingAt + warp * Tile::kStagingBytes,
+          MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+    };
+    if (k_blocks == 0) {
+      if constexpr (kStoresZeros<kOp, Tile>) {
+        // A call of its own: zeros joined with the sums below would spill them.
+        if (HasRows<Tile>(of, place)) store({});
+      }
+      continue;
+    }
+    typename Tile::Accumulators sums = {};
+    for (int32_t i = 0; i < k_blocks; ++i) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t a = ring + stage.slot * Tile::kStageBytes;
+      typename Tile::Fragments fragments;
+      fragments.Load(a, fragment_at);
+      float part[Tile::kN / 2];
+      Tile::Multiply(part, fragments, a + Tile::kBytesA);
+      WgmmaWait<0>();
+      release(barriers.Empty(stage.slot));
+      stage.Next();
+#pragma unroll
+      for (int j = 0; j < Tile::kN / 2; ++j) sums.first[0][j] += WgmmaResult(part[j]);
+    }
+    store(sums);
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kThreads, 1)
+    ThreeTf32Kernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
+  using Tile = typename Tag::Tile;
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
+  if (threadIdx.x == 0) {
+    barriers.Init(Tile::kWarpgroups);
+    PrefetchTensorMap(&maps.a[0]);
+    PrefetchTensorMap(&maps.b);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
+      ProduceStages<Tag::kOp, float, Tile, /*kParts=*/2>(params, maps, ring, barriers);
+    }
+  } else {
+    RaiseRegisters<Tile::kConsumerRegisters>();
+    WaitForInputs();
+    ConsumeThreeTf32<Tag::kOp, Tile, typename Tag::Epilogue>(params, ring, barriers);
+  }
+}
+
+template <Op kOp_, DType kType_, int kWarpgroups, int kN, int kStages>
+struct ThreeTf32 : ThreeTf32Tile<kWarpgroups, kN, kStages> {
+  static constexpr Op kOp = kOp_;
+  static constexpr DType kType = kType_;
+  using Tile = ThreeTf32Tile<kWarpgroups, kN, kStages>;
+  using Epilogue = PlainEpilogue;
+  static_assert(kType == DType::kF32);
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
+    return LaunchForm<ThreeTf32Kernel<Tag>, Tag, /*kWholeF32=*/true>(plan, operands, stream);
+  }
+};
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_THREE_TF32_SM90_CUH_
