@@ -242,6 +242,8 @@ OTHERS = {
     "wgrad_igemm_wmma_f32_64x64x32_3stage_3xtf32": [WIDE],
     "wgrad_igemm_wgmma_f32_128x64x32_mma_sync_3xtf32": [WIDE, WIDE_TILES],
     "fprop_igemm_wgmma_f32_192x64x32_3xtf32": [SEVERAL_TILES],
+    "wgrad_igemm_wgmma_f32_128x128x32_3xtf32": [WIDE_TILES],
+    "wgrad_igemm_wgmma_f32_192x64x32_3xtf32": [WIDE],
     "dgrad_igemm_wgmma_f32_128x128x32_3xtf32": [WIDE, STRIDED],
     "fprop_depthwise_int8_s8_64ch_stride1": EIGHT_BIT_DEPTHWISE["stride1"],
     "fprop_depthwise_int8_u8_64ch_stride2": EIGHT_BIT_DEPTHWISE["stride2"],

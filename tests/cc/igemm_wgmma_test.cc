@@ -158,8 +158,11 @@ std::vector<double> CarryOutWgrad(const ConvProblem& problem, const Plan& plan,
                  src[1]) *
                     launch.a_extent[0] +
                 src[0];
+            const int64_t column = group * p.b_group + n;
+            const bool split = launch.filter_split.matrices > 0;
+            const int64_t row_b = split ? column : pixel, at = split ? pixel : column;
             sum += x[from * launch.a_channels + group * p.a_group + channel] *
-                   dy[(batch * launch.b_rows + pixel) * launch.b_columns + group * p.b_group + n];
+                   dy[(batch * launch.b_rows + row_b) * launch.b_columns + at];
           }
           out[batch * p.out_batch + (int64_t{tap} * p.row_channels + channel) * p.out_channels +
               group * p.out_group + n] = sum;
@@ -278,12 +281,30 @@ void CheckGrid(const KernelDesc& kernel, const ConvProblem& problem, const Plan&
                               p.k_blocks_per_slice * (slices - 1) < k_blocks;
   if (!full) Fail(problem, std::string(kernel.name) + ": an empty slice, or k-blocks left out");
   const int64_t partial = slices > 1 ? slices * launch.output_elements * 4 : 0;
-  const int64_t transposed = launch.transposes_filter ? problem.w_elements() * 4 : 0;
+  const int64_t transposed = launch.transposes_filter           ? problem.w_elements() * 4
+                             : launch.filter_split.matrices > 0 ? launch.filter_split.bytes()
+                                                                : 0;
   if (p.slice_elements != (slices > 1 ? launch.output_elements : 0) ||
       launch.partial_offset != transposed || (slices > 1 && p.out_is_f32 != 1) ||
       plan.workspace_bytes != transposed + partial + (launch.resets_counters ? 64 : 0)) {
     Fail(problem, std::string(kernel.name) + ": the workspace is not what its parts take");
   }
+}
+
+// The big parts of a split operand: small integers have no small parts. The order within 16 columns
+// is the kernels' own.
+std::vector<double> Split(const FilterSplit& split, const std::vector<double>& b) {
+  std::vector<double> big(split.matrices * split.rows * split.pitch);
+  for (int64_t i = 0; i < split.matrices; ++i) {
+    for (int64_t row = 0; row < split.rows; ++row) {
+      for (int64_t column = 0; column < split.columns; ++column) {
+        big[(i * split.rows + row) * split.pitch + column] =
+            b[i * split.matrix_stride + (split.transposed ? column * split.row_stride + row
+                                                          : row * split.row_stride + column)];
+      }
+    }
+  }
+  return big;
 }
 
 // All instances of the operation and type. Their sums differ by the geometry alone, so each geometry
@@ -310,8 +331,10 @@ void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
     const bool filter_row = static_cast<const Instance*>(kernel.instance)->Is(kFilterRow);
     const auto& launch = plan.As<LaunchParams>();
     const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
-    if (launch.transposes_filter !=
-        (problem.op == Op::kFprop && kernel.dtype == DType::kF32 && !krsc)) {
+    const bool split = launch.filter_split.matrices > 0;
+    const bool across = problem.op == Op::kFprop && kernel.dtype == DType::kF32 && !krsc;
+    if (split ? launch.transposes_filter || launch.filter_split.transposed != (across || wgrad)
+              : launch.transposes_filter != across) {
       Fail(problem, "TF32 takes the filter of fprop, and no other, transposed");
     }
     if (krsc && (problem.batch > 1 || plan.kernel->op == problem.op)) {
@@ -350,6 +373,7 @@ void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
         }
       }
     }
+    if (split) b = Split(launch.filter_split, rhs);
     const std::vector<double> out = !wgrad       ? CarryOut(problem, plan, filter_row, lhs, b)
                                     : filter_row ? CarryOutWgradFilterRow(problem, plan, lhs, b)
                                                  : CarryOutWgrad(problem, plan, lhs, b);

@@ -46,7 +46,8 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfPatches = kPingpong | kPatches, kTraitsOfPingpongC48 = kPingpong | kC48,
                    kTraitsOfPointwise = kPingpong | kPointwise,
                    kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
-                   kTraitsOfThreeTf32 = kThreeTf32, kTraitsOfCluster = kCluster,
+                   kTraitsOfThreeTf32 = kThreeTf32 | kSplitsB,
+                   kTraitsOfWgradThreeTf32 = kThreeTf32 | kSplitsB, kTraitsOfCluster = kCluster,
                    kTraitsOfWgradFilterRow = kFilterRow;
 
 // Whether the fused form of an instance gives the statistics of y (statistics_sm90.cuh): of 16-bit
@@ -183,8 +184,8 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const int64_t persistent = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
   launch->ctas = static_cast<int32_t>(
       instance.Is(kCluster) ? params.tiles * slices : std::min<int64_t>(params.tiles, persistent));
-  // The workspace: the transposed or split filter, then the partial results; or the counters.
-  if (SplitsFilter(instance, problem)) {
+  // The workspace: the transposed or split filter, or dy, then the partial results; or the counters.
+  if (instance.Is(kSplitsB)) {
     launch->partial_offset = launch->filter_split.bytes();
   } else if (TransposesFilter(problem)) {
     launch->transposes_filter = true;

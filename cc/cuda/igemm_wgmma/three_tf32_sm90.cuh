@@ -61,21 +61,25 @@ struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
 
     // `at`: of the lane in a stage (FragmentAt).
     __device__ __forceinline__ void Load(uint32_t stage, uint32_t at) {
-      uint4 quad[4];
+      uint32_t word[4][4];  // of instruction, register
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         // Channels from 16 (q / 2) on, row g + 8 (q % 2).
-        quad[q] = LoadChunk(stage + (at ^ q / 2 * 64) + q % 2 * 1024);
+        const uint4 quad = LoadChunk(stage + (at ^ q / 2 * 64) + q % 2 * 1024);
+        word[q / 2 * 2][q % 2] = quad.x;
+        word[q / 2 * 2][2 + q % 2] = quad.y;
+        word[q / 2 * 2 + 1][q % 2] = quad.z;
+        word[q / 2 * 2 + 1][2 + q % 2] = quad.w;
       }
+      Split(word);
+    }
+
+    __device__ __forceinline__ void Split(const uint32_t (&word)[4][4]) {
       auto split = [&](auto function) {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const uint32_t word[4] = {quad[q].x, quad[q].y, quad[q].z, quad[q].w};
+        for (int k = 0; k < 4; ++k) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int k = q / 2 * 2 + e / 2, r = e % 2 * 2 + q % 2;
-            function(word[e], &big[k][r], &small[k][r], q % 2);
-          }
+          for (int r = 0; r < 4; ++r) function(word[k][r], &big[k][r], &small[k][r], r % 2);
         }
       };
       float zero[2] = {};  // or NaN
@@ -116,6 +120,27 @@ struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
   }
 };
 
+// The sums of a tile's k-blocks, of a consumer warpgroup. load(stage's address, &fragments).
+template <class Products, class Tile, typename Load>
+__device__ __forceinline__ void SumKBlocks(int32_t k_blocks, uint32_t ring,
+                                           const Barriers<Tile>& barriers, const Release& release,
+                                           RingPlace<Tile::kStages>& stage, Load load,
+                                           float (&sums)[Products::kN / 2]) {
+  for (int32_t i = 0; i < k_blocks; ++i) {
+    BarrierWait(barriers.Full(stage.slot), stage.parity);
+    const uint32_t at = ring + stage.slot * Tile::kStageBytes;
+    typename Products::Fragments fragments;
+    load(at, &fragments);
+    float part[Products::kN / 2];
+    Products::Multiply(part, fragments, at + Tile::kBytesA);
+    WgmmaWait<0>();
+    release(barriers.Empty(stage.slot));
+    stage.Next();
+#pragma unroll
+    for (int j = 0; j < Products::kN / 2; ++j) sums[j] += WgmmaResult(part[j]);
+  }
+}
+
 // A consumer warpgroup: the same code for all, because no descriptor depends on its number.
 template <Op kOp, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t ring,
@@ -143,19 +168,10 @@ __device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t 
       continue;
     }
     typename Tile::Accumulators sums = {};
-    for (int32_t i = 0; i < k_blocks; ++i) {
-      BarrierWait(barriers.Full(stage.slot), stage.parity);
-      const uint32_t a = ring + stage.slot * Tile::kStageBytes;
-      typename Tile::Fragments fragments;
-      fragments.Load(a, fragment_at);
-      float part[Tile::kN / 2];
-      Tile::Multiply(part, fragments, a + Tile::kBytesA);
-      WgmmaWait<0>();
-      release(barriers.Empty(stage.slot));
-      stage.Next();
-#pragma unroll
-      for (int j = 0; j < Tile::kN / 2; ++j) sums.first[0][j] += WgmmaResult(part[j]);
-    }
+    SumKBlocks<Tile>(
+        k_blocks, ring, barriers, release, stage,
+        [&](uint32_t at, typename Tile::Fragments* to) { to->Load(at, fragment_at); },
+        sums.first[0]);
     store(sums);
   }
 }

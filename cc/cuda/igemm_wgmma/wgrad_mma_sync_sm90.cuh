@@ -76,6 +76,13 @@ struct MmaSyncTile {
     uint32_t a[kWarpM / 16][4], b[kWarpN / 8][2];
   };
 
+  // All columns of a k-block, from `column` on.
+  static __device__ __forceinline__ void CopyColumns(uint32_t shared, const CUtensorMap* map,
+                                                     uint32_t barrier, int32_t pixel,
+                                                     int32_t column, int32_t batch) {
+    CopyTile4d(shared, map, barrier, 0, pixel, column / 32, batch);
+  }
+
   // Where a lane's first elements of A or B lie in a box; later ones differ in the chunk's bits.
   static __device__ __forceinline__ uint32_t LaneOffset(int half, int bytes) {
     const int g = threadIdx.x % 32 / 4, pixel = threadIdx.x % 4 * 2 + half;
@@ -167,7 +174,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
-    const int32_t k_block_of_dy = (place.group * params.b_group + place.n_tile * Tile::kTileN) / 32;
+    const int32_t column = place.group * params.b_group + place.n_tile * Tile::kTileN;
     const int boxes =
         min(kBoxesA, params.filter_taps * static_cast<int32_t>(params.channel_blocks.divisor) -
                          place.m_tile * kBoxesA);
@@ -192,7 +199,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + Tile::kRingAt + stage.slot * Tile::kStageBytes;
       BarrierArriveExpect(barrier, boxes * Tile::kBoxBytes + Tile::kBytesB);
-      CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_block_of_dy, place.batch);
+      Tile::CopyColumns(shared + Tile::kBytesA, &maps.b, barrier, pixel, column, place.batch);
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
         const uint4 box = LoadChunk(ring + Tile::kBoxesAt + i * 16);
