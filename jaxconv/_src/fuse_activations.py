@@ -63,6 +63,22 @@ def find(graph: Graph, x: Var) -> tuple[Var, Activation] | None:
     return found
 
 
+def comparable(graph: Graph, position: int, x: Var, activation: Activation | None) -> bool:
+    """Whether a comparison of an activation's operand gives the same of the activation's result."""
+    eqn = graph.eqns[position]
+    name = name_of(activation or "")
+    numbers = COMPARABLE.get(name)
+    if numbers is None or eqn.primitive.name not in ("gt", "lt", "ge", "le"):
+        return False
+    compares, first = eqn.primitive.name, eqn.invars[0] is x
+    number = graph.constant(eqn.invars[1 if first else 0])
+    if name == "leaky_relu":
+        return number == 0.0
+    above = compares == ("gt" if first else "lt")  # whether the operand is above the number
+    below = compares == ("lt" if first else "gt")
+    return (above and number == 0.0) or (below and number == 6.0 and 6.0 in numbers)
+
+
 def classify(graph: Graph, atom: Any, x: Any) -> Activation | None:
     """Which activation of ``x`` an atom is, or None."""
     atom = graph.source(atom)

@@ -334,28 +334,17 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
         pre = chain.pre
         keeps_pre = type_of(pre).dtype == out
         if keeps_pre:
-            redirected = [i for i in graph.uses(pre) if _comparable(graph, i, chain)]
+            redirected = [
+                i
+                for i in graph.uses(pre)
+                if fuse_activations.comparable(graph, i, pre, chain.activation)
+            ]
         elif _kept(graph, chain):
             return (
                 f"the activation's operand, {np.dtype(type_of(pre).dtype).name}, has other uses "
                 f"and would be rounded to {np.dtype(out).name}"
             )
     return Fusion(conv, chain, residual, tuple(redirected), keeps_pre)
-
-
-def _comparable(graph: Graph, position: int, chain: Chain) -> bool:
-    """Whether a use of the activation's operand gives the same of the activation's result."""
-    eqn = graph.eqns[position]
-    numbers = fuse_activations.COMPARABLE.get(fuse_activations.name_of(chain.activation or ""))
-    if numbers is None or eqn.primitive.name not in ("gt", "lt", "ge", "le"):
-        return False
-    name, first = eqn.primitive.name, eqn.invars[0] is chain.pre
-    number = graph.constant(eqn.invars[1 if first else 0])
-    if fuse_activations.name_of(chain.activation or "") == "leaky_relu":
-        return number == 0.0
-    above = name == ("gt" if first else "lt")  # whether the operand is above the number
-    below = name == ("lt" if first else "gt")
-    return (above and number == 0.0) or (below and number == 6.0 and 6.0 in numbers)
 
 
 def _kept(graph: Graph, chain: Chain) -> bool:

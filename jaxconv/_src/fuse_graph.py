@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
+
+from jaxconv._src import compat
 
 # Operations that give their operand.
 IDENTITIES = ("copy", "copy_p")
@@ -171,3 +174,45 @@ def renumbered_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) 
         return None
     rank = sum(e > 1 for e in before[:axis])
     return [i for i, e in enumerate(after) if e > 1][rank]
+
+
+def traced(
+    function: Callable, operands: Any, outvars: Sequence[Var], graph: Graph, position: int
+) -> list[JaxprEqn]:
+    """The equations of a function of atoms, for results in these variables.
+
+    Args:
+        function: it takes arrays for the atoms in ``operands``, and gives a list of results.
+        operands: pytrees of variables and literals.
+        outvars: where the results go.
+        graph, position: the program, and the equation as a part of which this is traced.
+
+    Raises:
+        TypeError: a result is of another type than its variable.
+    """
+    leaves, tree = jax.tree.flatten(operands, is_leaf=lambda a: isinstance(a, Var | Literal))
+    atoms = [a for a in leaves if isinstance(a, Var)]
+
+    def of_atoms(*arrays: Any) -> Any:
+        values = dict(zip(atoms, arrays, strict=True))
+        given = [values[a] if isinstance(a, Var) else a.val for a in leaves]
+        return function(*jax.tree.unflatten(tree, given))
+
+    types = [type_of(a) for a in atoms]
+    with compat.located_at(graph.eqns[position]), compat.varying(*types):
+        closed = jax.make_jaxpr(of_atoms)(*types)
+    jaxpr = compat.open_jaxpr(closed)
+    if jaxpr.constvars or any(
+        not compat.same_type(type_of(v), type_of(o))
+        for v, o in zip(jaxpr.outvars, outvars, strict=True)
+    ):
+        raise TypeError("the call's results have another type")
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
+    names |= dict(zip(jaxpr.outvars, outvars, strict=True))
+    return [
+        eqn.replace(
+            invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars],
+            outvars=[names.get(v, v) for v in eqn.outvars],
+        )
+        for eqn in jaxpr.eqns
+    ]

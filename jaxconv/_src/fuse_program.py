@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jaxconv._src import (
     epilogue,
     fuse_chain,
     fuse_convolution,
+    fuse_gradient,
     fused,
     fused_partition,
     lowering,
@@ -31,7 +32,7 @@ from jaxconv._src import (
 )
 from jaxconv._src.fuse_chain import Fusion
 from jaxconv._src.fuse_convolution import Convolution
-from jaxconv._src.fuse_graph import Graph, type_of
+from jaxconv._src.fuse_graph import Graph, traced, type_of
 from jaxconv._src.fuse_statistics import Moment
 
 _JITTED = ("jit", "pjit")
@@ -94,6 +95,8 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
+            if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
+                eqns = _live(fuse_gradient.rewritten(eqns, outvars), outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
@@ -263,7 +266,7 @@ def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
     assert position is not None
     operands = answer.statistics, answer.moment.atoms
     try:
-        eqns = _traced(compute, operands, answer.outvars, graph, position)
+        eqns = traced(compute, operands, answer.outvars, graph, position)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
         reason = str(error).splitlines()[0]
         raise _RefusedError(answer.fusion.conv.position, reason, True) from error
@@ -305,7 +308,7 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
         return [r.reshape(type_of(v).shape) for r, v in zip(results, call.outvars, strict=True)]
 
     try:
-        eqns = _traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
+        eqns = traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
         reason = str(error).splitlines()[0]
         raise _RefusedError(conv.position, reason, form.statistics) from error
@@ -319,38 +322,6 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
 def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
     """A convolution with a note on its chain's end, for ``explain``."""
     return compat.annotated(eqn, **{record.CHAIN_END: note}) if note else eqn
-
-
-def _traced(
-    function: Callable, operands: Any, outvars: Sequence[Var], graph: Graph, position: int
-) -> list[JaxprEqn]:
-    """The equations of a function of atoms, for results in these variables."""
-    leaves, tree = jax.tree.flatten(operands, is_leaf=lambda a: isinstance(a, Var | Literal))
-    atoms = [a for a in leaves if isinstance(a, Var)]
-
-    def of_atoms(*arrays: Any) -> Any:
-        values = dict(zip(atoms, arrays, strict=True))
-        given = [values[a] if isinstance(a, Var) else a.val for a in leaves]
-        return function(*jax.tree.unflatten(tree, given))
-
-    types = [type_of(a) for a in atoms]
-    with compat.located_at(graph.eqns[position]), compat.varying(*types):
-        closed = jax.make_jaxpr(of_atoms)(*types)
-    jaxpr = compat.open_jaxpr(closed)
-    if jaxpr.constvars or any(
-        not compat.same_type(type_of(v), type_of(o))
-        for v, o in zip(jaxpr.outvars, outvars, strict=True)
-    ):
-        raise TypeError("the call's results have another type")
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
-    names |= dict(zip(jaxpr.outvars, outvars, strict=True))
-    return [
-        eqn.replace(
-            invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars],
-            outvars=[names.get(v, v) for v in eqn.outvars],
-        )
-        for eqn in jaxpr.eqns
-    ]
 
 
 # --- equations ---

@@ -1,0 +1,315 @@
+"""What ``fuse`` makes of the sums of batch norm's backward pass.
+
+A test counts the sums over activations: a program that stays as it is would pass a comparison of
+numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxconv
+
+N, H, C = 4, 8, 16
+
+
+@pytest.fixture(autouse=True)
+def for_a_gpu_on_the_cpu(monkeypatch):
+    """Programs are rewritten for GPUs; what else is fused in 16 bits depends on the device."""
+    monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def draw(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+X = draw(N, H, H, C)
+PARAMETERS = {
+    "w": 0.1 * draw(3, 3, C, C, seed=1),
+    "v": 0.1 * draw(3, 3, C, C, seed=2),
+    "gain": 1 + 0.1 * draw(C, seed=3, dtype=jnp.float32),
+    "offset": draw(C, seed=4, dtype=jnp.float32),
+}
+AXES = (0, 1, 2)
+
+
+def conv(x, w):
+    return lax.conv_general_dilated(
+        x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def batch_norm(y, gain, offset):
+    wide = y.astype(jnp.float32)
+    mean = wide.mean(AXES)
+    variance = (wide * wide).mean(AXES) - mean * mean
+    return ((wide - mean) * (gain * lax.rsqrt(variance + 1e-5)) + offset).astype(y.dtype)
+
+
+def normalised(p, x):
+    return batch_norm(conv(x, p["w"]), p["gain"], p["offset"])
+
+
+def one_branch(p, x, activation=jax.nn.relu):
+    return conv(activation(normalised(p, x)), p["v"])
+
+
+def residual(p, x, activation=jax.nn.relu):
+    return conv(activation(normalised(p, x) + x), p["v"])
+
+
+def clamped(p, x):
+    return one_branch(
+        p, x, lambda u: lax.clamp(jnp.zeros((), u.dtype), u, jnp.full((), 6, u.dtype))
+    )
+
+
+def two_norms(p, x):
+    shortcut = batch_norm(conv(x, p["v"]), p["offset"], p["gain"])
+    return conv(jax.nn.relu(normalised(p, x) + shortcut), p["w"])
+
+
+def pooled(p, x):
+    return lax.reduce_window(
+        jax.nn.relu(normalised(p, x)), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"
+    )
+
+
+def loss(forward, p, x):
+    return (forward(p, x).astype(jnp.float32) ** 2).mean()
+
+
+def gradient(forward):
+    return jax.grad(functools.partial(loss, forward), argnums=(0, 1))
+
+
+def equations(jaxpr):
+    """All equations of a program, those of the functions that it calls too."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+def counts(function, *args) -> tuple[int, int]:
+    """How many sums over activations a program has, and how many barriers."""
+    found = list(equations(jax.make_jaxpr(function)(*args)))
+    summed = [e.invars[0].aval for e in found if e.primitive.name == "reduce_sum"]
+    return (
+        sum(a.ndim > 2 and a.size > H * H * C for a in summed),
+        sum(e.primitive.name == "optimization_barrier" for e in found),
+    )
+
+
+def assert_close(actual, expected, tolerance=0.02) -> None:
+    """Equal but for roundings of sums, relative to the largest."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.abs(a - e).max() <= tolerance * np.abs(e).max()
+
+
+@pytest.fixture
+def sums_as_they_are(monkeypatch):
+    """A function that is fused but for the sums of the backward pass."""
+    from jaxconv._src import fuse_gradient
+
+    def fuse(function):
+        def fused(*args):
+            with monkeypatch.context() as patch:
+                patch.setattr(fuse_gradient, "rewritten", lambda eqns, outvars: list(eqns))
+                return jaxconv.fuse(function)(*args)
+
+        return fused
+
+    return fuse
+
+
+@pytest.mark.parametrize(
+    "forward, barriers, fewer",
+    [(one_branch, 1, 1), (clamped, 1, 1), (residual, 1, 1), (two_norms, 1, 2), (pooled, 0, 1)],
+)
+def test_two_sums_give_three(forward, barriers, fewer, sums_as_they_are):
+    """And the gradients are those of three, of the same masks."""
+    step = gradient(forward)
+    before, none = counts(sums_as_they_are(step), PARAMETERS, X)
+    assert counts(jaxconv.fuse(step), PARAMETERS, X) == (before - fewer, barriers) and none == 0
+    actual = jax.jit(jaxconv.fuse(step))(PARAMETERS, X)
+    assert_close(actual, jax.jit(sums_as_they_are(step))(PARAMETERS, X), 0.01)
+
+
+def test_the_mask_of_a_residual_addition_is_of_the_stored_result():
+    """No comparison of the sum of two arrays is left."""
+    found = list(equations(jax.make_jaxpr(jaxconv.fuse(gradient(residual)))(PARAMETERS, X)))
+    made = {v: e.primitive.name for e in found for v in e.outvars}
+    compared = [e.invars[0] for e in found if e.primitive.name == "gt" and e.invars[0].aval.ndim]
+    assert [made[v] for v in compared] == ["optimization_barrier"]
+
+
+LEFT = {
+    "float32": (one_branch, jnp.float32),
+    "silu": (functools.partial(one_branch, activation=jax.nn.silu), jnp.bfloat16),
+    "a clip by minimum and maximum": (
+        functools.partial(residual, activation=lambda x: jnp.clip(x, 0, 6)),
+        jnp.bfloat16,
+    ),
+    "what reads it is neither a convolution nor pooling": (
+        lambda p, x: jax.nn.relu(normalised(p, x)).transpose(3, 1, 2, 0),
+        jnp.bfloat16,
+    ),
+    "no batch norm": (lambda p, x: conv(jax.nn.relu(conv(x, p["w"])), p["v"]), jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_sums_stay(name, sums_as_they_are):
+    forward, dtype = LEFT[name]
+    step, x = gradient(forward), X.astype(dtype)
+    before = counts(sums_as_they_are(step), PARAMETERS, x)
+    assert counts(jaxconv.fuse(step), PARAMETERS, x) == before
+    assert before[1] == 0
+
+
+def hand_written(shortcut, x, w, dz, gain, mean):
+    """Every form of a sum's factors, of integers: any order of additions gives the same bits."""
+    y = conv(x, w)
+    operand = y * gain.astype(y.dtype) - mean.astype(y.dtype)
+    if shortcut:
+        operand = operand + x
+    z = jax.nn.relu(operand)
+    d = jnp.where(operand > 0, dz, 0).astype(jnp.float32)
+    centred = y.astype(jnp.float32) - mean
+    sums = [
+        d.sum(AXES),
+        (-d).sum(AXES),
+        (gain * (d * 2)).sum(AXES),
+        (d / gain).sum(AXES),
+        (d * centred).sum(AXES),
+        (centred * gain * -d).sum(AXES),
+        ((centred / gain) * d).sum(AXES),
+        d.sum(AXES),
+    ]
+    return conv(z, w), sums, (d * gain).astype(y.dtype)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_sums_of_integers_are_exact(shortcut, nan):
+    rng = np.random.default_rng(0)
+
+    def integers(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.integers(-2, 3, shape), dtype)
+
+    x, w, dz = integers(N, H, H, C), integers(1, 1, C, C), integers(N, H, H, C)
+    if nan:
+        x = x.at[1, 2, 3, 4].set(np.nan)
+    gain = jnp.asarray(rng.choice([-2.0, 0.5, 1.0, 4.0], C), jnp.float32)
+    arguments = x, w, dz, gain, integers(C, dtype=jnp.float32)
+    function = functools.partial(hand_written, shortcut)
+    fused = jaxconv.fuse(function)
+    assert counts(function, *arguments) == (8, 0) and counts(fused, *arguments) == (2, 1)
+    actual, expected = jax.jit(fused)(*arguments), jax.jit(function)(*arguments)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(e, np.float32))
+    assert bool(jnp.isnan(actual[1][4]).any()) == nan
+
+
+def test_sums_for_a_cpu_stay(monkeypatch, sums_as_they_are):
+    monkeypatch.delenv("JAXCONV_TARGET")
+    step = gradient(one_branch)
+    before = counts(sums_as_they_are(step), PARAMETERS, X)
+    assert counts(jaxconv.fuse(step), PARAMETERS, X) == before
+
+
+def test_transformations_of_the_rewritten_program():
+    """Derivatives of the gradient, vmap, and a gradient inside of remat and of scan."""
+    step = gradient(one_branch)
+
+    def squares(step, p):
+        return sum((g.astype(jnp.float32) ** 2).sum() for g in jax.tree.leaves(step(p, X)))
+
+    actual, expected = (
+        jax.jit(jax.grad(functools.partial(squares, f)))(PARAMETERS)
+        for f in (jaxconv.fuse(step), step)
+    )
+    assert_close(actual, expected, 0.1)
+    xs = jnp.stack([X, 2 * X])
+    actual = jax.jit(jax.vmap(jaxconv.fuse(step), in_axes=(None, 0)))(PARAMETERS, xs)
+    assert_close(actual, jax.jit(jax.vmap(step, in_axes=(None, 0)))(PARAMETERS, xs), 0.06)
+    rematerialised = gradient(jax.checkpoint(one_branch))
+    sums, barriers = counts(jaxconv.fuse(rematerialised), PARAMETERS, X)
+    assert sums < counts(rematerialised, PARAMETERS, X)[0] and barriers > 0
+    actual = jax.jit(jaxconv.fuse(rematerialised))(PARAMETERS, X)
+    assert_close(actual, jax.jit(rematerialised)(PARAMETERS, X), 0.06)
+
+
+def test_under_shard_map(sums_as_they_are):
+    """Each device's own batch norm; the sums vary over the devices as the program's do."""
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
+
+    def distributed(fuse):
+        def step(p, x):
+            return jax.tree.map(lambda g: lax.psum(g, "d"), gradient(one_branch)(p, x)[0])
+
+        return jax.shard_map(fuse(step), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+
+    before = counts(distributed(sums_as_they_are), PARAMETERS, X)
+    assert counts(distributed(jaxconv.fuse), PARAMETERS, X) == (before[0] - 1, 1)
+    actual, expected = (
+        jax.jit(distributed(f))(PARAMETERS, X) for f in (jaxconv.fuse, sums_as_they_are)
+    )
+    assert_close(actual, expected, 0.01)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_flax(library, sums_as_they_are):
+    """Two batch norms, one in front of a residual addition."""
+    flax = pytest.importorskip(f"flax.{library}")
+
+    if library == "linen":
+
+        class Layers(flax.Module):
+            @flax.compact
+            def __call__(self, x):
+                y = x
+                for shortcut in (0, x):
+                    y = flax.Conv(C, (3, 3), use_bias=False, dtype=x.dtype)(y)
+                    norm = flax.BatchNorm(use_running_average=False, dtype=x.dtype)
+                    y = flax.relu(norm(y) + shortcut)
+                return flax.Conv(C, (3, 3), dtype=x.dtype)(y)
+
+        module = Layers()
+        variables = module.init(jax.random.key(0), X)
+
+        def forward(p, x):
+            return module.apply({**variables, "params": p}, x, mutable=["batch_stats"])[0]
+
+        parameters = variables["params"]
+    else:
+        options = dict(use_bias=False, dtype=X.dtype, rngs=flax.Rngs(0))
+        convs = [flax.Conv(C, C, (3, 3), **options) for _ in range(3)]
+        norms = [flax.BatchNorm(C, dtype=X.dtype, rngs=flax.Rngs(0)) for _ in range(2)]
+        structure, parameters, rest = flax.split((convs, norms), flax.Param, ...)
+
+        def forward(p, x):
+            convs, norms = flax.merge(structure, p, jax.tree.map(jnp.array, rest))
+            y = flax.relu(norms[0](convs[0](x)))
+            return convs[2](flax.relu(norms[1](convs[1](y)) + x))
+
+    step = jax.grad(functools.partial(loss, forward))
+    before, _ = counts(sums_as_they_are(step), parameters, X)
+    assert counts(jaxconv.fuse(step), parameters, X) == (before - 2, 2)
+    actual = jax.jit(jaxconv.fuse(step))(parameters, X)
+    assert_close(actual, jax.jit(sums_as_they_are(step))(parameters, X), 0.02)
