@@ -26,22 +26,11 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
   const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  // The parameters lie in constant memory, which is cold at a kernel's start, and the way to the first
-  // copy reads them one after the other. Each warp asks for 64 bytes, so that the misses overlap; the
-  // store makes it wait for them.
-  __shared__ volatile int32_t touched[Tag::kThreads / 32];
-  static_assert(sizeof(Params) <= sizeof(touched) / sizeof(touched[0]) * 64);
-  const int own_word = threadIdx.x / 32 * 16;
-  int32_t word = 0;
-  if (own_word < static_cast<int>(sizeof(Params) / 4)) {
-    word = reinterpret_cast<const int32_t*>(&params)[own_word];
-  }
   if (threadIdx.x == 0) {
     barriers.Init(Tile::kPingpong ? 1 : 2);
     PrefetchTensorMap(&maps.x);
     PrefetchTensorMap(&maps.filter);
   }
-  if (threadIdx.x % 32 == 0) touched[threadIdx.x / 32] = word;
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
