@@ -77,9 +77,10 @@ kernel is wrong.
 With --algorithm native the summary says what auto would leave to XLA of these rows, and --json has
 it row by row: one run shows both what native and what auto is worth.
 
---compile-jobs N compiles the rows ahead in N threads and then times them in order, with nothing
-beside: several times faster on a GPU, where XLA tries kernels as it compiles. It tries them beside
-the other threads then, so that its picks can be worse. "compile s" is left out.
+--compile-jobs N compiles the rows ahead in N threads, with cuDNN's plans in one more, and then
+times them in order, with nothing beside: several times faster on a GPU, where XLA tries kernels as
+it compiles. It tries them beside the other threads then, so that its picks can be worse. "compile
+s" is left out.
 
 --json writes the file after every row; --resume takes the rows that it has already, and measures
 the others: for runs with a time limit, as `timeout -s INT 600 python -m jaxconv.bench ...`. Rows
