@@ -47,14 +47,14 @@ struct Row {
 constexpr Row kRows[] = {
     {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  50  0.81 1.13
     {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  21  0.02 1.18
-    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  25  0.73 1.40
-    {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //  10  0.60 1.38
+    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  34  0.73 1.40
+    {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //  12  0.60 1.38
     {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   3  0.98 1.50
     {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},        //   1  0.95
     {Class::kGrouped,           kGather, Operands::k16Bit,  3.5, Pipe::kMmaSync, 0.23,   0.86},        //  20  0.90 1.12
     {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //  12  0.81 1.59
-    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.345,  1.00},        //   7  0.94 1.14
-    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   2  1.00 1.14
+    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.345,  1.00},        //  10  0.84 1.14
+    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   4  1.00 1.14
     {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},        //   6  0.95 1.02
     {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},        //   5  0.38 1.14
     {Class::kFewChannels,       kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.08,   0.22},        //   5  0.65 1.04
@@ -67,14 +67,14 @@ constexpr Row kRows[] = {
     {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},        //   1  1.00 1.00
     {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.69,   1.01,   0.29}, // 123  0.82 1.29
     {Class::kPointwise,         kWgrad,  Operands::k16Bit,  9,   Pipe::kWgmma,   0.90,   0.99},        //  59  0.73 1.28
-    {Class::kPointwise,         kGather, Operands::kTf32,   8.3, Pipe::kWgmma,   0.72,   1.09,   0.38}, //  67  0.81 1.14
-    {Class::kPointwise,         kWgrad,  Operands::kTf32,  10.5, Pipe::kWgmma,   0.60,   1.00},        //   6  0.70 1.03
+    {Class::kPointwise,         kGather, Operands::kTf32,   8.2, Pipe::kWgmma,   0.736,  1.20,   0.61}, //  86  0.80 1.10
+    {Class::kPointwise,         kWgrad,  Operands::kTf32,   8.8, Pipe::kWgmma,   0.40,   1.10},        //  24  0.73 1.14
     {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //  10  0.85 1.09
     {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.23},        //   6  0.96 1.04
     {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  78  0.78 1.49
     {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  39  0.84 1.53
     {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  33  0.92 1.86
-    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  16  0.65 1.88
+    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  17  0.65 1.88
     {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  56  0.55 1.26
     {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   6  0.91 1.23
 };
@@ -101,9 +101,8 @@ constexpr double kTransposeUs = 1.2, kTransposeShare = 0.5;
 constexpr int64_t kSplitTile = 64 * 64;
 constexpr double kReducedPerUs = 140e3;
 
-// The rest of them is computed in tiles of 128x128 channels, in whole ones.
-constexpr int64_t kChannelTile = 128;
-constexpr double kTileExcessPower = 0.9;
+// The powers of whole tiles of channels, 128x128 of weight gradients, 256 of TF32's fprop and dgrad.
+constexpr double kWgradExcessPower = 0.9, kTf32WgradExcessPower = 0.73, kTf32ExcessPower = 0.54;
 
 // Of the L2, what of a result is written back beside the next kernel's loads: only the rest counts as
 // written.
@@ -227,13 +226,9 @@ double WaveExcess(const ConvProblem& problem, const Gpu& gpu) {
   return least / (static_cast<double>(m) * static_cast<double>(n));
 }
 
-// The channels of whole tiles over those of a weight gradient.
-double TileExcess(const ConvProblem& problem) {
-  const auto whole = [](int64_t channels) {
-    return static_cast<double>(CeilDiv(channels, kChannelTile) * kChannelTile) /
-           static_cast<double>(channels);
-  };
-  return whole(problem.c) * whole(problem.k);
+// The channels of whole tiles over the channels.
+double TileExcess(int64_t channels, int64_t tile) {
+  return static_cast<double>(CeilDiv(channels, tile) * tile) / static_cast<double>(channels);
 }
 
 // Microseconds of cuDNN's FFT, infinite where it was not taken. fprop's padded map lies in one tile;
@@ -303,17 +298,20 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const double beyond = std::max(0.0, written - kWrittenLater * static_cast<double>(gpu.l2_bytes));
   double memory =
       (bytes + row->written_excess * beyond) / (row->dram_share * gpu.dram_bytes_per_us);
-  if (row->problem_class == Class::kPointwise && row->operands == Operands::k16Bit) {
-    if (problem.op == Op::kWgrad) {
-      flops *= std::pow(TileExcess(problem), kTileExcessPower);
-      const bool split = problem.w_elements() < gpu.sm_count * kSplitTile;
-      if (split) us += static_cast<double>(problem.w_elements()) / kReducedPerUs;
-    } else {
-      const int64_t reduced = problem.op == Op::kFprop ? problem.c : problem.k;
-      if (reduced % kLineChannels != 0) memory *= kPartialLines;
-      if (problem.op == Op::kFprop && problem.filter_layout == FilterLayout::kRsck) {
-        us += kTransposeUs + 2 * w / (kTransposeShare * gpu.dram_bytes_per_us);
-      }
+  const bool pointwise = row->problem_class == Class::kPointwise;
+  if (pointwise && row->operands != Operands::kFp32 && problem.op == Op::kWgrad) {
+    flops *= std::pow(TileExcess(problem.c, 128) * TileExcess(problem.k, 128),
+                      width > 2 ? kTf32WgradExcessPower : kWgradExcessPower);
+    const bool split = problem.w_elements() < gpu.sm_count * kSplitTile;
+    if (split) us += static_cast<double>(problem.w_elements()) / kReducedPerUs;
+  } else if (pointwise && row->operands == Operands::kTf32) {
+    const int64_t columns = problem.op == Op::kFprop ? problem.k : problem.c;
+    flops *= std::pow(TileExcess(columns, 256), kTf32ExcessPower);
+  } else if (pointwise && row->operands == Operands::k16Bit) {
+    const int64_t reduced = problem.op == Op::kFprop ? problem.c : problem.k;
+    if (reduced % kLineChannels != 0) memory *= kPartialLines;
+    if (problem.op == Op::kFprop && problem.filter_layout == FilterLayout::kRsck) {
+      us += kTransposeUs + 2 * w / (kTransposeShare * gpu.dram_bytes_per_us);
     }
   }
   if (row->problem_class == Class::kDepthwise && row->operands == Operands::kFp32 &&

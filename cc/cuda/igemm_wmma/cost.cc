@@ -24,6 +24,8 @@ constexpr double kPrologueCycles = 4000;
 constexpr double kEpilogueBytesPerCycle = 28;
 // Outputs that are not stored by 16 bytes, each of a tile.
 constexpr double kUnalignedCycles = 0.25;
+// Of a tile's share of the tensor cores' rate in wgrad, with TF32 operands: 20 times inside programs.
+constexpr double kTf32WgradShare = 0.84;
 // Shared memory that the runtime keeps for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 
@@ -53,7 +55,9 @@ double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gp
       warps * (tile.tile_m / tile.warps_m + tile.tile_n / tile.warps_n) * tile.tile_k_bytes;
   const double shared = (fill + fragments) / kSharedBytesPerCycle;
   const double l2 = fill / kL2BytesPerCycle;
-  const double share = work.wgrad ? tile.wgrad_share : tile.gather_share;
+  const bool tf32_wgrad = work.wgrad && work.element_bytes == 4 && tile.products == 1;
+  const double share =
+      (work.wgrad ? tile.wgrad_share : tile.gather_share) * (tf32_wgrad ? kTf32WgradShare : 1);
   const double cta = work.blocks * std::max({tensor, shared, l2}) / share;
   const auto outputs = static_cast<double>(tile.tile_m * tile.tile_n);
   const double edge = kPrologueCycles / static_cast<double>(resident) +
