@@ -37,7 +37,8 @@ struct InputTransformParams {
   __half* v = nullptr;
   int64_t v_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
-  FastDivmod pairs;  // of channels in a block: a block is the grid's y
+  FastDivmod pairs,
+      channel_blocks;  // of channels in a block; a tile's blocks are neighbouring CTAs
   // The kernel in front is the filter's transform, of which it needs nothing.
   bool behind_filter = false;
 };
@@ -80,15 +81,16 @@ __device__ __forceinline__ uint32_t LargestFinite(const uint32_t (&pairs)[kAlpha
   return bits;
 }
 
-// The part of CTA (block_x, block_y) of the grid. T = __half is not scaled.
+// The part of CTA `block` of the grid. T = __half is not scaled.
 template <int m, typename T>
-__device__ __forceinline__ void TransformInput(const InputTransformParams& params, int32_t block_x,
-                                               int32_t block_y, uint32_t* maxima, float scale) {
+__device__ __forceinline__ void TransformInput(const InputTransformParams& params, int32_t block,
+                                               uint32_t* maxima, float scale) {
   constexpr int kAlpha = m + 2;
   const Geometry& g = params.geometry;
-  int32_t tile, pair;
-  params.pairs.Divmod(block_x * kInputThreads + threadIdx.x, &tile, &pair);
-  const int32_t channel = 2 * (block_y * static_cast<int32_t>(params.pairs.divisor) + pair);
+  int32_t tile, pair, tiles_block, channel_block;
+  params.channel_blocks.Divmod(block, &tiles_block, &channel_block);
+  params.pairs.Divmod(tiles_block * kInputThreads + threadIdx.x, &tile, &pair);
+  const int32_t channel = 2 * (channel_block * static_cast<int32_t>(params.pairs.divisor) + pair);
   const int32_t channels = g.in_channels();
   const bool inside_v = tile < params.tiles && channel < channels;
   const unsigned lanes = __ballot_sync(0xffffffffu, inside_v);
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
   }
   const bool assumes = params.scale.assumed != 0;
   const float scale = assumes ? params.scale.assumed : WarpScale(params.scale);
-  TransformInput<m, T>(params, blockIdx.x, blockIdx.y, params.maxima, scale);
+  TransformInput<m, T>(params, blockIdx.x, params.maxima, scale);
   if constexpr (kOverlaps) WaitForPrecedingGrids();
 }
 

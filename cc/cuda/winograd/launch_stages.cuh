@@ -47,12 +47,15 @@ inline int32_t PairsOfBlock(int32_t channels) {
   return best;
 }
 
-inline LaunchConfig TransformGrid(int32_t channels, int32_t tiles, int threads, FastDivmod* pairs) {
+inline LaunchConfig TransformGrid(int32_t channels, int32_t tiles, int threads, FastDivmod* pairs,
+                                  FastDivmod* channel_blocks) {
   const int32_t of_block = PairsOfBlock(channels);
   *pairs = FastDivmod(of_block);
+  *channel_blocks = FastDivmod(Blocks(channels / 2, of_block));
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(Blocks(int64_t{tiles} * of_block, threads)),
-                     static_cast<unsigned>(Blocks(channels / 2, of_block)));
+  // Below 2^31, as the pairs of channels of all tiles are, of which a CTA has up to 128.
+  config.grid =
+      static_cast<unsigned>(Blocks(int64_t{tiles} * of_block, threads) * channel_blocks->divisor);
   config.threads = threads;
   return config;
 }
@@ -195,9 +198,11 @@ Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int
                         int32_t tiles, void* stream) {
   InputTransformParams params =
       stages_internal::DescribeInputTransform(launch, at, first_tile, tiles);
-  LaunchConfig config = stages_internal::TransformGrid(launch.geometry.in_channels(), tiles,
-                                                       kInputThreads, &params.pairs);
-  config.overlaps = kOverlaps;
+  LaunchConfig config = stages_internal::TransformGrid(
+      launch.geometry.in_channels(), tiles, kInputThreads, &params.pairs, &params.channel_blocks);
+  // Beside a filter's transform that stages float32 in shared memory its L1 would stay small.
+  const bool staged = params.behind_filter && launch.filter.col == 1;
+  config.overlaps = kOverlaps && !(staged && launch.dtype == DType::kF32);
   return stages_internal::ForTileAndType<kOverlaps>(launch, [&](auto m, auto element) {
     return Launch<InputTransformKernel<m, decltype(element), kOverlaps>>("winograd input transform",
                                                                          config, stream, params);
@@ -217,8 +222,8 @@ Status LaunchOutputStage(const LaunchParams& launch, const StagePointers& at, in
   params.m_point = int64_t{launch.chunk_tiles} * launch.geometry.out_channels();
   params.first_tile = first_tile;
   params.tiles = tiles;
-  LaunchConfig config = stages_internal::TransformGrid(launch.geometry.out_channels(), tiles,
-                                                       kOutputThreads, &params.pairs);
+  LaunchConfig config = stages_internal::TransformGrid(
+      launch.geometry.out_channels(), tiles, kOutputThreads, &params.pairs, &params.channel_blocks);
   config.overlaps = kOverlaps;
   if (launch.out_is_f32) {
     return stages_internal::ForTile(launch, [&](auto m) {

@@ -28,14 +28,15 @@ struct OutputTransformParams {
   void* y = nullptr;
   int64_t m_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
-  FastDivmod pairs;  // of channels in a block: a block is the grid's y
+  FastDivmod pairs,
+      channel_blocks;  // of channels in a block; a tile's blocks are neighbouring CTAs
 };
 
-inline constexpr int kOutputThreads = 128;
+inline constexpr int kOutputThreads = 64;
 
 // Product: of M, float or __half.
 template <int m, typename Out, typename Product, bool kOverlaps>
-__global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
+__global__ void __launch_bounds__(kOutputThreads, m == 6 ? 6 : 8)
     OutputTransformKernel(const __grid_constant__ OutputTransformParams params) {
   constexpr int kAlpha = m + 2;
   const Geometry& g = params.geometry;
@@ -44,9 +45,10 @@ __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 3 : 4)
     LetNextGridStart();
   }
   const Unscale unscale(WarpScale(params.input_scale), WarpScale(params.filter_scale));
-  int32_t tile, pair;
-  params.pairs.Divmod(blockIdx.x * kOutputThreads + threadIdx.x, &tile, &pair);
-  const int32_t channel = 2 * (blockIdx.y * static_cast<int32_t>(params.pairs.divisor) + pair);
+  int32_t tile, pair, tiles_block, channel_block;
+  params.channel_blocks.Divmod(blockIdx.x, &tiles_block, &channel_block);
+  params.pairs.Divmod(tiles_block * kOutputThreads + threadIdx.x, &tile, &pair);
+  const int32_t channel = 2 * (channel_block * static_cast<int32_t>(params.pairs.divisor) + pair);
   const int32_t channels = g.out_channels();
   if (tile >= params.tiles || channel >= channels) return;
 

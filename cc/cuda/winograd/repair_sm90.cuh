@@ -17,7 +17,7 @@ struct RepairParams {
   InputTransformParams input;
   FilterTransformParams filter;
   // CTAs that the transforms had; none of a prepared filter.
-  int32_t input_blocks_x = 0, input_blocks_y = 0, filter_blocks = 0;
+  int32_t input_blocks = 0, filter_blocks = 0;
 };
 
 inline constexpr int kRepairCtas = 2;  // of an SM
@@ -38,10 +38,8 @@ __global__ void __launch_bounds__(kInputThreads, kRepairCtas)
   }
   const float input_scale = WarpScale(params.input.scale);
   if (AppliedScale(params.input.scale, input_scale) != params.input.scale.assumed) {
-    for (int32_t y = 0; y < params.input_blocks_y; ++y) {
-      for (int32_t x = blockIdx.x; x < params.input_blocks_x; x += gridDim.x) {
-        TransformInput<m, T>(params.input, x, y, nullptr, input_scale);
-      }
+    for (int32_t block = blockIdx.x; block < params.input_blocks; block += gridDim.x) {
+      TransformInput<m, T>(params.input, block, nullptr, input_scale);
     }
   }
 }

@@ -23,11 +23,9 @@ Status LaunchRepairStage(const LaunchParams& launch, const StagePointers& at, vo
   const Geometry& g = launch.geometry;
   RepairParams params;
   params.input = stages_internal::DescribeInputTransform(launch, at, 0, g.tiles);
-  const dim3 blocks =
-      stages_internal::TransformGrid(g.in_channels(), g.tiles, kInputThreads, &params.input.pairs)
-          .grid;
-  params.input_blocks_x = static_cast<int32_t>(blocks.x);
-  params.input_blocks_y = static_cast<int32_t>(blocks.y);
+  const LaunchConfig grid = stages_internal::TransformGrid(
+      g.in_channels(), g.tiles, kInputThreads, &params.input.pairs, &params.input.channel_blocks);
+  params.input_blocks = static_cast<int32_t>(grid.grid.x);
   params.filter = stages_internal::DescribeFilterTransform(launch, at);
   if (!launch.prepared) {
     params.filter_blocks = static_cast<int32_t>(stages_internal::FilterGrid(g).grid.x);
