@@ -9,6 +9,7 @@
 #include "cuda/common/instances.h"
 #include "cuda/depthwise/hankel_plan.h"
 #include "cuda/depthwise/operands.h"
+#include "cuda/depthwise/pairs_plan.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
 #include "cuda/depthwise/walk_plan.h"
@@ -290,10 +291,12 @@ std::pair<int, int> CapabilitiesOf(const Instance& instance) {
   return instance.tma ? std::pair(90, 90) : std::pair(80, 1000);
 }
 std::pair<int, int> CapabilitiesOf(const WalkInstance&) { return {90, 90}; }
+std::pair<int, int> CapabilitiesOf(const PairsInstance&) { return {90, 90}; }
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
 PlanFunction PlanOf(const WalkInstance&) { return PlanWalk; }
+PlanFunction PlanOf(const PairsInstance&) { return PlanPairs; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
 using DirectInstance = Instance;
