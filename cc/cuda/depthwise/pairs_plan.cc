@@ -32,7 +32,7 @@ Status Check(const KernelDesc& kernel, const PairsInstance& instance, const Conv
 
 // Products that a CTA does, in rows of pixels, and whether its box fits.
 bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
-               int64_t parts, Params* params, int64_t* shared_bytes, int64_t* ctas_of_sm) {
+               bool fused, int64_t parts, Params* params, int64_t* shared_bytes, int64_t* ctas_of_sm) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const bool two = columns.out <= kColumns / 2 && problem.batch == 1 && problem.n > 1;
   params->tile_images = two ? 2 : 1;
@@ -42,12 +42,13 @@ bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const 
   // As many pixels as two halves of 8 read and store.
   const int64_t least = two ? 8 : kColumns;
   columns.box = static_cast<int32_t>(CeilDiv(std::max<int64_t>(columns.box, least), 8) * 8);
-  params->stages = static_cast<int32_t>(CeilDiv(int64_t{rows.box}, kPairsGroup));
-  params->stage_bytes = static_cast<int32_t>(kPairsGroup * columns.box * params->tile_images *
+  const int64_t group = PairsRows(instance.filter_rows);
+  params->stages = static_cast<int32_t>(CeilDiv(int64_t{rows.box}, group));
+  params->stage_bytes = static_cast<int32_t>(group * columns.box * params->tile_images *
                                              instance.channels() * kWidth);
   if (columns.box > kMostBox) return false;
   *shared_bytes = params->stages * (int64_t{params->stage_bytes} + 8);
-  *ctas_of_sm = CtasOfSm(instance.ctas_per_sm, *shared_bytes, gpu);
+  *ctas_of_sm = CtasOfSm(PairsCtas(instance.ctas_per_sm, fused), *shared_bytes, gpu);
   return *ctas_of_sm > 0;
 }
 
@@ -70,7 +71,7 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
     if (forced != nullptr && parts != std::atoi(forced)) continue;
     Params shape = params;
     int64_t shared_bytes = 0, ctas_of_sm = 0;
-    if (!ShapeTile(instance, problem, gpu, parts, &shape, &shared_bytes, &ctas_of_sm)) continue;
+    if (!ShapeTile(instance, problem, gpu, kernel.fused, parts, &shape, &shared_bytes, &ctas_of_sm)) continue;
     JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &shape));
     const int64_t items = shape.items;
     const double rows = shape.axis[1].tile + shape.axis[1].taps - 1;

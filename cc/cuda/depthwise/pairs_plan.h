@@ -10,7 +10,11 @@
 
 namespace jaxconv::depthwise {
 
-inline constexpr int kPairsGroup = 4;  // rows of a box that arrive together
+// Rows of a box that arrive together: whose sums have the same places.
+constexpr int PairsRows(int filter_rows) { return filter_rows < 5 ? 2 * filter_rows : filter_rows; }
+
+// CTAs of an SM: an epilogue takes registers.
+constexpr int PairsCtas(int ctas, bool fused) { return fused && ctas > 4 ? ctas - 1 : ctas; }
 
 // A line of kernels.def, of pairs_sm90.cuh.
 struct PairsInstance {

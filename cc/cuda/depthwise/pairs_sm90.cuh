@@ -16,7 +16,7 @@
 // After a row slot 0 is complete, and every slot is the next row's slot above it: the first product of a sum reads
 // slot p + 1 and writes slot p.
 //
-//     box [row][image][column][channel], kPairsGroup rows an mbarrier | barriers
+//     box [row][image][column][channel], kRows rows an mbarrier | barriers
 //
 // A CTA has one tile, all of whose box it asks for at its start; those that share an SM are apart in time. Box
 // rows have a multiple of 8 pixels, so that TMA's swizzle is the same in all. Results take the place of the
@@ -31,6 +31,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -41,6 +42,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/depthwise/pairs_plan.h"
 #include "cuda/depthwise/params.h"
+#include "cuda/depthwise/store_block.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
@@ -72,53 +74,144 @@ struct PairedTaps {
   }
 };
 
-// The sums of a warp's column, and what a row of pixels adds to them.
+// The sums of a warp's columns: of output row o those of place o % R.
 template <class Tag>
 struct PairedSums {
   static constexpr int kR = Tag::kFilterRows, kS = Tag::kFilterColumns, kPairs = Tag::kPairs;
   using T = typename Tag::T;
-  float slot[kR][4] = {};
+  float place[kR][4] = {};
 
-  // Row i of a tile of `rows` output rows. kEdge: some of whose filter rows meet none.
-  template <bool kEdge>
-  __device__ __forceinline__ void Add(const uint32_t (&a)[kPairs][4], const PairedTaps<Tag>& taps,
-                                      int32_t i, int32_t rows) {
+  // Begins the output row of pixel row i, i % R == kRow.
+  template <int kRow>
+  __device__ __forceinline__ void Begin() {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) place[kRow % kR][v] = 0;
+  }
+
+  // Adds row i of pixels to the R output rows that it meets, the last of which it begins. What it adds to rows
+  // before the first, or behind the last, is not used.
+  template <int kRow>
+  __device__ __forceinline__ void Add(uint32_t (&offset)[kPairs], int32_t row,
+                                      const PairedTaps<Tag>& taps) {
+    uint32_t a[kPairs][4];
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
+      if (2 * j + 1 < kS) {
+        LoadMatrices(offset[j] + row, a[j]);
+      } else {
+        uint32_t two[2];
+        LoadMatrices(offset[j] + row, two);
+        a[j][0] = two[0], a[j][1] = two[1];
+      }
+    }
+    Begin<kRow>();
 #pragma unroll
-      for (int p = 0; p < kR; ++p) {
-        const int r = kR - 1 - p, s = 2 * j;
-        if (kEdge && !Inside(i - r, rows)) continue;
-        if (j == 0) {
+    for (int j = 0; j < kPairs; ++j) {
+      const int s = 2 * j;
 #pragma unroll
-          for (int v = 0; v < 4; ++v) slot[p][v] = p + 1 < kR ? slot[p + 1 < kR ? p + 1 : p][v] : 0;
-        }
+      for (int r = kR - 1; r >= 0; --r) {
+        float(&sum)[4] = place[(kRow - r + kR) % kR];
         if (s + 1 < kS) {
-          MultiplyAdd<T>(slot[p], a[j], taps.word[r][s], taps.word[r][s + 1 < kS ? s + 1 : s]);
+          MultiplyAdd<T>(sum, a[j], taps.word[r][s], taps.word[r][s + 1 < kS ? s + 1 : s]);
         } else {
           const uint32_t half[2] = {a[j][0], a[j][1]};
-          MultiplyAdd<T>(slot[p], half, taps.word[r][s]);
+          MultiplyAdd<T>(sum, half, taps.word[r][s]);
         }
       }
     }
   }
+};
 
-  // A row of zeros.
-  __device__ __forceinline__ void Shift() {
+// What becomes of a sum before it is rounded: nothing, scale, bias and a clamp, or any epilogue.
+enum class Finish { kNone, kClamp, kAny };
+
+// A lane's outputs of a row, and what the epilogue does to them: pixels lane / 4 of both halves, two channels.
+template <class Tag>
+struct PairedOutputs {
+  using T = typename Tag::T;
+  const FusedEpilogue& epilogue;
+  const LaneClamp<2> clamp;
+  int32_t pixel[2];  // of the tile's first row
+  bool exists[2];
+  int32_t channel;
+
+  __device__ __forceinline__ PairedOutputs(const Params& params, const FusedEpilogue& of,
+                                           int32_t image, int32_t row, int32_t column,
+                                           int32_t first_channel, int lane)
+      : epilogue(of),
+        clamp(of, LaneTerms<2>(of, min(first_channel + lane % 4 * 2, params.channels - 2))),
+        channel(first_channel + lane % 4 * 2) {
+    const int32_t height = params.axis[1].out, width = params.axis[2].out;
 #pragma unroll
-    for (int p = 0; p < kR; ++p) {
-#pragma unroll
-      for (int v = 0; v < 4; ++v) slot[p][v] = p + 1 < kR ? slot[p + 1 < kR ? p + 1 : p][v] : 0;
+    for (int h = 0; h < 2; ++h) {
+      const bool two = params.tile_images == 2;
+      const int32_t at = lane / 4 + (two ? 0 : 8 * h), of_image = image + (two ? h : 0);
+      pixel[h] = (of_image * height + row) * width + column + at;
+      exists[h] = at < params.axis[2].tile && column + at < width && of_image < params.images &&
+                  channel < params.channels;
     }
+  }
+
+  // Of output row `row` of the tile: sums -> rounded pairs.
+  template <Finish kWay>
+  __device__ __forceinline__ void Round(const Params& params, int32_t row, const float (&sum)[4],
+                                        uint32_t (&word)[2]) const {
+    if constexpr (kWay == Finish::kClamp) {
+      word[0] = PackPair<T>(clamp(sum[0], 0), clamp(sum[1], 1));
+      word[1] = PackPair<T>(clamp(sum[2], 0), clamp(sum[3], 1));
+      return;
+    }
+    const int32_t width = ComputedHere(params.axis[2].out);
+    float values[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float t[2] = {sum[2 * h], sum[2 * h + 1]};
+      const int64_t offset = int64_t{pixel[h] + row * width} * params.channels + channel;
+      Neighbours<T, 2> residual{};
+      if (exists[h] && epilogue.params.residual != nullptr) {
+        residual = epilogue.template Residual<T, 2>(offset);
+      }
+      epilogue.Scale(clamp.terms, t);
+      if (exists[h]) epilogue.template Add<T>(t, residual, offset);
+      values[2 * h] = t[0], values[2 * h + 1] = t[1];
+    }
+    Activate(epilogue.params.activation, epilogue.params.negative_slope, values);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) word[h] = PackPair<T>(values[2 * h], values[2 * h + 1]);
+  }
+};
+template <class Tag>
+struct PlainOutputs {
+  template <class... Arguments>
+  __device__ explicit PlainOutputs(const Arguments&...) {}
+  template <Finish>
+  __device__ __forceinline__ void Round(const Params&, int32_t, const float (&sum)[4],
+                                        uint32_t (&word)[2]) const {
+    word[0] = PackPair<typename Tag::T>(sum[0], sum[1]);
+    word[1] = PackPair<typename Tag::T>(sum[2], sum[3]);
   }
 };
 
+template <Finish kWay>
+using Way = std::integral_constant<Finish, kWay>;
+
+// f of a constant of each of 0 ... kCount - 1.
+template <int kCount, int kFirst = 0, typename F>
+__device__ __forceinline__ void ForEachRow(F&& f) {
+  if constexpr (kFirst < kCount) {
+    f(std::integral_constant<int, kFirst>());
+    ForEachRow<kCount, kFirst + 1>(f);
+  }
+}
+
 template <class Tag>
-__global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
+__global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !Tag::Epilogue::kPlain))
     PairsKernel(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap map,
                 const __grid_constant__ CUtensorMap out_map) {
   using T = typename Tag::T;
+  using Epilogue = typename Tag::Epilogue;
   constexpr int kR = Tag::kFilterRows, kPairs = Tag::kPairs, kBytes = Tag::kPixelBytes;
+  constexpr int kRows = Tag::kRows;  // of a stage
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const uint32_t box = SharedAddress(dynamic);
@@ -136,6 +229,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   const int32_t count = min(rows.tile, rows.out - row);
 
   if (warp == 0 && ElectOne()) {
+#pragma unroll 1
     for (int32_t s = 0; s < params.stages; ++s) BarrierInit(barriers + s * 8, 1);
     BarrierInitFence();
     PrefetchTensorMap(&map);
@@ -144,10 +238,11 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   __syncthreads();
   WaitForInputs();
   if (warp == 0 && ElectOne()) {
+#pragma unroll 1
     for (int32_t s = 0; s < params.stages; ++s) {
       BarrierArriveExpect(barriers + s * 8, params.stage_bytes);
       CopyTile4d(box + s * params.stage_bytes, &map, barriers + s * 8, first_channel,
-                 column - columns.pad, image, s * kPairsGroup - above);
+                 column - columns.pad, image, s * kRows - above);
     }
   }
   __syncwarp();
@@ -161,7 +256,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
     return pixel * kBytes + ((warp ^ swizzle) << 4);
   };
   const int32_t second = params.tile_images == 2 ? columns.box : 8;  // pixels to the second half
-  const int32_t row_bytes = params.stage_bytes / kPairsGroup;
+  const int32_t row_bytes = params.stage_bytes / kRows;
   uint32_t offset[kPairs];
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
@@ -171,42 +266,54 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   }
   const uint32_t out = box + chunk(lane / 4) + lane % 4 * 4;
 
+  const Epilogue epilogue(params.epilogue);
+  using Outputs =
+      std::conditional_t<Epilogue::kPlain, PlainOutputs<Tag>, PairedOutputs<Tag>>;
+  const Outputs outputs(params, epilogue, image, row, column, first_channel + warp * 8, lane);
   PairedSums<Tag> sums;
-  int32_t at = 0;  // of row i
+  const int32_t end = count + kR - 1;
 #pragma unroll 1
-  for (int32_t i = 0; i < count + kR - 1; ++i, at += row_bytes) {
-    if (i % kPairsGroup == 0) BarrierWait(barriers + i / kPairsGroup * 8, 0);
-    if (Inside(i - above, rows.in)) {
-      uint32_t a[kPairs][4];
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        if (2 * j + 1 < Tag::kFilterColumns) {
-          LoadMatrices(offset[j] + at, a[j]);
+  for (int32_t chunk = 0; chunk < end; chunk += kRows) {
+    BarrierWait(barriers + chunk / kRows * 8, 0);
+    const int32_t stage = chunk / kRows * params.stage_bytes;
+    // kAll: all of the chunk's rows are read and complete outputs, so that nothing is tested.
+    auto walk = [&](auto all, auto way) {
+      ForEachRow<kRows>([&](auto u) {
+        constexpr bool kAll = decltype(all)::value;
+        constexpr int kRow = decltype(u)::value;
+        constexpr Finish kWay = decltype(way)::value;
+        const int32_t i = chunk + kRow;
+        if (kAll || Inside(i - above, rows.in)) {
+          sums.template Add<kRow % kR>(offset, stage + kRow * row_bytes, taps);
         } else {
-          uint32_t two[2];
-          LoadMatrices(offset[j] + at, two);
-          a[j][0] = two[0], a[j][1] = two[1], a[j][2] = a[j][3] = 0;
+          sums.template Begin<kRow % kR>();
         }
-      }
-      if (i >= kR - 1 && i < count) {
-        sums.template Add<false>(a, taps, i, count);
-      } else {
-        sums.template Add<true>(a, taps, i, count);
-      }
+        if (kAll || Inside(i - (kR - 1), count)) {
+          const float(&sum)[4] = sums.place[(kRow + 1) % kR];
+          uint32_t word[2];
+          outputs.template Round<kWay>(params, i - (kR - 1), sum, word);
+          const uint32_t to = out + stage + (kRow - (kR - 1)) * row_bytes;
+          StoreWord(to, word[0]);
+          StoreWord(to + second * kBytes, word[1]);
+        }
+      });
+    };
+    const bool all = chunk >= max(kR - 1, above) && chunk + kRows <= min(end, rows.in + above);
+    if constexpr (Epilogue::kPlain) {
+      all ? walk(std::true_type(), Way<Finish::kNone>()) : walk(std::false_type(), Way<Finish::kNone>());
+    } else if (!LaneClamp<2>::Takes(epilogue)) {
+      walk(std::false_type(), Way<Finish::kAny>());
     } else {
-      sums.Shift();
+      all ? walk(std::true_type(), Way<Finish::kClamp>()) : walk(std::false_type(), Way<Finish::kClamp>());
     }
-    const int32_t done = i - (kR - 1);
-    if (done < 0) continue;
-    const uint32_t to = out + at - (kR - 1) * row_bytes;
-    StoreWord(to, PackPair<T>(sums.slot[0][0], sums.slot[0][1]));
-    StoreWord(to + second * kBytes, PackPair<T>(sums.slot[0][2], sums.slot[0][3]));
-    if (done % kPairsGroup != kPairsGroup - 1 && done != count - 1) continue;
+    const int32_t from = max(chunk - (kR - 1), 0), to = min(chunk + kRows - (kR - 1), count);
     FenceForCopies();
     __syncthreads();
     if (warp == 0) {
       if (ElectOne()) {
-        for (int32_t y = done / kPairsGroup * kPairsGroup; y <= done; ++y) {
+#pragma unroll 1
+        for (int32_t y = from; y < to; ++y) {
+#pragma unroll 1
           for (int32_t n = 0; n < params.tile_images; ++n) {
             StoreTile4d(&out_map, box + y * row_bytes + n * second * kBytes, first_channel, column,
                         image + n, row + y);
@@ -246,6 +353,7 @@ struct Pairs {
   using Epilogue = PlainEpilogue;
   static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
   static constexpr int kPairs = (kFilterColumns + 1) / 2;
+  static constexpr int kRows = PairsRows(kFilterRows);
   static constexpr int kChannels = 8 * kChannelBlocks_, kPixelBytes = kChannels * 2;
   static constexpr int kCtasPerSm = kCtasPerSm_, kCtaThreads = 32 * kChannelBlocks_;
   static_assert(kPixelBytes == 64 || kPixelBytes == 128);
@@ -261,7 +369,7 @@ struct Pairs {
     CUtensorMap map, out_map;
     JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, operands.lhs, params.channels, columns.in, rows.in,
                                        params.images,
-                                       {kChannels, columns.box, params.tile_images, kPairsGroup},
+                                       {kChannels, columns.box, params.tile_images, Tag::kRows},
                                        &map));
     JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, operands.out, params.channels, columns.out, rows.out,
                                        params.images, {kChannels, columns.tile, 1, 1}, &out_map));
