@@ -82,12 +82,14 @@ DEPTHWISE_TMA = [
     problem("3x3_stride2", (9, 44), 3, n=3, c=72, k=72, groups=72, padding=1, stride=2),
     problem("5x5", (15, 20), 5, n=3, c=40, k=40, groups=40, padding=((0, 4), (2, 1))),
     problem("7x7", (9, 30), 7, n=5, c=40, k=40, groups=40, padding=3),
-    # Walks of windows that lie outside of the image, and of several images and filters.
+    # Windows that lie outside of the image, several images and filters.
     problem("7x7", (3, 12), 7, n=9, c=40, k=40, groups=40, padding=((8, 7), (3, 2))),
     problem("5x5", (2, 70), 5, n=3, c=72, k=72, groups=72, padding=2, batch=2),
     problem("1x3", (2, 131), (1, 3), c=136, k=136, groups=136, padding=(0, 1)),
     problem("1x4", (1, 333), (1, 4), c=72, k=72, groups=72, padding=((0, 0), (3, 0))),
 ]
+# Of products of two taps besides: tiles of two images, of which the last lacks one.
+DEPTHWISE_PAIRS = [problem("3x3", (20, 7), 3, n=3, c=72, k=72, groups=72, padding=1)]
 # What the other instances do not take: dilation, two outputs of each channel, dilated inputs.
 DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
@@ -315,7 +317,7 @@ EPILOGUES = {
     "fprop_depthwise_bf16_64ch_3x3": [(DEPTHWISE[0], "scale bias residual relu6 pre", "")],
     "fprop_depthwise_f16_64ch_any": [(DEPTHWISE_ANY, "bias gelu", "")],
     "fprop_depthwise_bf16_64ch_3x3_tma": [(DEPTHWISE_TMA[0], "scale bias relu6", "")],
-    "fprop_depthwise_f16_32ch_7x7_tma": [
+    "fprop_depthwise_f16_32ch_7x7_pairs": [
         (DEPTHWISE_TMA[4], "bias", ""),
         (DEPTHWISE_TMA[4], "scale residual silu pre", ""),
     ],
@@ -353,6 +355,10 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
     if filter_and_stride.endswith("_tma"):
         of_name = filter_and_stride.removesuffix("_tma")
         yield from ((p, "") for p in DEPTHWISE_TMA if p.name == of_name)
+        return
+    if filter_and_stride.endswith("_pairs"):
+        of_name = filter_and_stride.removesuffix("_pairs")
+        yield from ((p, "") for p in DEPTHWISE_TMA + DEPTHWISE_PAIRS if p.name == of_name)
         return
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
         # dgrad of a stride also takes kernels that put zeros into dy's box.

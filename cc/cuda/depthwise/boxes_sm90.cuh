@@ -1,4 +1,5 @@
-// The boxes of direct_tma_sm90.cuh, walk_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers.
+// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers; launches of
+// these kernels and pairs_sm90.cuh's.
 #ifndef JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 
@@ -7,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/common/halo_box.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -53,6 +55,28 @@ __device__ __forceinline__ void CopyBoxes(const Params& params, const CUtensorMa
              (tile.column * columns.stride - columns.pad) >> columns.halved,
              (tile.row * rows.stride - rows.pad) >> rows.halved,
              tile.depth * depths.stride - depths.pad, tile.image);
+}
+
+// The parameters of an fprop or dgrad.
+inline Params GatherParams(const Plan& plan, const Operands& operands) {
+  Params params = plan.As<LaunchParams>().kernel;
+  params.filter = operands.rhs;
+  params.out = operands.out;
+  BindEpilogue(operands, &params.epilogue);
+  return params;
+}
+
+// Enqueues a kernel that starts while the one in front of it ends.
+template <auto kKernel, class... Maps>
+Status LaunchWithMaps(const Plan& plan, const Params& params, unsigned threads, void* stream,
+                      const Maps&... maps) {
+  const auto& launch = plan.As<LaunchParams>();
+  LaunchConfig config;
+  config.grid = static_cast<unsigned>(launch.ctas);
+  config.threads = threads;
+  config.shared_bytes = launch.shared_bytes;
+  config.overlaps = true;
+  return Launch<kKernel>(plan.kernel->name, config, stream, params, maps...);
 }
 
 }  // namespace jaxconv::depthwise

@@ -143,20 +143,11 @@ struct DirectTma : Direct<kOp, kType, kFilterRows_, kFilterColumns_, kConvStride
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    const auto& launch = plan.As<LaunchParams>();
-    Params params = launch.kernel;
-    params.filter = operands.rhs;
-    params.out = operands.out;
-    BindEpilogue(operands, &params.epilogue);
+    const Params params = GatherParams(plan, operands);
     CUtensorMap map;
     JAXCONV_RETURN_IF_ERROR(EncodeBoxes(params, kType, operands.lhs, Tag::Pixels::kChannels,
                                         params.images, /*walked=*/false, &map));
-    LaunchConfig config;
-    config.grid = static_cast<unsigned>(launch.ctas);
-    config.threads = Tag::kCtaThreads;
-    config.shared_bytes = launch.shared_bytes;
-    config.overlaps = true;
-    return ::jaxconv::Launch<DirectTmaKernel<Tag>>(plan.kernel->name, config, stream, params, map);
+    return LaunchWithMaps<DirectTmaKernel<Tag>>(plan, params, Tag::kCtaThreads, stream, map);
   }
 };
 

@@ -32,11 +32,14 @@ Status Check(const KernelDesc& kernel, const PairsInstance& instance, const Conv
 
 // Products that a CTA does, in rows of pixels, and whether its box fits.
 bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
-               bool fused, int64_t parts, Params* params, int64_t* shared_bytes, int64_t* ctas_of_sm) {
+               bool fused, bool two, int64_t parts, Params* params, int64_t* shared_bytes,
+               int64_t* ctas_of_sm) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
-  const bool two = columns.out <= kColumns / 2 && problem.batch == 1 && problem.n > 1;
+  // A tile's images have the same filter.
+  if (two && (problem.batch > 1 || problem.n == 1)) return false;
   params->tile_images = two ? 2 : 1;
-  const int64_t across = two ? columns.out : CeilDiv(columns.out, CeilDiv(columns.out, kColumns));
+  const int64_t most = two ? kColumns / 2 : kColumns;
+  const int64_t across = CeilDiv(columns.out, CeilDiv(columns.out, most));
   const int64_t tile_rows = CeilDiv(rows.out, parts);
   if (!ShapeBox(tile_rows, across, rows.taps, params)) return false;
   // As many pixels as two halves of 8 read and store.
@@ -47,7 +50,7 @@ bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const 
   params->stage_bytes = static_cast<int32_t>(group * columns.box * params->tile_images *
                                              instance.channels() * kWidth);
   if (columns.box > kMostBox) return false;
-  *shared_bytes = params->stages * (int64_t{params->stage_bytes} + 8);
+  *shared_bytes = params->stages * (int64_t{params->stage_bytes} + 2 * 8);
   *ctas_of_sm = CtasOfSm(PairsCtas(instance.ctas_per_sm, fused), *shared_bytes, gpu);
   return *ctas_of_sm > 0;
 }
@@ -67,11 +70,20 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
 
   double least = HUGE_VAL;
   const char* forced = std::getenv("PARTS");
-  for (int64_t parts = 1; parts <= 16; ++parts) {
+  const char* forced_two = std::getenv("TWO");
+  for (int64_t way = 0; way < 32; ++way) {
+    const int64_t parts = way / 2 + 1;
+    const bool two = way % 2 == 1;
     if (forced != nullptr && parts != std::atoi(forced)) continue;
+    if (forced_two != nullptr && two != (std::atoi(forced_two) == 1)) continue;
+    if (forced_two == nullptr &&
+        two != (problem.n > 1 && problem.batch == 1 && params.axis[2].out <= 8))
+      continue;
     Params shape = params;
     int64_t shared_bytes = 0, ctas_of_sm = 0;
-    if (!ShapeTile(instance, problem, gpu, kernel.fused, parts, &shape, &shared_bytes, &ctas_of_sm)) continue;
+    if (!ShapeTile(instance, problem, gpu, kernel.fused, two, parts, &shape, &shared_bytes,
+                   &ctas_of_sm))
+      continue;
     JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &shape));
     const int64_t items = shape.items;
     const double rows = shape.axis[1].tile + shape.axis[1].taps - 1;
@@ -80,12 +92,11 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
                          instance.channel_blocks;
     const double products = instance.filter_rows * instance.filter_columns / 2.0;
     const double row_cycles = std::max(warps / 4 * (products * 3.3 + 8), 200.0);
-    const double cycles = std::ceil(static_cast<double>(items) /
-                                    static_cast<double>(gpu.sm_count * ctas_of_sm)) *
-                          (rows * row_cycles + 1500);
-    const double bytes =
-        static_cast<double>(kWidth) *
-        static_cast<double>(problem.x_elements() + problem.y_elements());
+    const double cycles =
+        std::ceil(static_cast<double>(items) / static_cast<double>(gpu.sm_count * ctas_of_sm)) *
+        (rows * row_cycles + 1500);
+    const double bytes = static_cast<double>(kWidth) *
+                         static_cast<double>(problem.x_elements() + problem.y_elements());
     const double copy = bytes / (gpu.dram_bytes_per_us * kDramShare);
     const double us = gpu.launch_us + 1.5 +
                       std::pow(std::pow(cycles / gpu.cycles_per_us(), 4) + std::pow(copy, 4), 0.25);

@@ -16,7 +16,7 @@
 // After a row slot 0 is complete, and every slot is the next row's slot above it: the first product of a sum reads
 // slot p + 1 and writes slot p.
 //
-//     box [row][image][column][channel], kRows rows an mbarrier | barriers
+//     box [row][image][column][channel] | full and done of each kRows rows of it
 //
 // A CTA has one tile, all of whose box it asks for at its start; those that share an SM are apart in time. Box
 // rows have a multiple of 8 pixels, so that TMA's swizzle is the same in all. Results take the place of the
@@ -40,6 +40,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/tensor_map.h"
+#include "cuda/depthwise/boxes_sm90.cuh"
 #include "cuda/depthwise/pairs_plan.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/store_block.cuh"
@@ -60,17 +61,30 @@ struct PairedTaps {
                                         int lane) {
     const int column = lane / 4;
     const bool meets = column / 2 == lane % 4;
-    const auto* from = static_cast<const uint16_t*>(params.filter) +
-                       filter * params.filter_stride +
-                       int64_t{min(channel + column, params.channels - 1)} * params.channel_stride;
-    constexpr int kTaps = kR * kS;
-    const int32_t step = params.flip ? -params.tap_stride : params.tap_stride;
-    if (params.flip) from += int64_t{kTaps - 1} * params.tap_stride;
+    const uint16_t* from = First(params, filter, channel + column);
+    const int64_t step = params.flip ? -params.tap_stride : params.tap_stride;
 #pragma unroll
-    for (int tap = 0; tap < kTaps; ++tap) {
-      const uint32_t bits = meets ? from[tap * step] : 0;
+    for (int tap = 0; tap < kR * kS; ++tap, from += step) {
+      const uint32_t bits = meets ? *from : 0;
       word[tap / kS][tap % kS] = bits << column % 2 * 16;
     }
+  }
+
+  // Asks for the taps of 8 channels without reading them.
+  static __device__ __forceinline__ void Prefetch(const Params& params, int32_t filter,
+                                                  int32_t channel, int lane) {
+    const uint16_t* from = First(params, filter, channel);
+    const int64_t step = params.flip ? -params.tap_stride : params.tap_stride;
+    for (int tap = lane; tap < kR * kS; tap += 32) PrefetchToL2(from + tap * step);
+  }
+
+ private:
+  // The tap of a channel that meets the first pixel of a window.
+  static __device__ __forceinline__ const uint16_t* First(const Params& params, int32_t filter,
+                                                          int32_t channel) {
+    return static_cast<const uint16_t*>(params.filter) + filter * params.filter_stride +
+           int64_t{min(channel, params.channels - 1)} * params.channel_stride +
+           (params.flip ? int64_t{kR * kS - 1} * params.tap_stride : 0);
   }
 };
 
@@ -88,19 +102,19 @@ struct PairedSums {
     for (int v = 0; v < 4; ++v) place[kRow % kR][v] = 0;
   }
 
-  // Adds row i of pixels to the R output rows that it meets, the last of which it begins. What it adds to rows
-  // before the first, or behind the last, is not used.
-  template <int kRow>
-  __device__ __forceinline__ void Add(uint32_t (&offset)[kPairs], int32_t row,
-                                      const PairedTaps<Tag>& taps) {
+  // Adds row i of pixels, i % R == kRow, to the R output rows that it meets, the last of which it begins. kAll: all
+  // of them are of the tile's `rows`.
+  template <int kRow, bool kAll>
+  __device__ __forceinline__ void Add(const uint32_t (&offset)[kPairs], int32_t at, int32_t i,
+                                      int32_t rows, const PairedTaps<Tag>& taps) {
     uint32_t a[kPairs][4];
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       if (2 * j + 1 < kS) {
-        LoadMatrices(offset[j] + row, a[j]);
+        LoadMatrices(offset[j] + at, a[j]);
       } else {
         uint32_t two[2];
-        LoadMatrices(offset[j] + row, two);
+        LoadMatrices(offset[j] + at, two);
         a[j][0] = two[0], a[j][1] = two[1];
       }
     }
@@ -110,7 +124,8 @@ struct PairedSums {
       const int s = 2 * j;
 #pragma unroll
       for (int r = kR - 1; r >= 0; --r) {
-        float(&sum)[4] = place[(kRow - r + kR) % kR];
+        if (!kAll && !Inside(i - r, rows)) continue;
+        float (&sum)[4] = place[(kRow - r + kR) % kR];
         if (s + 1 < kS) {
           MultiplyAdd<T>(sum, a[j], taps.word[r][s], taps.word[r][s + 1 < kS ? s + 1 : s]);
         } else {
@@ -205,7 +220,8 @@ __device__ __forceinline__ void ForEachRow(F&& f) {
 }
 
 template <class Tag>
-__global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !Tag::Epilogue::kPlain))
+__global__ void __launch_bounds__(Tag::kCtaThreads,
+                                  PairsCtas(Tag::kCtasPerSm, !Tag::Epilogue::kPlain))
     PairsKernel(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap map,
                 const __grid_constant__ CUtensorMap out_map) {
   using T = typename Tag::T;
@@ -215,7 +231,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const uint32_t box = SharedAddress(dynamic);
-  const uint32_t barriers = box + params.stages * params.stage_bytes;
+  const uint32_t full = box + params.stages * params.stage_bytes, done = full + params.stages * 8;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
   // Channel tiles are the fastest: neighbours share cache lines.
@@ -230,24 +246,28 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !
 
   if (warp == 0 && ElectOne()) {
 #pragma unroll 1
-    for (int32_t s = 0; s < params.stages; ++s) BarrierInit(barriers + s * 8, 1);
+    for (int32_t s = 0; s < params.stages; ++s) {
+      BarrierInit(full + s * 8, 1);
+      BarrierInit(done + s * 8, Tag::kCtaThreads / 32);
+    }
     BarrierInitFence();
     PrefetchTensorMap(&map);
     PrefetchTensorMap(&out_map);
   }
+  const int32_t filter = params.images_divmod.Div(image);
+  PairedTaps<Tag>::Prefetch(params, filter, first_channel + warp * 8, lane);
   __syncthreads();
   WaitForInputs();
   if (warp == 0 && ElectOne()) {
 #pragma unroll 1
     for (int32_t s = 0; s < params.stages; ++s) {
-      BarrierArriveExpect(barriers + s * 8, params.stage_bytes);
-      CopyTile4d(box + s * params.stage_bytes, &map, barriers + s * 8, first_channel,
+      BarrierArriveExpect(full + s * 8, params.stage_bytes);
+      CopyTile4d(box + s * params.stage_bytes, &map, full + s * 8, first_channel,
                  column - columns.pad, image, s * kRows - above);
     }
   }
   __syncwarp();
-  const PairedTaps<Tag> taps(params, params.images_divmod.Div(image), first_channel + warp * 8,
-                             lane);
+  const PairedTaps<Tag> taps(params, filter, first_channel + warp * 8, lane);
 
   // The lane's address in ldmatrix of a pair of taps: pixels 0-7, 8-15 (of a second image: 0-7), and the same
   // of the second tap. Columns that do not exist read others.
@@ -267,14 +287,28 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !
   const uint32_t out = box + chunk(lane / 4) + lane % 4 * 4;
 
   const Epilogue epilogue(params.epilogue);
-  using Outputs =
-      std::conditional_t<Epilogue::kPlain, PlainOutputs<Tag>, PairedOutputs<Tag>>;
+  using Outputs = std::conditional_t<Epilogue::kPlain, PlainOutputs<Tag>, PairedOutputs<Tag>>;
   const Outputs outputs(params, epilogue, image, row, column, first_channel + warp * 8, lane);
   PairedSums<Tag> sums;
   const int32_t end = count + kR - 1;
+  // Of the warps in turn, a chunk after it is complete: its output rows leave when all warps have stored theirs.
+  auto store = [&](int32_t chunk) {
+    if (chunk / kRows % (Tag::kCtaThreads / 32) != warp || !ElectOne()) return;
+    BarrierWait(done + chunk / kRows * 8, 0);
+    const int32_t from = max(chunk - (kR - 1), 0), to = min(chunk + kRows - (kR - 1), count);
+#pragma unroll 1
+    for (int32_t y = from; y < to; ++y) {
+#pragma unroll 1
+      for (int32_t n = 0; n < params.tile_images; ++n) {
+        StoreTile4d(&out_map, box + y * row_bytes + n * second * kBytes, first_channel, column,
+                    image + n, row + y);
+      }
+    }
+    CommitStores();
+  };
 #pragma unroll 1
   for (int32_t chunk = 0; chunk < end; chunk += kRows) {
-    BarrierWait(barriers + chunk / kRows * 8, 0);
+    BarrierWait(full + chunk / kRows * 8, 0);
     const int32_t stage = chunk / kRows * params.stage_bytes;
     // kAll: all of the chunk's rows are read and complete outputs, so that nothing is tested.
     auto walk = [&](auto all, auto way) {
@@ -284,12 +318,12 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !
         constexpr Finish kWay = decltype(way)::value;
         const int32_t i = chunk + kRow;
         if (kAll || Inside(i - above, rows.in)) {
-          sums.template Add<kRow % kR>(offset, stage + kRow * row_bytes, taps);
+          sums.template Add<kRow % kR, kAll>(offset, stage + kRow * row_bytes, i, count, taps);
         } else {
           sums.template Begin<kRow % kR>();
         }
         if (kAll || Inside(i - (kR - 1), count)) {
-          const float(&sum)[4] = sums.place[(kRow + 1) % kR];
+          const float (&sum)[4] = sums.place[(kRow + 1) % kR];
           uint32_t word[2];
           outputs.template Round<kWay>(params, i - (kR - 1), sum, word);
           const uint32_t to = out + stage + (kRow - (kR - 1)) * row_bytes;
@@ -300,31 +334,21 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, PairsCtas(Tag::kCtasPerSm, !
     };
     const bool all = chunk >= max(kR - 1, above) && chunk + kRows <= min(end, rows.in + above);
     if constexpr (Epilogue::kPlain) {
-      all ? walk(std::true_type(), Way<Finish::kNone>()) : walk(std::false_type(), Way<Finish::kNone>());
+      all ? walk(std::true_type(), Way<Finish::kNone>())
+          : walk(std::false_type(), Way<Finish::kNone>());
     } else if (!LaneClamp<2>::Takes(epilogue)) {
       walk(std::false_type(), Way<Finish::kAny>());
     } else {
-      all ? walk(std::true_type(), Way<Finish::kClamp>()) : walk(std::false_type(), Way<Finish::kClamp>());
+      all ? walk(std::true_type(), Way<Finish::kClamp>())
+          : walk(std::false_type(), Way<Finish::kClamp>());
     }
-    const int32_t from = max(chunk - (kR - 1), 0), to = min(chunk + kRows - (kR - 1), count);
     FenceForCopies();
-    __syncthreads();
-    if (warp == 0) {
-      if (ElectOne()) {
-#pragma unroll 1
-        for (int32_t y = from; y < to; ++y) {
-#pragma unroll 1
-          for (int32_t n = 0; n < params.tile_images; ++n) {
-            StoreTile4d(&out_map, box + y * row_bytes + n * second * kBytes, first_channel, column,
-                        image + n, row + y);
-          }
-        }
-        CommitStores();
-      }
-      __syncwarp();
-    }
+    __syncwarp();
+    if (lane == 0) BarrierArrive(done + chunk / kRows * 8);
+    if (chunk > 0) store(chunk - kRows);
   }
-  if (warp == 0 && ElectOne()) WaitForStoresToRead();
+  store((end - 1) / kRows * kRows);
+  if (ElectOne()) WaitForStoresToRead();
 }
 
 // Boxes [row][image][column][channel] of the gathered tensor, or rows of an image's tile of the result.
@@ -360,26 +384,15 @@ struct Pairs {
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    const auto& launch = plan.As<LaunchParams>();
-    Params params = launch.kernel;
-    params.filter = operands.rhs;
-    params.out = operands.out;
-    BindEpilogue(operands, &params.epilogue);
+    const Params params = GatherParams(plan, operands);
     const Axis &rows = params.axis[1], &columns = params.axis[2];
     CUtensorMap map, out_map;
-    JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, operands.lhs, params.channels, columns.in, rows.in,
-                                       params.images,
-                                       {kChannels, columns.box, params.tile_images, Tag::kRows},
-                                       &map));
+    JAXCONV_RETURN_IF_ERROR(
+        EncodeRows(kType, operands.lhs, params.channels, columns.in, rows.in, params.images,
+                   {kChannels, columns.box, params.tile_images, Tag::kRows}, &map));
     JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, operands.out, params.channels, columns.out, rows.out,
                                        params.images, {kChannels, columns.tile, 1, 1}, &out_map));
-    LaunchConfig config;
-    config.grid = static_cast<unsigned>(launch.ctas);
-    config.threads = Tag::kCtaThreads;
-    config.shared_bytes = launch.shared_bytes;
-    config.overlaps = true;
-    return ::jaxconv::Launch<PairsKernel<Tag>>(plan.kernel->name, config, stream, params, map,
-                                               out_map);
+    return LaunchWithMaps<PairsKernel<Tag>>(plan, params, Tag::kCtaThreads, stream, map, out_map);
   }
 };
 

@@ -12,7 +12,6 @@
 #include "cuda/depthwise/pairs_plan.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
-#include "cuda/depthwise/walk_plan.h"
 
 namespace jaxconv::depthwise {
 namespace {
@@ -290,12 +289,10 @@ std::pair<int, int> CapabilitiesOf(const Of&) {
 std::pair<int, int> CapabilitiesOf(const Instance& instance) {
   return instance.tma ? std::pair(90, 90) : std::pair(80, 1000);
 }
-std::pair<int, int> CapabilitiesOf(const WalkInstance&) { return {90, 90}; }
 std::pair<int, int> CapabilitiesOf(const PairsInstance&) { return {90, 90}; }
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
-PlanFunction PlanOf(const WalkInstance&) { return PlanWalk; }
 PlanFunction PlanOf(const PairsInstance&) { return PlanPairs; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
@@ -322,7 +319,7 @@ const std::vector<KernelDesc>& Kernels() {
       kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
       kernel.epilogue_cost.activation = 0.1;
       // StoreInside, where the registers allow it beside the other ways.
-      const bool inside = kernel.plan == PlanWalk ||
+      const bool inside = kernel.plan == PlanPairs ||
                           (direct && (instance->tma || instance->vec == 1) && !instance->any());
       kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
     }

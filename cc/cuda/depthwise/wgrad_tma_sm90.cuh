@@ -122,13 +122,8 @@ struct WgradTma : Wgrad<kOp, kType, kFilterRows_, kFilterColumns_, kStride_, kVe
         EncodeBoxes(params, kType, operands.lhs, 32 * kVec_, images, /*walked=*/false, &x_map));
     JAXCONV_RETURN_IF_ERROR(
         EncodeBoxes(params, kType, operands.rhs, 32 * kVec_, images, /*walked=*/true, &dy_map));
-    LaunchConfig config;
-    config.grid = static_cast<unsigned>(launch.ctas);
-    config.threads = kThreads;
-    config.shared_bytes = launch.shared_bytes;
-    config.overlaps = true;
-    JAXCONV_RETURN_IF_ERROR(::jaxconv::Launch<WgradTmaKernel<Tag>>(plan.kernel->name, config,
-                                                                   stream, params, x_map, dy_map));
+    JAXCONV_RETURN_IF_ERROR(
+        LaunchWithMaps<WgradTmaKernel<Tag>>(plan, params, kThreads, stream, x_map, dy_map));
     return ReduceSlices<PlainEpilogue>(static_cast<const float*>(operands.workspace),
                                        launch.out_elements, plan.slices, params.channels,
                                        params.epilogue, operands.out, launch.out_dtype, stream);

@@ -53,9 +53,17 @@ __device__ __forceinline__ void CopyTile3d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
+template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void CopyTile4d(uint32_t shared, const CUtensorMap* map,
                                            uint32_t barrier, int32_t c0, int32_t c1, int32_t c2,
                                            int32_t c3) {
+  if constexpr (kTarget == BoxTarget::kL2) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+        "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
