@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -14,7 +13,14 @@ namespace {
 
 constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostBox = 256;
-constexpr int64_t kColumns = 16;  // of a warp
+constexpr int64_t kColumns = 16;    // of a warp
+constexpr int64_t kMostParts = 16;  // of an image's rows
+
+// Cycles of a scheduler for a product, a row of pixels beside them and a CTA's set-up; of a CTA until its first
+// row, and of a row that waits for the one before; turns that the last CTAs take beside the even share. The
+// share of the DRAM's rate, microseconds before the first row, and how the two bounds are joined. Fitted to FIT.
+constexpr double kProductCycles = 6.1, kRowCycles = 25, kCtaCycles = 600, kStartCycles = 3000,
+                 kRowLatency = 150, kLastTurn = 0.3, kCopyShare = 0.87, kStart = 2, kJoin = 3;
 
 Status Check(const KernelDesc& kernel, const PairsInstance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -55,6 +61,31 @@ bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const 
   return *ctas_of_sm > 0;
 }
 
+double Microseconds(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
+                    const Params& params, int64_t ctas_of_sm) {
+  const Axis& rows = params.axis[1];
+  const auto items = static_cast<double>(params.items);
+  const double places = static_cast<double>(gpu.sm_count * ctas_of_sm);
+  const double pixel_rows = rows.tile + rows.taps - 1;
+  // Of a warp; a row's last tap alone counts as a product.
+  const double products = static_cast<double>(rows.tile) * instance.filter_rows *
+                          static_cast<double>(CeilDiv(int64_t{instance.filter_columns}, 2));
+  const double work = items * instance.channel_blocks / (4 * gpu.sm_count) *
+                      (products * kProductCycles + pixel_rows * kRowCycles + kCtaCycles);
+  // CTAs one after another on a place, of which the last rarely start together.
+  const double turns = std::max(1.0, items / places + kLastTurn);
+  const double chain = turns * (kStartCycles + pixel_rows * kRowLatency);
+  const double cycles = std::pow(std::pow(work, 4) + std::pow(chain, 4), 0.25);
+  const double waste =
+      static_cast<double>(params.channel_tiles.divisor * instance.channels()) / params.channels;
+  const double bytes = static_cast<double>(kWidth) *
+                           static_cast<double>(problem.x_elements() + problem.y_elements()) +
+                       static_cast<double>(EpilogueBytes(problem));
+  const double copy = std::sqrt(waste) * bytes / (gpu.dram_bytes_per_us * kCopyShare);
+  return gpu.launch_us + kStart +
+         std::pow(std::pow(cycles / gpu.cycles_per_us(), kJoin) + std::pow(copy, kJoin), 1 / kJoin);
+}
+
 }  // namespace
 
 Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -69,42 +100,22 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
   JAXCONV_RETURN_IF_ERROR(CheckTma(problem, params));
 
   double least = HUGE_VAL;
-  const char* forced = std::getenv("PARTS");
-  const char* forced_two = std::getenv("TWO");
-  for (int64_t way = 0; way < 32; ++way) {
-    const int64_t parts = way / 2 + 1;
-    const bool two = way % 2 == 1;
-    if (forced != nullptr && parts != std::atoi(forced)) continue;
-    if (forced_two != nullptr && two != (std::atoi(forced_two) == 1)) continue;
-    if (forced_two == nullptr &&
-        two != (problem.n > 1 && problem.batch == 1 && params.axis[2].out <= 8))
-      continue;
-    Params shape = params;
-    int64_t shared_bytes = 0, ctas_of_sm = 0;
-    if (!ShapeTile(instance, problem, gpu, kernel.fused, two, parts, &shape, &shared_bytes,
-                   &ctas_of_sm))
-      continue;
-    JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &shape));
-    const int64_t items = shape.items;
-    const double rows = shape.axis[1].tile + shape.axis[1].taps - 1;
-    // A row of pixels of a warp, and the start of a CTA that its neighbours do not cover.
-    const double warps = static_cast<double>(std::min(ctas_of_sm, CeilDiv(items, gpu.sm_count))) *
-                         instance.channel_blocks;
-    const double products = instance.filter_rows * instance.filter_columns / 2.0;
-    const double row_cycles = std::max(warps / 4 * (products * 3.3 + 8), 200.0);
-    const double cycles =
-        std::ceil(static_cast<double>(items) / static_cast<double>(gpu.sm_count * ctas_of_sm)) *
-        (rows * row_cycles + 1500);
-    const double bytes = static_cast<double>(kWidth) *
-                         static_cast<double>(problem.x_elements() + problem.y_elements());
-    const double copy = bytes / (gpu.dram_bytes_per_us * kDramShare);
-    const double us = gpu.launch_us + 1.5 +
-                      std::pow(std::pow(cycles / gpu.cycles_per_us(), 4) + std::pow(copy, 4), 0.25);
-    if (us >= least) continue;
-    least = us;
-    launch->kernel = shape;
-    launch->shared_bytes = shared_bytes;
-    launch->ctas = items;
+  for (int64_t parts = 1; parts <= kMostParts; ++parts) {
+    for (const bool two : {false, true}) {
+      Params shape = params;
+      int64_t shared_bytes = 0, ctas_of_sm = 0;
+      if (!ShapeTile(instance, problem, gpu, kernel.fused, two, parts, &shape, &shared_bytes,
+                     &ctas_of_sm)) {
+        continue;
+      }
+      JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &shape));
+      const double us = Microseconds(instance, problem, gpu, shape, ctas_of_sm);
+      if (us >= least) continue;
+      least = us;
+      launch->kernel = shape;
+      launch->shared_bytes = shared_bytes;
+      launch->ctas = shape.items;
+    }
   }
   if (least == HUGE_VAL) return Status::Unimplemented("the rows exceed the shared memory");
   launch->out_dtype = problem.output_dtype();

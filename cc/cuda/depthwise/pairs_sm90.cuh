@@ -137,8 +137,8 @@ struct PairedSums {
   }
 };
 
-// What becomes of a sum before it is rounded: nothing, scale, bias and a clamp, or any epilogue.
-enum class Finish { kNone, kClamp, kAny };
+// What becomes of a sum before it is rounded: nothing; scale, bias and a clamp or silu; any epilogue.
+enum class Finish { kNone, kClamp, kSilu, kAny };
 
 // A lane's outputs of a row, and what the epilogue does to them: pixels lane / 4 of both halves, two channels.
 template <class Tag>
@@ -167,10 +167,25 @@ struct PairedOutputs {
     }
   }
 
+  __device__ __forceinline__ bool TakesSilu() const {
+    return epilogue.params.residual == nullptr && epilogue.params.pre == nullptr &&
+           epilogue.params.activation == Activation::kSilu;
+  }
+
   // Of output row `row` of the tile: sums -> rounded pairs.
   template <Finish kWay>
   __device__ __forceinline__ void Round(const Params& params, int32_t row, const float (&sum)[4],
                                         uint32_t (&word)[2]) const {
+    if constexpr (kWay == Finish::kSilu) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float t = fmaf(sum[i], clamp.terms.scale[i % 2], clamp.terms.bias[i % 2]);
+        values[i] = t * Logistic(-t);
+      }
+      word[0] = PackPair<T>(values[0], values[1]), word[1] = PackPair<T>(values[2], values[3]);
+      return;
+    }
     if constexpr (kWay == Finish::kClamp) {
       word[0] = PackPair<T>(clamp(sum[0], 0), clamp(sum[1], 1));
       word[1] = PackPair<T>(clamp(sum[2], 0), clamp(sum[3], 1));
@@ -336,6 +351,9 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
     if constexpr (Epilogue::kPlain) {
       all ? walk(std::true_type(), Way<Finish::kNone>())
           : walk(std::false_type(), Way<Finish::kNone>());
+    } else if (outputs.TakesSilu()) {
+      all ? walk(std::true_type(), Way<Finish::kSilu>())
+          : walk(std::false_type(), Way<Finish::kSilu>());
     } else if (!LaneClamp<2>::Takes(epilogue)) {
       walk(std::false_type(), Way<Finish::kAny>());
     } else {
