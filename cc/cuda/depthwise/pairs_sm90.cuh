@@ -9,18 +9,16 @@
 // number is one m16n8k8. Pixels are read as they lie, by ldmatrix, without conversion, and sums lie as the result does.
 //
 // A warp has 8 channels and 16 columns of pixels, or 8 of two images, and walks down them. Its B stays in
-// registers. A row of pixels is read once, for all filter rows R:
+// registers. Row i of pixels is read once, for the output rows o = i - R + 1 ... i that it meets; the sums of
+// row o are those of place o % R. R rows a turn of the loop: all places are constants.
 //
-//     slot p of the sums: output row i - (R - 1) + p, to which row i of pixels adds filter row R - 1 - p
+//     box [row][image][column][channel] | mbarriers full and done of each chunk of kRows rows
 //
-// After a row slot 0 is complete, and every slot is the next row's slot above it: the first product of a sum reads
-// slot p + 1 and writes slot p.
-//
-//     box [row][image][column][channel] | full and done of each kRows rows of it
-//
-// A CTA has one tile, all of whose box it asks for at its start; those that share an SM are apart in time. Box
-// rows have a multiple of 8 pixels, so that TMA's swizzle is the same in all. Results take the place of the
-// pixels: no other warp reads them, and they leave by TMA, a row at a time.
+// A CTA has one tile, all of whose box it asks for at its start; other CTAs of the SM cover the wait. Box rows have a
+// multiple of 8 pixels, so that TMA's swizzle is the same in all. Results take the place of pixels: no other
+// warp reads those, and this one has. Full(chunk): its pixels are there. Done(chunk): every warp has
+// stored the results that the chunk completed; the warps in turn wait for it, a chunk later, and let them leave
+// by TMA, which leaves out what lies outside of the output.
 //
 // Zeros of B meet the other channels: an Inf or NaN of x spreads to the 8 channels of its block.
 //
