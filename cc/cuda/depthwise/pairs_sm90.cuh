@@ -100,11 +100,11 @@ struct PairedSums {
     for (int v = 0; v < 4; ++v) place[kRow % kR][v] = 0;
   }
 
-  // Adds row i of pixels, i % R == kRow, to the R output rows that it meets, the last of which it begins. kAll: all
-  // of them are of the tile's `rows`.
-  template <int kRow, bool kAll>
-  __device__ __forceinline__ void Add(const uint32_t (&offset)[kPairs], int32_t at, int32_t i,
-                                      int32_t rows, const PairedTaps<Tag>& taps) {
+  // Adds row i of pixels, i % R == kRow, to the R output rows that it meets, the last of which it begins. What it
+  // adds to rows before the first or behind the last is not used: tests between the products cost more.
+  template <int kRow>
+  __device__ __forceinline__ void Add(const uint32_t (&offset)[kPairs], int32_t at,
+                                      const PairedTaps<Tag>& taps) {
     uint32_t a[kPairs][4];
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
@@ -122,7 +122,6 @@ struct PairedSums {
       const int s = 2 * j;
 #pragma unroll
       for (int r = kR - 1; r >= 0; --r) {
-        if (!kAll && !Inside(i - r, rows)) continue;
         float (&sum)[4] = place[(kRow - r + kR) % kR];
         if (s + 1 < kS) {
           MultiplyAdd<T>(sum, a[j], taps.word[r][s], taps.word[r][s + 1 < kS ? s + 1 : s]);
@@ -268,7 +267,10 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
     PrefetchTensorMap(&out_map);
   }
   const int32_t filter = params.images_divmod.Div(image);
-  PairedTaps<Tag>::Prefetch(params, filter, first_channel + warp * 8, lane);
+  // Of one CTA of each channel tile: of all they would queue at the few lines of a narrow filter.
+  if (blockIdx.x < params.channel_tiles.divisor) {
+    PairedTaps<Tag>::Prefetch(params, filter, first_channel + warp * 8, lane);
+  }
   __syncthreads();
   WaitForInputs();
   if (warp == 0 && ElectOne()) {
@@ -331,7 +333,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
         constexpr Finish kWay = decltype(way)::value;
         const int32_t i = chunk + kRow;
         if (kAll || Inside(i - above, rows.in)) {
-          sums.template Add<kRow % kR, kAll>(offset, stage + kRow * row_bytes, i, count, taps);
+          sums.template Add<kRow % kR>(offset, stage + kRow * row_bytes, taps);
         } else {
           sums.template Begin<kRow % kR>();
         }
