@@ -158,11 +158,8 @@ std::vector<double> CarryOutWgrad(const ConvProblem& problem, const Plan& plan,
                  src[1]) *
                     launch.a_extent[0] +
                 src[0];
-            const int64_t column = group * p.b_group + n;
-            const bool split = launch.filter_split.matrices > 0;
-            const int64_t row_b = split ? column : pixel, at = split ? pixel : column;
             sum += x[from * launch.a_channels + group * p.a_group + channel] *
-                   dy[(batch * launch.b_rows + row_b) * launch.b_columns + at];
+                   dy[(batch * launch.b_rows + pixel) * launch.b_columns + group * p.b_group + n];
           }
           out[batch * p.out_batch + (int64_t{tap} * p.row_channels + channel) * p.out_channels +
               group * p.out_group + n] = sum;
@@ -333,7 +330,7 @@ void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
     const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
     const bool split = launch.filter_split.matrices > 0;
     const bool across = problem.op == Op::kFprop && kernel.dtype == DType::kF32 && !krsc;
-    if (split ? launch.transposes_filter || launch.filter_split.transposed != (across || wgrad)
+    if (split ? launch.transposes_filter || launch.filter_split.transposed != across
               : launch.transposes_filter != across) {
       Fail(problem, "TF32 takes the filter of fprop, and no other, transposed");
     }

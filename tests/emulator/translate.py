@@ -25,6 +25,7 @@ INSTRUCTIONS = [
         (r"selp\.[bsu]32", "{0} = {3} ? {1} : {2}"),
         (r"bra", "goto {0}"),
         (r"prmt\.b32", "{0} = Prmt({1}, {2}, {3})"),
+        (r"add\.f32", "{0} = {1} + {2}"),
         (r"max\.NaN\.f32", "{0} = MaxNan({1}, {2})"),
         (r"min\.NaN\.f32", "{0} = MinNan({1}, {2})"),
         (r"ex2\.approx\.ftz\.f32", "{0} = PowerOf2({1})"),

@@ -111,23 +111,25 @@ class FragmentReader {
 
   __device__ __forceinline__ void Flip(int32_t bytes) { address_ += bytes; }
 
-  // Block i: 16 rows of A, or 16 columns of B (b[0], b[1] of the first 8, then of the others).
+  // 16 rows of A, or 16 columns of B (b[0], b[1] of the first 8, then of the others).
   template <int kBlocks>
   __device__ __forceinline__ void Read(int step, uint32_t (&fragment)[kBlocks][4]) const {
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      if constexpr (!Operand::kMnMajor) {
-        LoadMatrices((address_ ^ (step * 32)) + i * 16 * Operand::kRowBytes, fragment[i]);
-      } else if constexpr (sizeof(T) == 2) {
-        LoadMatricesTransposed((address_ ^ (i * 32)) + step * 16 * Operand::kRowBytes, fragment[i]);
-      } else {
-        // e counts b[0], b[1] along the reduction, then the next 8 columns; for A rows come first.
+    for (int i = 0; i < kBlocks; ++i) ReadBlock(step, i, fragment[i]);
+  }
+
+  __device__ __forceinline__ void ReadBlock(int step, int i, uint32_t (&fragment)[4]) const {
+    if constexpr (!Operand::kMnMajor) {
+      LoadMatrices((address_ ^ (step * 32)) + i * 16 * Operand::kRowBytes, fragment);
+    } else if constexpr (sizeof(T) == 2) {
+      LoadMatricesTransposed((address_ ^ (i * 32)) + step * 16 * Operand::kRowBytes, fragment);
+    } else {
+      // e counts b[0], b[1] along the reduction, then the next 8 columns; for A rows come first.
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int upper_half = kIsB ? e / 2 : e % 2, upper_k = kIsB ? e % 2 : e / 2;
-          fragment[i][e] = LoadWord((address_ ^ (i * 64 + upper_half * 32)) +
-                                    (step * 8 + upper_k * 4) * Operand::kRowBytes);
-        }
+      for (int e = 0; e < 4; ++e) {
+        const int upper_half = kIsB ? e / 2 : e % 2, upper_k = kIsB ? e % 2 : e / 2;
+        fragment[e] = LoadWord((address_ ^ (i * 64 + upper_half * 32)) +
+                               (step * 8 + upper_k * 4) * Operand::kRowBytes);
       }
     }
   }

@@ -11,14 +11,14 @@
 // Sums: the tensor core cuts off what its accumulators cannot hold, always towards zero, and over a
 // long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices, is
 // summed in accumulators of its own, which are then added to the float32 sums by FADD, rounded to
-// nearest (Promote).
+// nearest (PromoteFinite).
 //
 // Not finite: the small part of Inf and of NaN is NaN, and of a value within 2^-12 of the largest
 // float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand has
 // a sum that is not finite, and is computed again (PromoteWithCare) with operands split by
 // SplitTf32WithCare: first the sum of the products with small parts, which is made finite, then those of
-// big parts, which have the right Inf or NaN. Where the sums are wgmma's (igemm_wgmma's fprop and
-// dgrad), operands are looked at instead, and SplitTf32Finite splits those that need it.
+// big parts, which have the right Inf or NaN. Where the sums are wgmma's (igemm_wgmma), operands are
+// looked at instead, and SplitTf32Finite splits those that need it.
 //
 // Operands below 2^-112 in magnitude have small parts that are subnormal, with fewer bits: there the
 // error is up to 2^-137 times the other factor.
@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/mma_tile.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace jaxconv {
@@ -44,6 +45,20 @@ inline constexpr uint32_t kTf32Mask = 0xffffe000;
 __device__ __forceinline__ void SplitTf32(uint32_t x, uint32_t* big, uint32_t* small) {
   *big = (x + 0x1000) & kTf32Mask;
   *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
+}
+
+// acc += run where `add`: predicated, as a branch would part what is multiplied at the same time.
+__device__ __forceinline__ void AddIf(bool add, const float (&run)[4], float (&acc)[4]) {
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %8, 0;\n"
+      "@p add.f32 %0, %0, %4;\n"
+      "@p add.f32 %1, %1, %5;\n"
+      "@p add.f32 %2, %2, %6;\n"
+      "@p add.f32 %3, %3, %7;\n"
+      "}"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "f"(run[0]), "f"(run[1]), "f"(run[2]), "f"(run[3]), "r"(uint32_t{add}));
 }
 
 // Of any x. `big` is NaN or Inf where x is, and finite where x is; `small` is NaN where `big` is not
@@ -72,111 +87,152 @@ __device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint3
   if (half == 0) *small = (*small + 0x1000) & kTf32Mask;  // of 13 bits, where it has 12 otherwise
 }
 
-// Which products of an mma step, in the order in which they are added.
-enum class SplitProducts { kAll, kSmall, kBig };
+// The parts of a warp's fragments of one run: of kBlocks blocks, kWords words each.
+template <int kBlocks, int kWords>
+struct SplitWords {
+  uint32_t big[kSplitRunSteps][kBlocks][kWords], small[kSplitRunSteps][kBlocks][kWords];
 
-// sums += A B of one mma step, of a warp's fragments: A as FragmentReader reads it, of B two words for
-// 8 columns, in order. kFirst: sums = A B. kCare: SplitTf32WithCare.
-template <SplitProducts kProducts, bool kFirst, bool kCare, int kBlocksM, int kBlocksN, int kRowsB,
-          int kWordsB>
-__device__ __forceinline__ void MultiplySplit(const uint32_t (&a)[kBlocksM][4],
-                                              const uint32_t (&b)[kRowsB][kWordsB],
-                                              float (&sums)[kBlocksM][kBlocksN][4]) {
-  static_assert(kRowsB * kWordsB == kBlocksN * 2);
-  static_assert(!kFirst || kProducts == SplitProducts::kAll);
-  auto split = [](uint32_t x, uint32_t* big, uint32_t* small) {
-    kCare ? SplitTf32WithCare(x, big, small) : SplitTf32(x, big, small);
-  };
-  uint32_t big_b[kBlocksN][2], small_b[kBlocksN][2];
+  template <bool kCare>
+  __device__ __forceinline__ void Split(int step, int block, const uint32_t (&words)[kWords]) {
 #pragma unroll
-  for (int word = 0; word < kBlocksN * 2; ++word) {
-    split(b[word / kWordsB][word % kWordsB], &big_b[word / 2][word % 2],
-          &small_b[word / 2][word % 2]);
+    for (int word = 0; word < kWords; ++word) {
+      uint32_t* const of_big = &big[step][block][word];
+      uint32_t* const of_small = &small[step][block][word];
+      if constexpr (kCare) {
+        SplitTf32WithCare(words[word], of_big, of_small);
+      } else {
+        SplitTf32(words[word], of_big, of_small);
+      }
+    }
   }
+};
+
+// Whether a sum of a run is not finite; acc += run where all are.
+template <int kBlocksN>
+__device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
+                                              float (&acc)[kBlocksN][4]) {
+  float zero[4] = {};  // or NaN
 #pragma unroll
-  for (int i = 0; i < kBlocksM; ++i) {
-    uint32_t big_a[4], small_a[4];
+  for (int j = 0; j < kBlocksN; ++j) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) split(a[i][e], &big_a[e], &small_a[e]);
-    // Passes over the columns, so that instructions with one accumulator lie apart.
-    if constexpr (kProducts != SplitProducts::kBig) {
+    for (int e = 0; e < 4; ++e) zero[e] = fmaf(run[j][e], 0.f, zero[e]);
+  }
+  const bool finite = (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0;
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) AddIf(finite, run[j], acc[j]);
+  return !finite;
+}
+
+// acc += A B of one run, of a warp's fragments as mma.cuh has them: block by block of 16 rows, the sums of
+// one promoted while the next is multiplied.
+//     b               the words of B, for 8 columns two
+//     a               those of the first block of A
+//     read_a(i, a)    reads those of block i
+//     beside(i)       called beside the products of block i; b may be written again then, and a beside
+//                     those of the last
+// Returns a bit for each block that is left to PromoteWithCare, by this thread.
+template <int kBlocksM, int kBlocksN, typename ReadA, typename Beside>
+__device__ __forceinline__ uint32_t
+MultiplySplitRun(const uint32_t (&b)[kSplitRunSteps][kBlocksN][2], uint32_t (&a)[kSplitRunSteps][4],
+                 float (&acc)[kBlocksM][kBlocksN][4], ReadA read_a, Beside beside) {
+  SplitWords<kBlocksN, 2> of_b;
+#pragma unroll
+  for (int step = 0; step < kSplitRunSteps; ++step) {
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) of_b.template Split<false>(step, j, b[step][j]);
+  }
+  uint32_t left = 0;
+  Unroll<kBlocksM>([&](auto block) {
+    constexpr int i = decltype(block)::value;
+    SplitWords<1, 4> of_a;
+#pragma unroll
+    for (int step = 0; step < kSplitRunSteps; ++step) of_a.template Split<false>(step, 0, a[step]);
+    if constexpr (i + 1 < kBlocksM) read_a(i + 1, a);
+    beside(block);
+    // Small products first. Passes over the columns: instructions with one accumulator lie apart.
+    float sums[kBlocksN][4];
+#pragma unroll
+    for (int step = 0; step < kSplitRunSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
-        if constexpr (kFirst) {
-          Multiply<float>(sums[i][j], small_a, big_b[j][0], big_b[j][1]);
+        const uint32_t (&big_b)[2] = of_b.big[step][j];
+        if (step == 0) {
+          Multiply<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
         } else {
-          MultiplyAdd<float>(sums[i][j], small_a, big_b[j][0], big_b[j][1]);
+          MultiplyAdd<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
         }
       }
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
-        MultiplyAdd<float>(sums[i][j], big_a, small_b[j][0], small_b[j][1]);
+        const uint32_t (&small_b)[2] = of_b.small[step][j];
+        MultiplyAdd<float>(sums[j], of_a.big[step][0], small_b[0], small_b[1]);
       }
     }
-    if constexpr (kProducts != SplitProducts::kSmall) {
+#pragma unroll
+    for (int step = 0; step < kSplitRunSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
-        MultiplyAdd<float>(sums[i][j], big_a, big_b[j][0], big_b[j][1]);
+        const uint32_t (&big_b)[2] = of_b.big[step][j];
+        MultiplyAdd<float>(sums[j], of_a.big[step][0], big_b[0], big_b[1]);
+      }
+    }
+    left |= uint32_t{PromoteFinite(sums, acc[i])} << i;
+  });
+  return left;
+}
+
+// acc += the products of one run in the blocks of `left`, with operands of any value. read(step, a, b)
+// reads all words of a step. All threads of the warp call it.
+template <int kBlocksM, int kBlocksN, typename Read>
+__device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlocksM][kBlocksN][4],
+                                                Read read) {
+  float run[kBlocksM][kBlocksN][4] = {};
+#pragma unroll 1
+  for (int pass = 0; pass < 2 * kSplitRunSteps; ++pass) {
+    const bool small = pass < kSplitRunSteps;
+    uint32_t a[kBlocksM][4], b[kBlocksN][2];
+    read(pass % kSplitRunSteps, a, b);
+#pragma unroll
+    for (int i = 0; i < kBlocksM; ++i) {
+      uint32_t big_a[4], small_a[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) SplitTf32WithCare(a[i][e], &big_a[e], &small_a[e]);
+#pragma unroll
+      for (int j = 0; j < kBlocksN; ++j) {
+        uint32_t big_b[2], small_b[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) SplitTf32WithCare(b[j][e], &big_b[e], &small_b[e]);
+        if (small) {
+          MultiplyAdd<float>(run[i][j], small_a, big_b[0], big_b[1]);
+          MultiplyAdd<float>(run[i][j], big_a, small_b[0], small_b[1]);
+        } else {
+          MultiplyAdd<float>(run[i][j], big_a, big_b[0], big_b[1]);
+        }
+      }
+    }
+    if (pass == kSplitRunSteps - 1) {
+#pragma unroll
+      for (int i = 0; i < kBlocksM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+          // Of NaN, too.
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            run[i][j][e] = fmaxf(fminf(run[i][j][e], FLT_MAX), -FLT_MAX);
+          }
+        }
       }
     }
   }
-}
-
-template <SplitProducts kProducts>
-using SplitConstant = std::integral_constant<SplitProducts, kProducts>;
-
-template <int kBlocksM, int kBlocksN, typename Body>
-__device__ __forceinline__ void Each(float (&sums)[kBlocksM][kBlocksN][4], Body body) {
 #pragma unroll
   for (int i = 0; i < kBlocksM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kBlocksN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) body(sums[i][j][e]);
-    }
-  }
-}
-
-// Whether any of the warp's sums of a run is not finite.
-template <int kBlocksM, int kBlocksN>
-__device__ __forceinline__ bool AnyNotFinite(float (&run)[kBlocksM][kBlocksN][4]) {
-  float zero[4] = {};  // or NaN
-#pragma unroll
-  for (int i = 0; i < kBlocksM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kBlocksN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) zero[e] = fmaf(run[i][j][e], 0.f, zero[e]);
-    }
-  }
-  return __any_sync(0xffffffff, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0);
-}
-
-// acc += run.
-template <int kBlocksM, int kBlocksN>
-__device__ __forceinline__ void Promote(const float (&run)[kBlocksM][kBlocksN][4],
-                                        float (&acc)[kBlocksM][kBlocksN][4]) {
-#pragma unroll
-  for (int i = 0; i < kBlocksM; ++i) {
+    if ((left >> i & 1) == 0) continue;
 #pragma unroll
     for (int j = 0; j < kBlocksN; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[i][j][e] += run[i][j][e];
     }
   }
-}
-
-// The same of a run with operands that are not finite, or too large for SplitTf32. add(products) adds
-// its products of a kind, split with care, to `run`.
-template <int kBlocksM, int kBlocksN, typename Add>
-__device__ __forceinline__ void PromoteWithCare(float (&run)[kBlocksM][kBlocksN][4],
-                                                float (&acc)[kBlocksM][kBlocksN][4], Add add) {
-  Each(run, [](float& sum) { sum = 0; });
-  add(SplitConstant<SplitProducts::kSmall>());
-  // Of NaN, too.
-  Each(run, [](float& sum) { sum = fmaxf(fminf(sum, FLT_MAX), -FLT_MAX); });
-  add(SplitConstant<SplitProducts::kBig>());
-  Promote(run, acc);
 }
 
 }  // namespace jaxconv

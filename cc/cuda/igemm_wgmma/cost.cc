@@ -185,7 +185,7 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                             (kWgmmaShare * gpu.wgmma_per_clock * instance.throughput) +
                         kKBlockCycles / ((stationary ? taps_per_load : 1) * taps_per_stage);
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
-  const double parts = instance.Is(kSplitsB) ? 2 : 1;  // of the filter, or of dy
+  const double parts = SplitsFilter(instance, problem) ? 2 : 1;  // of the filter
   const double few = traffic.filter > 0 ? 1 + kFewRows * 128 / traffic.filter : 1;
   const double rows = rows_a * RowCycles(traffic.pitch_a) +
                       parts * (stationary ? 0 : columns) * few * SharedRowCycles(traffic.pitch_b);
@@ -274,9 +274,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   if (TransposesFilter(problem) || parts > 1) {
     // Read and written; the filter comes out of DRAM then, and out of L2 later.
     us += gpu.launch_us + kStartUs;
-    const int64_t bytes = wgrad ? problem.y_elements() * ByteWidth(problem.y_dtype)
-                                : problem.w_elements() * ByteWidth(problem.w_dtype);
-    cycles += DramCycles((1 + parts) * static_cast<double>(bytes), gpu);
+    cycles += DramCycles(
+        (1 + parts) * static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype)), gpu);
   }
   return cycles / gpu.cycles_per_us() + us;
 }

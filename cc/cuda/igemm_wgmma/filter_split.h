@@ -1,5 +1,4 @@
-// The filter for 3xTF32 (three_tf32_sm90.cuh), for wgrad dy: rows along the reduction, each number in
-// two parts.
+// The filter for 3xTF32 (three_tf32_sm90.cuh): its rows along the reduction, each number in two parts.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_SPLIT_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_SPLIT_H_
 

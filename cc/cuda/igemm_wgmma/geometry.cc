@@ -11,9 +11,6 @@
 namespace jaxconv::igemm_wgmma {
 namespace {
 
-// Of dy in two parts, in the workspace.
-constexpr int64_t kMaxSplitBytes = 512'000'000;
-
 Status Multiple(const char* what, int64_t value, int64_t of) {
   if (value % of == 0) return {};
   return Status::Unimplemented(std::string(what) + " " + std::to_string(value) +
@@ -66,15 +63,13 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   return {};
 }
 
-// The filter of 3xTF32, for wgrad dy: both parts as one tensor of twice the taps, in the workspace.
-Status SplitB(const ConvProblem& problem, LaunchParams* launch) {
-  const bool wgrad = problem.op == Op::kWgrad;
-  if (wgrad) std::swap(launch->b_rows, launch->b_columns);
+// The filter of 3xTF32: both parts as one tensor of twice the taps, in the workspace.
+void SplitFilter(const ConvProblem& problem, LaunchParams* launch) {
   FilterSplit& split = launch->filter_split;
   split.matrices = launch->b_taps;
   split.rows = launch->b_rows;
   split.columns = launch->b_columns;
-  split.transposed = wgrad || TransposesFilter(problem);
+  split.transposed = TransposesFilter(problem);
   split.row_stride = launch->b_row_stride > 0 ? launch->b_row_stride
                      : split.transposed       ? split.rows
                                               : split.columns;
@@ -84,11 +79,6 @@ Status SplitB(const ConvProblem& problem, LaunchParams* launch) {
   launch->b_columns = split.pitch;
   launch->b_taps *= 2;
   launch->b_row_stride = launch->b_tap_stride = 0;
-  if (wgrad && split.bytes() > kMaxSplitBytes) {
-    return Status::Unimplemented("dy in two parts takes " + std::to_string(split.bytes()) +
-                                 " bytes, expected at most " + std::to_string(kMaxSplitBytes));
-  }
-  return {};
 }
 
 // One residue class: the walk over its pixels, its taps and its rows of gemm_m. `matrix`: the
@@ -267,6 +257,10 @@ bool TransposesFilter(const ConvProblem& problem) {
   return KernelOp(problem) == Op::kFprop && problem.w_dtype == DType::kF32;
 }
 
+bool SplitsFilter(const Instance& instance, const ConvProblem& problem) {
+  return instance.Is(kThreeTf32) && problem.op != Op::kWgrad;
+}
+
 Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels) {
   constexpr int kRows = 1, kColumns = 2;
   const int64_t rows = problem.filter[kRows];
@@ -347,6 +341,7 @@ Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geomet
   launch.a_channels = gemm.src_channels;
   launch.a_images = gemm.batches * gemm.images;
   JAXCONV_RETURN_IF_ERROR(PlaceFilter(problem, &launch));
+  if (SplitsFilter(instance, problem)) SplitFilter(problem, &launch);
   bool matrix = gemm.phases == 1 && problem.taps() == 1;
   for (int i = 0; i < 3; ++i) {
     const GatherAxis& axis = gemm.axis[2 - i];
@@ -367,7 +362,6 @@ Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geomet
   }
   geometry->average_taps /= gemm.phases;
   if (wgrad) JAXCONV_RETURN_IF_ERROR(MakeWgrad(problem, geometry));
-  if (instance.Is(kSplitsB)) JAXCONV_RETURN_IF_ERROR(SplitB(problem, &launch));
   if (wgrad && instance.Is(kFilterRow)) {
     JAXCONV_RETURN_IF_ERROR(MakeWgradFilterRow(problem, gemm.axis[2], geometry));
   }

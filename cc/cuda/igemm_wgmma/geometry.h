@@ -20,7 +20,6 @@ enum Trait : uint32_t {
   kC48 = 64,         // at most 48 channels are reduced
   kPatches = 32,     // dgrad of windows that do not overlap: columns are elements of a patch
   kThreeTf32 = 128,  // float32 operands as three TF32 products (common/split_tf32.cuh)
-  kSplitsB = 256,    // the filter, or for wgrad dy, is split ahead for that (filter_split.h)
 };
 
 // One entry of kernels.def.
@@ -42,6 +41,9 @@ inline constexpr int64_t kMaxSlices = 512;  // of split-K
 
 // wgmma takes TF32 K-major only: fprop reads the filter transposed.
 bool TransposesFilter(const ConvProblem& problem);
+
+// Whether the filter is split ahead for 3xTF32 (filter_split.h).
+bool SplitsFilter(const Instance& instance, const ConvProblem& problem);
 
 struct Geometry {
   LaunchParams launch;      // of one slice

@@ -36,9 +36,8 @@ constexpr double kStatisticsNanoseconds = 0.02;
 
 // The forms' traits, by the names in kernels.def.
 constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
-                   kTraitsOfWgradMmaSync = 0, kTraitsOfWgradMmaSync3xTf32 = kThreeTf32,
-                   kTraitsOfPingpong = kPingpong, kTraitsOfWgradPingpong = kPingpong,
-                   kTraitsOfSwapAb = kPingpong | kSwapAb,
+                   kTraitsOfWgradMmaSync = 0, kTraitsOfPingpong = kPingpong,
+                   kTraitsOfWgradPingpong = kPingpong, kTraitsOfSwapAb = kPingpong | kSwapAb,
                    kTraitsOfFilterRow = kPingpong | kFilterRow,
                    kTraitsOfWeightStationary = kPingpong | kFilterRow,
                    kTraitsOfSwapAbFilterRow = kPingpong | kSwapAb | kFilterRow,
@@ -46,9 +45,8 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfPatches = kPingpong | kPatches, kTraitsOfPingpongC48 = kPingpong | kC48,
                    kTraitsOfPointwise = kPingpong | kPointwise,
                    kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
-                   kTraitsOfThreeTf32 = kThreeTf32 | kSplitsB,
-                   kTraitsOfWgradThreeTf32 = kThreeTf32 | kSplitsB, kTraitsOfCluster = kCluster,
-                   kTraitsOfWgradFilterRow = kFilterRow;
+                   kTraitsOfThreeTf32 = kThreeTf32, kTraitsOfWgradThreeTf32 = kThreeTf32,
+                   kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
 
 // Whether the fused form of an instance gives the statistics of y (statistics_sm90.cuh): of 16-bit
 // results in pingpong, whose tiles lie in the output's rows.
@@ -184,8 +182,8 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const int64_t persistent = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
   launch->ctas = static_cast<int32_t>(
       instance.Is(kCluster) ? params.tiles * slices : std::min<int64_t>(params.tiles, persistent));
-  // The workspace: the transposed or split filter, or dy, then the partial results; or the counters.
-  if (instance.Is(kSplitsB)) {
+  // The workspace: the transposed or split filter, then the partial results; or the counters.
+  if (SplitsFilter(instance, problem)) {
     launch->partial_offset = launch->filter_split.bytes();
   } else if (TransposesFilter(problem)) {
     launch->transposes_filter = true;

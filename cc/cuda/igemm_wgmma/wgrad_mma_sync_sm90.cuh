@@ -1,5 +1,4 @@
-// igemm_wgmma, wgrad of float32 operands in TF32, or as three TF32 products (common/split_tf32.cuh):
-// mma.sync out of boxes that TMA loads (sm_90a).
+// igemm_wgmma, wgrad of float32 operands in TF32: mma.sync out of boxes that TMA loads (sm_90a).
 //
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
@@ -17,26 +16,19 @@
 //
 //     producer warpgroup   one thread. A k-block is 32 pixels: for each 32 channels of the tile's
 //                          rows a box of x under its tap, by im2col, and one box of all columns of dy
-//     consumers            8 warps of 64x64 (128x64: of 32x32; as three products: of 64x32), which all
-//                          read every stage
+//     consumers            8 warps of 64x64 (128x64: of 32x32), which all read every stage
 //
 // Shared memory of 128x256: barriers and the producer's list of boxes in 1 KB, 4 stages of (16 +
 // 32) KB. Registers: producer 56, consumers 224, of which 128 accumulators and two sets of
 // fragments. Full(s), Empty(s): as in cooperative_sm90.cuh, with an arrival of every consumer warp.
 // Persistent; split-K as in wgrad_sm90.cuh.
 //
-// As three products: TMA leaves float32 as it is, and fragments are split just before they are
-// multiplied. Runs have accumulators of their own, so warps have 64x32; a stage is free when its runs
-// have been promoted, because one that is not finite is read again.
-//
 // Refused, beside what wgrad_sm90.cuh refuses: K / groups that is not a multiple of 32.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_MMA_SYNC_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_MMA_SYNC_SM90_CUH_
 
 #include "cuda/common/epilogue.cuh"
-#include "cuda/common/mma_tile.cuh"
 #include "cuda/common/ring_sm90.cuh"
-#include "cuda/common/split_tf32.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/loads_sm90.cuh"
@@ -47,9 +39,8 @@
 namespace jaxconv::igemm_wgmma {
 
 // kWarpsM x kWarpsN warps of kWarpM x kWarpN, two consumer warpgroups in all.
-template <int kWarpsM_, int kWarpsN_, int kWarpM_, int kWarpN_, int kStages_, bool kThreeTf32_>
+template <int kWarpsM_, int kWarpsN_, int kWarpM_, int kWarpN_, int kStages_>
 struct MmaSyncTile {
-  static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr int kWarpgroups = 2;
   static constexpr int kFilterSlots = 0, kStationary = 0;
   static constexpr int kWarpsN = kWarpsN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
@@ -75,13 +66,6 @@ struct MmaSyncTile {
   struct Fragments {
     uint32_t a[kWarpM / 16][4], b[kWarpN / 8][2];
   };
-
-  // All columns of a k-block, from `column` on.
-  static __device__ __forceinline__ void CopyColumns(uint32_t shared, const CUtensorMap* map,
-                                                     uint32_t barrier, int32_t pixel,
-                                                     int32_t column, int32_t batch) {
-    CopyTile4d(shared, map, barrier, 0, pixel, column / 32, batch);
-  }
 
   // Where a lane's first elements of A or B lie in a box; later ones differ in the chunk's bits.
   static __device__ __forceinline__ uint32_t LaneOffset(int half, int bytes) {
@@ -174,7 +158,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
-    const int32_t column = place.group * params.b_group + place.n_tile * Tile::kTileN;
+    const int32_t k_block_of_dy = (place.group * params.b_group + place.n_tile * Tile::kTileN) / 32;
     const int boxes =
         min(kBoxesA, params.filter_taps * static_cast<int32_t>(params.channel_blocks.divisor) -
                          place.m_tile * kBoxesA);
@@ -199,7 +183,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + Tile::kRingAt + stage.slot * Tile::kStageBytes;
       BarrierArriveExpect(barrier, boxes * Tile::kBoxBytes + Tile::kBytesB);
-      Tile::CopyColumns(shared + Tile::kBytesA, &maps.b, barrier, pixel, column, place.batch);
+      CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_block_of_dy, place.batch);
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
         const uint4 box = LoadChunk(ring + Tile::kBoxesAt + i * 16);
@@ -211,97 +195,8 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
   }
 }
 
-// acc += A B of a tile's k-blocks. The fragments of a step are read while those of the step before are
-// multiplied, those of a k-block's first beside the last of the k-block before.
-template <class Tile>
-__device__ __forceinline__ void MultiplySplitStages(const uint32_t (&a)[2], const uint32_t (&b)[2],
-                                                    int32_t k_blocks,
-                                                    const Barriers<Tile>& barriers,
-                                                    RingPlace<Tile::kStages>& stage,
-                                                    typename Tile::Accumulators& acc) {
-  static_assert(Tile::kInstructions % kSplitRunSteps == 0);
-  typename Tile::Fragments fragments[2];
-  BarrierWait(barriers.Full(stage.slot), stage.parity);
-  Tile::Read(a, b, stage.slot * Tile::kStageBytes, 0, fragments[0]);
-  for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-    typename Tile::Accumulators run;
-    uint32_t not_finite = 0;  // a bit of each run
-    const uint32_t empty = barriers.Empty(stage.slot), at = stage.slot * Tile::kStageBytes;
-    Unroll<Tile::kInstructions>([&](auto step) {
-      constexpr int s = decltype(step)::value;
-      if constexpr (s + 1 < Tile::kInstructions) {
-        Tile::Read(a, b, at, s + 1, fragments[(s + 1) % 2]);
-      } else {
-        stage.Next();
-        if (k_block + 1 < k_blocks) {
-          BarrierWait(barriers.Full(stage.slot), stage.parity);
-          Tile::Read(a, b, stage.slot * Tile::kStageBytes, 0, fragments[0]);
-        }
-      }
-      constexpr int of_run = s % kSplitRunSteps;
-      MultiplySplit<SplitProducts::kAll, of_run == 0, /*kCare=*/false>(
-          fragments[s % 2].a, fragments[s % 2].b, run.value);
-      if constexpr (of_run + 1 == kSplitRunSteps) {
-        if (AnyNotFinite(run.value)) {
-          not_finite |= 1u << s / kSplitRunSteps;
-        } else {
-          Promote(run.value, acc.value);
-        }
-      }
-    });
-    if (not_finite != 0) {
-#pragma unroll 1
-      for (int first = 0; first < Tile::kInstructions; first += kSplitRunSteps) {
-        if ((not_finite >> first / kSplitRunSteps & 1) == 0) continue;
-        PromoteWithCare(run.value, acc.value, [&](auto products) {
-#pragma unroll 1
-          for (int s = first; s < first + kSplitRunSteps; ++s) {
-            Tile::Read(a, b, at, s, fragments[1]);
-            MultiplySplit<decltype(products)::value, /*kFirst=*/false, /*kCare=*/true>(
-                fragments[1].a, fragments[1].b, run.value);
-          }
-        });
-      }
-    }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty);
-  }
-}
-
-// The same in TF32, over the edges of stages too.
-template <class Tile>
-__device__ __forceinline__ void MultiplyStages(const uint32_t (&a)[2], const uint32_t (&b)[2],
-                                               int32_t k_blocks, const Barriers<Tile>& barriers,
-                                               RingPlace<Tile::kStages>& stage,
-                                               typename Tile::Accumulators& acc) {
-  typename Tile::Fragments fragments[2];
-  BarrierWait(barriers.Full(stage.slot), stage.parity);
-  uint32_t at = stage.slot * Tile::kStageBytes;
-  Tile::Read(a, b, at, 0, fragments[0]);
-  for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-#pragma unroll
-    for (int s = 0; s < Tile::kInstructions; ++s) {
-      if (s + 1 < Tile::kInstructions) {
-        Tile::Read(a, b, at, s + 1, fragments[(s + 1) % 2]);
-        Tile::Multiply(fragments[s % 2], acc);
-      } else {
-        const uint32_t empty = barriers.Empty(stage.slot);
-        stage.Next();
-        at = stage.slot * Tile::kStageBytes;
-        if (k_block + 1 < k_blocks) {
-          BarrierWait(barriers.Full(stage.slot), stage.parity);
-          Tile::Read(a, b, at, 0, fragments[0]);
-        }
-        Tile::Multiply(fragments[s % 2], acc);
-        // The fragments that were just multiplied have been read: the stage is free.
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) BarrierArrive(empty);
-      }
-    }
-  }
-}
-
-// The consumer warps, which all work on every stage.
+// The consumer warps, which all work on every stage. The fragments of a step (8 of the reduction)
+// are read while those of the step before are multiplied, over the edges of stages too.
 template <class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint32_t ring,
                                                      const Barriers<Tile>& barriers) {
@@ -317,15 +212,35 @@ __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint3
   }
   const ResidueClass& of = params.residue_class[0];
   RingPlace<Tile::kStages> stage;
+  typename Tile::Fragments fragments[2];
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
     const int32_t k_blocks =
         min(params.k_blocks_per_slice, of.k_blocks - place.slice * params.k_blocks_per_slice);
     typename Tile::Accumulators acc = {};
-    if constexpr (Tile::kThreeTf32) {
-      MultiplySplitStages<Tile>(a, b, k_blocks, barriers, stage, acc);
-    } else {
-      MultiplyStages<Tile>(a, b, k_blocks, barriers, stage, acc);
+    BarrierWait(barriers.Full(stage.slot), stage.parity);
+    uint32_t at = stage.slot * Tile::kStageBytes;
+    Tile::Read(a, b, at, 0, fragments[0]);
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+#pragma unroll
+      for (int s = 0; s < Tile::kInstructions; ++s) {
+        if (s + 1 < Tile::kInstructions) {
+          Tile::Read(a, b, at, s + 1, fragments[(s + 1) % 2]);
+          Tile::Multiply(fragments[s % 2], acc);
+        } else {
+          const uint32_t empty = barriers.Empty(stage.slot);
+          stage.Next();
+          at = stage.slot * Tile::kStageBytes;
+          if (k_block + 1 < k_blocks) {
+            BarrierWait(barriers.Full(stage.slot), stage.parity);
+            Tile::Read(a, b, at, 0, fragments[0]);
+          }
+          Tile::Multiply(fragments[s % 2], acc);
+          // The fragments that were just multiplied have been read: the stage is free.
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) BarrierArrive(empty);
+        }
+      }
     }
     const int32_t n_first = place.n_tile * Tile::kTileN + n_warp;
     const int64_t base = place.OutputOffset(params, n_first);
@@ -373,42 +288,46 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   }
 }
 
-template <Op kOp, DType kType_, int kWarpsM, int kWarpsN, int kWarpM, int kWarpN, int kStages,
-          bool kThreeTf32 = false>
-struct WgradMmaSync : MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages, kThreeTf32> {
+// Of boxes of x and of dy, as the producer loads them.
+template <auto kKernel, class Tag, bool kWholeF32>
+Status LaunchWgradBoxes(const Plan& plan, const Operands& operands, void* stream) {
+  return LaunchWithMaps<kKernel, Tag, Maps>(
+      plan, operands, stream, /*overlaps=*/true,
+      [](const LaunchParams& launch, const Params&, const void* a, const void* b, Maps* maps) {
+        using Tile = typename Tag::Tile;
+        JAXCONV_RETURN_IF_ERROR(
+            EncodeActivations(launch, Tag::kType, a, Tile::kPixels, maps, kWholeF32));
+        // dy as (batch, blocks of 32 columns, pixels, columns): one copy loads a tile's boxes.
+        DenseTensor dy;
+        dy.dtype = Tag::kType;
+        dy.whole_f32 = kWholeF32;
+        dy.rank = 4;
+        dy.address = b;
+        dy.extent[0] = 32;
+        dy.extent[1] = launch.b_rows;
+        dy.extent[2] = launch.b_columns / 32;
+        dy.extent[3] = launch.b_taps;
+        dy.stride[1] = launch.b_columns;
+        dy.stride[2] = 32;
+        dy.stride[3] = launch.b_rows * launch.b_columns;
+        const int32_t box[4] = {32, Tile::kPixels, Tile::kTileN / 32, 1};
+        return EncodeTiledMap(dy, box, &maps->b);
+      });
+}
+
+template <Op kOp, DType kType_, int kWarpsM, int kWarpsN, int kWarpM, int kWarpN, int kStages>
+struct WgradMmaSync : MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages> {
   static_assert(kOp == Op::kWgrad && kType_ == DType::kF32);
   static constexpr DType kType = kType_;
-  using Tile = MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages, kThreeTf32>;
+  using Tile = MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages>;
   using Epilogue = PlainEpilogue;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchWithMaps<WgradMmaSyncKernel<Tag>, Tag, Maps>(
-        plan, operands, stream, /*overlaps=*/true,
-        [](const LaunchParams& launch, const Params&, const void* a, const void* b, Maps* maps) {
-          JAXCONV_RETURN_IF_ERROR(
-              EncodeActivations(launch, kType, a, Tile::kPixels, maps, kThreeTf32));
-          // dy as (batch, blocks of 32 columns, pixels, columns): one copy loads a tile's boxes.
-          DenseTensor dy;
-          dy.dtype = kType;
-          dy.whole_f32 = kThreeTf32;
-          dy.rank = 4;
-          dy.address = b;
-          dy.extent[0] = 32;
-          dy.extent[1] = launch.b_rows;
-          dy.extent[2] = launch.b_columns / 32;
-          dy.extent[3] = launch.b_taps;
-          dy.stride[1] = launch.b_columns;
-          dy.stride[2] = 32;
-          dy.stride[3] = launch.b_rows * launch.b_columns;
-          const int32_t box[4] = {32, Tile::kPixels, Tile::kTileN / 32, 1};
-          return EncodeTiledMap(dy, box, &maps->b);
-        });
+    return LaunchWgradBoxes<WgradMmaSyncKernel<Tag>, Tag, /*kWholeF32=*/false>(plan, operands,
+                                                                               stream);
   }
 };
-
-template <Op kOp, DType kType, int... kArguments>
-using WgradMmaSync3xTf32 = WgradMmaSync<kOp, kType, kArguments..., true>;
 
 }  // namespace jaxconv::igemm_wgmma
 

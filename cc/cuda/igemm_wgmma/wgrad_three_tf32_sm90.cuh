@@ -1,160 +1,217 @@
-// igemm_wgmma, wgrad in 3xTF32 (common/split_tf32.cuh) by wgmma (sm_90a).
+// igemm_wgmma, wgrad of float32 operands as three TF32 products (common/split_tf32.cuh), by wgmma
+// (sm_90a).
 //
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
-// Both operands lie across the reduction. dy is split and transposed in front, into the workspace, by
-// the kernel that does so with the filters of three_tf32_sm90.cuh. x comes as it is, in im2col boxes of
-// 32 pixels by 32 channels; the fragments of wgmma's A come from registers, so they may be read across
-// the box:
+// Both operands lie across the reduction, a row of shared memory is 32 channels of one pixel, as in
+// wgrad_mma_sync_sm90.cuh, whose producer and order of rows and reduction these are. wgmma takes A from
+// registers, where any order serves, and B out of shared memory along the reduction only:
 //
-//     lane 4 g + t of warp w: pixels 16 h + 4 t + 2 s + f, channels 16 (w % 2) + 2 g and 2 g + 1 of
-//     box w / 2, which are rows g and g + 8, column t + 4 f of instruction 2 h + s
+//     producer    one thread. A k-block is 32 pixels: boxes of x under their taps, and of dy
+//     splitters   a warpgroup. A thread reads a column of dy, splits it, and writes both parts as rows
+//                 along the reduction, without bank conflicts either way
+//     consumers   two warpgroups of 64 rows. Each loads its fragments of x, splits them, and multiplies;
+//                 one loads and adds while the other keeps the tensor cores busy
 //
-// The split puts pixel 4 t + q of 16 at 4 q + t. Lanes of t >= 2 read s in reverse order, so that lanes
-// that read together have different chunks: pixels 8 apart are swizzled alike.
+// Reduction index kk of eight pixels is pixel 2 kk, from 4 on 2 (kk - 4) + 1. The products of a k-block
+// are added to the sums by FADD.
 //
-// The products of a k-block, and how its sums are added, are those of three_tf32_sm90.cuh. Persistent; split-K as in wgrad_sm90.cuh.
+// Full(s): TMA -> splitters and consumers. FullFilter(s): splitters -> consumers. Empty(s): consumers ->
+// producer; the splitters have read a stage before it is multiplied. Shared memory of 128x128: a list
+// of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64, consumers 192.
 //
-// Shared memory of 128x128: barriers and the producer's list of boxes in 1 KB, 4 stages of (16 +
-// 2 x 16) KB.
-//
-// Refused, beside what wgrad_mma_sync_sm90.cuh refuses: dy of which both parts take more than 512 MB.
+// Refused: as in wgrad_mma_sync_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_THREE_TF32_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_THREE_TF32_SM90_CUH_
 
 #include <cstdint>
 
-#include "cuda/common/epilogue.cuh"
-#include "cuda/common/ring_sm90.cuh"
-#include "cuda/common/tensor_map.h"
-#include "cuda/igemm_wgmma/launch_sm90.cuh"
-#include "cuda/igemm_wgmma/three_tf32_sm90.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/igemm_wgmma/wgrad_mma_sync_sm90.cuh"
-#include "cuda/ptx/lane.cuh"
-#include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
-// kWarpgroups x 64 rows by kN columns.
-template <int kWarpgroups_, int kN_, int kStages_>
+template <int kN_, int kStages_>
 struct WgradThreeTf32Tile {
-  using Products = ThreeTf32Tile<kWarpgroups_, kN_, /*kStages=*/2>;  // its ring is not used
-  static constexpr int kWarpgroups = kWarpgroups_, kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kFilterSlots = 0, kStationary = 0;
-  static constexpr int kTileM = kWarpgroups * 64, kTileN = kN_, kStages = kStages_;
-  static constexpr int kPixels = 32;               // of a k-block
-  static constexpr int kBoxBytes = kPixels * 128;  // of 32 channels
-  static constexpr int kBytesA = kTileM / 32 * kBoxBytes;
-  static constexpr int kBytesB = 2 * kTileN * 128;  // both parts
-  static constexpr int kStageBytes = kBytesA + kBytesB;
+  static constexpr int kN = kN_;
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kFilterSlots = kStages_, kStationary = 0;
+  static constexpr int kTileM = kWarpgroups * 64, kTileN = kN;
+  static constexpr int kThreads = (kWarpgroups + 2) * 128;
+  static constexpr int kStages = kStages_;
+  static constexpr int kPixels = 32;
+  static constexpr int kBoxBytes = kPixels * 128;
+  static constexpr int kBytesA = kTileM / 32 * kBoxBytes, kBytesB = kTileN / 32 * kBoxBytes;
+  static constexpr int kBytesPart = kN * 128;  // of B, as wgmma reads it
+  static constexpr int kPartsAt = kBytesA + kBytesB;
+  static constexpr int kStageBytes = kPartsAt + 2 * kBytesPart;
   static constexpr int kBoxesAt = 512;  // the producer's list of boxes; in front of it, barriers
   static constexpr int kRingAt = 1024;
-  // 1024 more to align the ring.
   static constexpr int kSharedBytes = kRingAt + kStages * kStageBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
-  static constexpr int kProducerRegisters = Products::kProducerRegisters;
-  static constexpr int kConsumerRegisters = Products::kConsumerRegisters;
-
-  using Fragments = typename Products::Fragments;
-
-  static __device__ __forceinline__ void CopyColumns(uint32_t shared, const CUtensorMap* map,
-                                                     uint32_t barrier, int32_t pixel,
-                                                     int32_t column, int32_t batch) {
-    CopyTile4d(shared, map, barrier, pixel, column, 0, batch);
-  }
-
-  // Where a consumer lane's first 8 bytes lie in a stage.
-  static __device__ __forceinline__ uint32_t FragmentAt() {
-    const int g = Lane() / 4, t = Lane() % 4, warp = threadIdx.x / 32 - 4;
-    const int chunk = (warp % 2 * 4 + g / 2) ^ (t % 2 * 4 + t / 2 * 2);
-    return warp / 2 * kBoxBytes + t * 512 + t / 2 * 256 + chunk * 16 + g % 2 * 8;
-  }
-
-  // `at`: FragmentAt().
-  static __device__ __forceinline__ void Load(uint32_t stage, uint32_t at, Fragments* to) {
-    const bool reversed = Lane() % 4 >= 2;
-    uint32_t word[4][4];  // of instruction, register
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int f = 0; f < 2; ++f) {
-        uint32_t pair[2][2];  // of s in the order in which this lane reads it, row
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          const uint32_t place = (at ^ (2 * s + f) * 16) + (reversed ? -256 * s : 256 * s);
-          LoadPair(stage + h * 2048 + f * 128 + place, &pair[s][0], &pair[s][1]);
-        }
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            word[2 * h + s][2 * f + r] = reversed ? pair[1 - s][r] : pair[s][r];
-          }
-        }
-      }
-    }
-    to->Split(word);
-  }
+  static_assert(kStageBytes % 1024 == 0 && kPartsAt % 1024 == 0);
+  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 };
 
-// A warp's 16 rows from `row` of wgrad's GEMM on: rows g and g + 8 of the fragments are channels 2 g
-// and 2 g + 1.
-template <class Tile, class Epilogue>
-__device__ __forceinline__ void StoreWgradRows(const Params& params, const TilePlace& place,
-                                               const ResidueClass& of,
-                                               const float (&sums)[Tile::kTileN / 2], int32_t row,
-                                               const Epilogue& epilogue) {
-  if (row >= of.rows) return;
-  const int g = Lane() / 4, t = Lane() % 4;
-  const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int columns = params.gemm_n - n_first;
-  float* const out = static_cast<float*>(params.out) + place.OutputOffset(params, n_first) + 2 * t;
-  int32_t tap, channel_block;
-  params.channel_blocks.Divmod(row / 32, &tap, &channel_block);
+// Splits words, with care where one is not finite or too large for the quick way.
+template <int kWords>
+__device__ __forceinline__ void SplitWordsOf(const uint32_t (&words)[kWords],
+                                             uint32_t (&big)[kWords], uint32_t (&small)[kWords]) {
+  float zero[2] = {};  // or NaN
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int32_t channel = channel_block * 32 + row % 32 + 2 * g + r;
-    if (channel >= params.row_channels) continue;
-    const int32_t of_filter = tap * params.row_channels + channel;
-    float* const to = out + int64_t{of_filter} * params.out_channels;
+  for (int i = 0; i < kWords; ++i) {
+    SplitTf32(words[i], &big[i], &small[i]);
+    zero[i % 2] = fmaf(__uint_as_float(small[i]), 0.f, zero[i % 2]);
+  }
+  if (zero[0] + zero[1] != 0) {
 #pragma unroll
-    for (int j = 0; j < Tile::kTileN / 8; ++j) {
-      if (j * 8 >= columns) break;
-      float pair[2];
+    for (int i = 0; i < kWords; ++i) SplitTf32Finite(words[i], &big[i], &small[i]);
+  }
+}
+
+// The splitters: dy of every stage -> both parts of B.
+template <class Tile>
+__device__ __forceinline__ void SplitColumns(const Params& params, uint32_t ring,
+                                             const Barriers<Tile>& barriers) {
+  const int thread = threadIdx.x % 128, column = thread % Tile::kN;
+  const uint32_t from =
+      ring + Tile::kRingAt + Tile::kBytesA + column / 32 * Tile::kBoxBytes + column % 4 * 4;
+  const uint32_t to = ring + Tile::kRingAt + Tile::kPartsAt + column * 128;
+  const uint32_t chunk = column % 32 / 4;
+  RingPlace<Tile::kStages> stage;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const TilePlace place(params, index);
+    const int32_t k_blocks =
+        min(params.k_blocks_per_slice,
+            params.residue_class[0].k_blocks - place.slice * params.k_blocks_per_slice);
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      const uint32_t at = stage.slot * Tile::kStageBytes;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        pair[e] = epilogue.template operator()<float>(
-            sums[j * 4 + r * 2 + e],
-            OutputPlace{to + j * 8 + e - static_cast<float*>(params.out), of_filter,
-                        place.group * params.gemm_n + n_first + j * 8 + 2 * t + e,
-                        /*inside=*/true});
+      for (int eight = thread / Tile::kN; eight < Tile::kPixels / 8; eight += 128 / Tile::kN) {
+        uint32_t words[8], big[8], small[8];
+#pragma unroll
+        for (int kk = 0; kk < 8; ++kk) {
+          const int pixel = kk % 4 * 2 + kk / 4;
+          words[kk] = LoadWord(from + at + (eight * 8 + pixel) * 128 + (chunk ^ pixel) * 16);
+        }
+        SplitWordsOf(words, big, small);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t row = to + at + ((eight * 2 + half) ^ (column % 8)) * 16;
+          const int first = half * 4;
+          const uint32_t quad[4] = {big[first], big[first + 1], big[first + 2], big[first + 3]};
+          const uint32_t rest[4] = {small[first], small[first + 1], small[first + 2],
+                                    small[first + 3]};
+          StoreChunk(row, quad);
+          StoreChunk(row + Tile::kBytesPart, rest);
+        }
       }
-      *reinterpret_cast<float2*>(to + j * 8) = make_float2(pair[0], pair[1]);
+      FenceForCopies();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) BarrierArrive(barriers.FullFilter(stage.slot));
+      stage.Next();
     }
   }
 }
 
-// A consumer warpgroup.
 template <class Tile, class Epilogue>
-__device__ __forceinline__ void ConsumeWgradThreeTf32(const Params& params, uint32_t ring,
-                                                      const Barriers<Tile>& barriers) {
-  const Release release;
-  const uint32_t fragment_at = Tile::FragmentAt();
+__device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, uint32_t ring,
+                                                        const Barriers<Tile>& barriers) {
+  constexpr int kSteps = Tile::kPixels / 8;
+  const int warp = threadIdx.x / 32 - 8;  // of both warpgroups
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  // A warp has 16 channels, a half of a box; a lane's are 2 g and 2 g + 1, rows g and g + 8.
+  uint32_t of_lane[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int pixel = 2 * t + half;
+    of_lane[half] = ring + Tile::kRingAt + warp / 2 * Tile::kBoxBytes + pixel * 128 +
+                    (((warp % 2 * 4 + g / 2) ^ pixel) * 16) + g % 2 * 8;
+  }
   const ResidueClass& of = params.residue_class[0];
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
     const int32_t k_blocks =
         min(params.k_blocks_per_slice, of.k_blocks - place.slice * params.k_blocks_per_slice);
-    float sums[Tile::kTileN / 2] = {};
-    SumKBlocks<typename Tile::Products>(
-        k_blocks, ring + Tile::kRingAt, barriers, release, stage,
-        [&](uint32_t at, typename Tile::Fragments* to) { Tile::Load(at, fragment_at, to); }, sums);
+    float sums[Tile::kN / 2] = {};
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+      const uint32_t at = stage.slot * Tile::kStageBytes;
+      uint32_t words[kSteps * 4], big[kSteps][4], small[kSteps][4];
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          LoadPair(of_lane[half] + at + step * 1024, &words[step * 4 + 2 * half],
+                   &words[step * 4 + 2 * half + 1]);
+        }
+      }
+      uint32_t all_big[kSteps * 4], all_small[kSteps * 4];
+      SplitWordsOf(words, all_big, all_small);
+#pragma unroll
+      for (int i = 0; i < kSteps * 4; ++i) {
+        big[i / 4][i % 4] = all_big[i];
+        small[i / 4][i % 4] = all_small[i];
+      }
+      BarrierWait(barriers.FullFilter(stage.slot), stage.parity);
+      const uint32_t parts = ring + Tile::kRingAt + at + Tile::kPartsAt;
+      const uint64_t b_big = KMajorDescriptor(parts);
+      const uint64_t b_small = KMajorDescriptor(parts + Tile::kBytesPart);
+      float part[Tile::kN / 2];
+      WgmmaFence();
+      auto products = [&](const uint32_t (&a)[kSteps][4], uint64_t b, bool first) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          WgmmaFromRegisters<Tile::kN>(part, a[step], b + step * (32 >> 4), !first || step > 0);
+        }
+      };
+      products(small, b_big, true);
+      products(big, b_small, false);
+      products(big, b_big, false);
+      WgmmaCommit();
+      WgmmaWait<0>();
+      // Every warp has read its part of A.
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) BarrierArrive(barriers.Empty(stage.slot));
+      stage.Next();
+#pragma unroll
+      for (int j = 0; j < Tile::kN / 2; ++j) sums[j] += WgmmaResult(part[j]);
+    }
+    // As MmaSyncTile::Store.
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    const int32_t m = place.m_tile * Tile::kTileM + warp / 2 * 32;
+    int32_t tap, channel_block;
+    params.channel_blocks.Divmod(m / 32, &tap, &channel_block);
+    const int32_t channels = m < of.rows ? params.row_channels - channel_block * 32 : 0;
+    const int32_t row0 = tap * params.row_channels + channel_block * 32;
+    const int32_t columns = params.gemm_n - n_first;
+    float* const out = static_cast<float*>(params.out);
+    const int64_t base = place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels;
     const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
-    const int32_t warp = threadIdx.x / 32 - 4;
-    StoreWgradRows<Tile>(params, place, of, sums, place.m_tile * Tile::kTileM + warp * 16,
-                         epilogue);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp % 2 * 16 + 2 * g + r;
+      if (row >= channels) continue;
+      const int64_t to = base + int64_t{row} * params.out_channels + 2 * t;
+#pragma unroll
+      for (int j = 0; j < Tile::kN / 8; ++j) {
+        if (j * 8 >= columns) break;
+        float pair[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          pair[e] = epilogue.template operator()<float>(
+              sums[j * 4 + r * 2 + e],
+              OutputPlace{to + j * 8 + e, row0 + row,
+                          place.group * params.gemm_n + n_first + j * 8 + 2 * t + e,
+                          /*inside=*/true});
+        }
+        *reinterpret_cast<float2*>(out + to + j * 8) = make_float2(pair[0], pair[1]);
+      }
+    }
     FinishTile<Tile>(params, place, of, epilogue);
   }
 }
@@ -168,7 +225,12 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   const Barriers<Tile> barriers{ring};
   static_assert(Barriers<Tile>::kCount * 8 <= Tile::kBoxesAt);
   if (threadIdx.x == 0) {
-    barriers.Init(Tile::kWarpgroups);
+    for (int s = 0; s < Tile::kStages; ++s) {
+      BarrierInit(barriers.Full(s), 1);
+      BarrierInit(barriers.Empty(s), Tile::kWarpgroups * 4);
+      BarrierInit(barriers.FullFilter(s), 4);  // the splitters' warps
+    }
+    BarrierInitFence();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
   }
@@ -179,44 +241,27 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
       ProduceMmaSyncStages(params, maps, ring, barriers);
     }
+  } else if (warpgroup == 1) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    SplitColumns(params, ring, barriers);
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();
-    ConsumeWgradThreeTf32<Tile, typename Tag::Epilogue>(params, ring, barriers);
+    ConsumeThreeTf32Columns<Tile, typename Tag::Epilogue>(params, ring, barriers);
   }
 }
 
-template <Op kOp, DType kType_, int kWarpgroups, int kN, int kStages>
-struct WgradThreeTf32 : WgradThreeTf32Tile<kWarpgroups, kN, kStages> {
+template <Op kOp, DType kType_, int kN, int kStages>
+struct WgradThreeTf32 : WgradThreeTf32Tile<kN, kStages> {
   static_assert(kOp == Op::kWgrad && kType_ == DType::kF32);
   static constexpr DType kType = kType_;
-  using Tile = WgradThreeTf32Tile<kWarpgroups, kN, kStages>;
+  using Tile = WgradThreeTf32Tile<kN, kStages>;
   using Epilogue = PlainEpilogue;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchWithMaps<WgradThreeTf32Kernel<Tag>, Tag, Maps>(
-        plan, operands, stream, /*overlaps=*/true,
-        [](const LaunchParams& launch, const Params&, const void* a, const void* b, Maps* maps) {
-          JAXCONV_RETURN_IF_ERROR(
-              EncodeActivations(launch, kType, a, Tile::kPixels, maps, /*whole_f32=*/true));
-          // dy as split: (part, batch, columns, pixels). One copy loads a tile's columns of both.
-          const FilterSplit& split = launch.filter_split;
-          DenseTensor dy;
-          dy.dtype = kType;
-          dy.whole_f32 = true;
-          dy.rank = 4;
-          dy.address = b;
-          dy.extent[0] = split.pitch;
-          dy.extent[1] = split.rows;
-          dy.extent[2] = 2;
-          dy.extent[3] = split.matrices;
-          dy.stride[1] = split.pitch;
-          dy.stride[2] = split.matrices * split.rows * split.pitch;
-          dy.stride[3] = split.rows * split.pitch;
-          const int32_t box[4] = {Tile::kPixels, Tile::kTileN, 2, 1};
-          return EncodeTiledMap(dy, box, &maps->b);
-        });
+    return LaunchWgradBoxes<WgradThreeTf32Kernel<Tag>, Tag, /*kWholeF32=*/true>(plan, operands,
+                                                                                stream);
   }
 };
 

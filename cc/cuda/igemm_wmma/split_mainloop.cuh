@@ -6,7 +6,7 @@
 // In the pass of stage s a thread waits for its copies of that stage; one barrier then tells that all
 // threads' have arrived, and that all have read stage s - 1, whose slot gets the copies of stage
 // s + kStages - 1, a part between the products of each step. Stage s stays until the next barrier, so
-// that a run whose sums are not finite can be read again.
+// that a run whose sums are not finite can be read again. Behind the last stage, zeros are copied.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 
@@ -38,54 +38,54 @@ __device__ __forceinline__ void SplitMainloop(Loader& loader, uint32_t shared, i
   uint32_t write = shared + (Tile::kStages - 1) * Tile::kStageBytes;
   const uint32_t end = shared + Tile::kStages * Tile::kStageBytes;
   uint32_t read = shared;
-  static_assert(Tile::kSteps % kSplitRunSteps == 0);
-  auto pass = [&](auto issue) {
-    constexpr bool kIssue = decltype(issue)::value;
+  auto read_b = [&](int step, uint32_t (&words)[Tile::kBlocksN][2]) {
+    uint32_t quads[Tile::kBlocksN / 2][4];
+    reader_b.Read(step, quads);
+#pragma unroll
+    for (int j = 0; j < Tile::kBlocksN; ++j) {
+      words[j][0] = quads[j / 2][j % 2 * 2];
+      words[j][1] = quads[j / 2][j % 2 * 2 + 1];
+    }
+  };
+  constexpr int kRuns = Tile::kSteps / kSplitRunSteps, kParts = Tile::kSteps - 1;
+  static_assert(kRuns * kSplitRunSteps == Tile::kSteps);
+#pragma unroll 1
+  for (int stage = 0; stage < stages; ++stage) {
     CopyAsyncWait<Tile::kStages - 2>();
     __syncthreads();
-    uint32_t a[2][Tile::kBlocksM][4], b[2][Tile::kBlocksN / 2][4];
-    float run[Tile::kBlocksM][Tile::kBlocksN][4];
-    uint32_t not_finite = 0;  // a bit of each run
-    reader_a.Read(0, a[0]);
-    reader_b.Read(0, b[0]);
-    if constexpr (kIssue) loader.Prepare();
-    Unroll<Tile::kSteps>([&](auto step_constant) {
-      constexpr int step = decltype(step_constant)::value;
-      if constexpr (step + 1 < Tile::kSteps) {
-        reader_a.Read(step + 1, a[(step + 1) % 2]);
-        reader_b.Read(step + 1, b[(step + 1) % 2]);
-        if constexpr (kIssue) {
-          loader.template IssuePart<step, Tile::kSteps - 1>(write);
-          if constexpr (step + 2 == Tile::kSteps) loader.Advance();
+    loader.Prepare();
+    uint32_t left = 0;  // blocks of runs that are not finite
+    Unroll<kRuns>([&](auto run) {
+      constexpr int first = decltype(run)::value * kSplitRunSteps;
+      uint32_t a[kSplitRunSteps][4], b[kSplitRunSteps][Tile::kBlocksN][2];
+      auto read_a = [&](int i, auto& words) {
+#pragma unroll
+        for (int s = 0; s < kSplitRunSteps; ++s) reader_a.ReadBlock(first + s, i, words[s]);
+      };
+#pragma unroll
+      for (int s = 0; s < kSplitRunSteps; ++s) read_b(first + s, b[s]);
+      read_a(0, a);
+      auto beside = [&](auto block) {
+        // The parts of the copies lie evenly among the blocks of the stage, none beside the last.
+        constexpr int at = decltype(run)::value * Tile::kBlocksM + decltype(block)::value;
+        constexpr int kEvery = kRuns * Tile::kBlocksM / (kParts + 1);
+        if constexpr (at % kEvery == kEvery - 1 && at / kEvery < kParts) {
+          loader.template IssuePart<at / kEvery, kParts>(write);
+          if constexpr (at / kEvery + 1 == kParts) loader.Advance();
         }
-      }
-      constexpr int of_run = step % kSplitRunSteps;
-      MultiplySplit<SplitProducts::kAll, of_run == 0, /*kCare=*/false>(a[step % 2], b[step % 2],
-                                                                       run);
-      if constexpr (of_run + 1 == kSplitRunSteps) {
-        if (AnyNotFinite(run)) {
-          not_finite |= 1u << step / kSplitRunSteps;
-        } else {
-          Promote(run, acc);
-        }
-      }
+      };
+      left |= MultiplySplitRun(b, a, acc, read_a, beside)
+              << (decltype(run)::value * Tile::kBlocksM);
     });
-    if constexpr (kIssue) {
-      loader.Finish(write);
-      write = write + Tile::kStageBytes == end ? shared : write + Tile::kStageBytes;
-    }
+    loader.Finish(write);
+    write = write + Tile::kStageBytes == end ? shared : write + Tile::kStageBytes;
     CopyAsyncCommit();
-    if (not_finite != 0) {
+    if (__any_sync(0xffffffff, left != 0)) {
 #pragma unroll 1
-      for (int first = 0; first < Tile::kSteps; first += kSplitRunSteps) {
-        if ((not_finite >> first / kSplitRunSteps & 1) == 0) continue;
-        PromoteWithCare(run, acc, [&](auto products) {
-#pragma unroll 1
-          for (int step = first; step < first + kSplitRunSteps; ++step) {
-            reader_a.Read(step, a[0]);
-            reader_b.Read(step, b[0]);
-            MultiplySplit<decltype(products)::value, false, /*kCare=*/true>(a[0], b[0], run);
-          }
+      for (int run = 0; run < kRuns; ++run) {
+        PromoteWithCare(left >> (run * Tile::kBlocksM), acc, [&](int step, auto& a, auto& b) {
+          reader_a.Read(run * kSplitRunSteps + step, a);
+          read_b(run * kSplitRunSteps + step, b);
         });
       }
     }
@@ -94,12 +94,7 @@ __device__ __forceinline__ void SplitMainloop(Loader& loader, uint32_t shared, i
     read += flip;
     reader_a.Flip(flip);
     reader_b.Flip(flip);
-  };
-  int s = 0;
-#pragma unroll 1
-  for (; s < stages - (Tile::kStages - 1); ++s) pass(std::true_type());
-#pragma unroll 1
-  for (; s < stages; ++s) pass(std::false_type());
+  }
   CopyAsyncWait<0>();
   __syncthreads();
 }
