@@ -152,6 +152,7 @@ WINOGRAD_INT8 = [
 DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
 # Three tiles a consumer.
 SEVERAL_TILES = problem("3x3_tiles", (9, 11), 3, n=11, c=16, k=24, padding=1)
+PADDED_TILES = problem("3x3_padded", (9, 11), 3, n=15, c=64, k=40, padding=1)
 STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
 POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
 # Three tiles of 256 pixels a CTA.
@@ -281,6 +282,10 @@ EPILOGUES = {
         (WIDE, "scale residual silu pre", ""),
     ],
     "fprop_igemm_wgmma_f16_224x64x64_swap_ab_filter_row": [(DENSE, "bias residual relu", "")],
+    # Pixels of the padding are no outputs.
+    "fprop_igemm_wgmma_bf16_192x64x64_swap_ab_weight_stationary": [
+        (PADDED_TILES, "statistics", "offset=3"),
+    ],
     "fprop_igemm_wgmma_f16_64x256x64_pointwise_c128": [
         (POINTWISE, "scale residual relu", ""),
         (POINTWISE_TILES, "scale bias residual relu6", ""),

@@ -52,6 +52,7 @@ double ActivationFactor(Activation activation) {
 
 double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu) {
   const Epilogue& epilogue = problem.epilogue;
+  if (epilogue.statistics) return 0;  // of plain sums; their plan has counted them
   const EpilogueCost& cost = kernel.epilogue_cost;
   const double factor = ActivationFactor(epilogue.activation);
   double nanoseconds = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;

@@ -330,8 +330,8 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
                               (kPassShare * gpu.dram_bytes_per_us);
   }
   if (problem.epilogue.statistics) {
-    // Another reads the result for its statistics.
-    us += gpu.launch_us + y / gpu.dram_bytes_per_us;
+    // Another reads the result for its statistics, and one adds the sums of its parts.
+    us += 2 * gpu.launch_us + y / (kPassShare * gpu.dram_bytes_per_us);
   }
   return row->operands == Operands::kFp32 ? std::min(us, FftMicroseconds(problem, gpu)) : us;
 }

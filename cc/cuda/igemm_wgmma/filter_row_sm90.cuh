@@ -88,13 +88,15 @@ __device__ __forceinline__ void ProduceFilterRows(const Params& params, const Ma
 }
 
 // A consumer warpgroup. Its turns are those of ConsumePingpong.
-template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+template <Op kOp, typename T, class Tile, class Epilogue, bool kCounts, int kWarpgroup>
 __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t ring,
                                                   const Barriers<Tile>& barriers) {
   constexpr bool kStationary = Tile::kStationary > 0;
   const Release release;
   RingPlace<Tile::kStages> stage;
   FilterSlot<Tile> slot;
+  const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
+  ConsumerSums<kCounts, T, Tile> sums(staging);
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
   bool first_tile = true;
   const int32_t stride = gridDim.x;
@@ -155,7 +157,11 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
     if constexpr (!kStationary) release(barriers.EmptyFilter(last_filter));
     release(barriers.Empty(last));
     first_tile = false;
-    StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, acc, ring);
+    if constexpr (kCounts) {
+      StoreCountedTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, &sums);
+    } else {
+      StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, acc, ring);
+    }
   }
 }
 
@@ -183,11 +189,15 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();
-    if (warpgroup == 1) {
-      ConsumeFilterRows<Tag::kOp, T, Tile, typename Tag::Epilogue, 0>(params, ring, barriers);
-    } else {
-      ConsumeFilterRows<Tag::kOp, T, Tile, typename Tag::Epilogue, 1>(params, ring, barriers);
-    }
+    CountingOrNot<Tag::kOp, T, Tile, typename Tag::Epilogue>(params, [&](auto counts) {
+      if (warpgroup == 1) {
+        ConsumeFilterRows<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 0>(params, ring,
+                                                                                      barriers);
+      } else {
+        ConsumeFilterRows<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 1>(params, ring,
+                                                                                      barriers);
+      }
+    });
   }
 }
 

@@ -50,14 +50,29 @@ __device__ __forceinline__ void StorePingpongTile(const Params& params, const Ti
   }
 }
 
+// The same of a result whose statistics are asked for.
+template <Op kOp, typename T, class Tile, int kWarpgroup, class Sums>
+__device__ __forceinline__ void StoreCountedTile(const Params& params, const TilePlace& place,
+                                                 const ResidueClass& of,
+                                                 const typename Tile::Accumulators& acc,
+                                                 uint32_t staging, Sums* sums) {
+  if constexpr (Tile::kSwapAb) {
+    StoreAndCountSwapAb<kOp, kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
+  } else if constexpr (Tile::kAccumulators > 128) {
+    StoreAndCountRows<kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
+  } else {
+    StoreAndCount<3 + kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
+    sums->template EndTile<kWarpgroup>(params, place);
+  }
+}
+
 // A consumer warpgroup. Its number is a template parameter for the reason given at
 // ConsumeCooperative.
-template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+template <Op kOp, typename T, class Tile, class Epilogue, bool kCounts, int kWarpgroup>
 __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t ring,
                                                 const Barriers<Tile>& barriers) {
   const Release release;
   RingPlace<Tile::kStages> stage;
-  constexpr bool kCounts = kHasMoments<kOp, T, Tile, Epilogue>;
   const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
   ConsumerSums<kCounts, T, Tile> sums(staging);
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
@@ -76,13 +91,10 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
     NamedBarrierSync(1 + kWarpgroup, 256);
     auto store = [&](const typename Tile::Accumulators& results) {
       if constexpr (kCounts) {
-        if (params.epilogue.moments != nullptr) {
-          StoreAndCount<3 + kWarpgroup, T, Tile>(params, place, of, results, staging, &sums);
-          sums.template EndTile<kWarpgroup>(params, place);
-          return;
-        }
+        StoreCountedTile<kOp, T, Tile, kWarpgroup>(params, place, of, results, staging, &sums);
+      } else {
+        StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, results, ring);
       }
-      StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, results, ring);
     };
     if (k_blocks == 0) {
       NamedBarrierArrive(2 - kWarpgroup, 256);
@@ -136,11 +148,15 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();
-    if (warpgroup == 1) {
-      ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, 0>(params, ring, barriers);
-    } else {
-      ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, 1>(params, ring, barriers);
-    }
+    CountingOrNot<Tag::kOp, T, Tile, typename Tag::Epilogue>(params, [&](auto counts) {
+      if (warpgroup == 1) {
+        ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 0>(params, ring,
+                                                                                    barriers);
+      } else {
+        ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 1>(params, ring,
+                                                                                    barriers);
+      }
+    });
   }
 }
 

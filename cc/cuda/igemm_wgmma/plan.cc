@@ -30,9 +30,14 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 // Of a pingpong CTA.
 constexpr int64_t kConsumers = 2;
 
-// Of an SM, for an output of pixels as rows whose statistics are formed: 0 to 0.06 measured, least
-// where memory or long sums hide the store.
-constexpr double kStatisticsNanoseconds = 0.02;
+// Nanoseconds of an SM for an output whose statistics are formed, beside the merging kernel. With
+// pixels as rows: where sums of so many products hide the store, and where not; where the filter
+// stays, by whether at most 128 channels leave memory time for it. Of swap-AB: where it is
+// pointwise, stored by TMA, or not.
+constexpr int64_t kLongSum = 1024;
+constexpr double kLongSumStatistics = 0.018, kShortSumStatistics = 0.065;
+constexpr double kStationaryStatistics = 0.035, kStationaryStatisticsC128 = 0.015;
+constexpr double kPointwiseSwapAbStatistics = 0.006, kSwapAbStatistics = 0.016;
 
 // The forms' traits, by the names in kernels.def.
 constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
@@ -53,8 +58,18 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
 bool HasStatistics(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   if (kernel.op != Op::kFprop || kernel.dtype == DType::kF32) return false;
-  if (!instance.Is(kPingpong) || instance.Is(kFilterRow)) return false;
-  return !instance.Is(kSwapAb) || instance.Is(kPointwise);
+  return instance.Is(kPingpong) && (instance.Is(kSwapAb) || !instance.Is(kFilterRow));
+}
+
+double StatisticsNanoseconds(const Instance& instance, const ConvProblem& problem) {
+  if (instance.Is(kSwapAb)) {
+    return instance.Is(kPointwise) ? kPointwiseSwapAbStatistics : kSwapAbStatistics;
+  }
+  if (instance.WeightStationary()) {
+    return instance.stationary_k_blocks < 4 ? kStationaryStatisticsC128 : kStationaryStatistics;
+  }
+  return problem.taps() * problem.c_per_group() >= kLongSum ? kLongSumStatistics
+                                                            : kShortSumStatistics;
 }
 
 int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
@@ -199,10 +214,8 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
         problem.k};
     launch->rows = problem.n * problem.out_pixels();
     plan->microseconds += launch->moments.Microseconds(gpu);
-    if (!instance.Is(kSwapAb)) {
-      plan->microseconds +=
-          static_cast<double>(problem.y_elements()) / gpu.sm_count * kStatisticsNanoseconds / 1000;
-    }
+    plan->microseconds += static_cast<double>(problem.y_elements()) / gpu.sm_count *
+                          StatisticsNanoseconds(instance, problem) / 1000;
   }
   launch->reduced_slices = grid_slices;
   plan->kernel = KernelOf(kernel, problem);

@@ -9,25 +9,29 @@
 //     D = [ Y^T ] Y        d[0], d[1]: sums of squares on the diagonal
 //         [  1  ]          d[2], d[3]: sums
 //
-// Accuracy. Products of 16-bit numbers are exact in float32. An instruction aligns its 17 addends to
-// the largest, cuts off what lies 2^-24 of it or more below, and rounds towards zero: of numbers that
-// are not negative it loses at most 18 * 2^-24, and the four of a block lose e < 2^-17 of
-// Q = sum y^2. (Measured: 2^-21 for bfloat16, 2^-20 for float16. Their products have 16 and 22 bits,
-// most of which are far from the cut.) The squared deviations of a block, M = Q - n mean^2, lose
-// e (1 + n mean^2 / M). So where n mean^2 > kMostRatio M in one of a warp's columns, the warp counts
+// Accuracy. Products of 16-bit numbers are exact in float32. An instruction aligns its 17 addends
+// to the largest, cuts off what lies 2^-24 of it or more below, and rounds towards zero: of numbers
+// that are not negative it loses at most 18 * 2^-24, and the four of a block lose e < 2^-17 of Q =
+// sum y^2. (Measured: 2^-21 for bfloat16, 2^-20 for float16. Their products have 16 and 22 bits,
+// most of which are far from the cut.) The squared deviations of a block, M = Q - n mean^2, lose e
+// (1 + n mean^2 / M). So where n mean^2 > kMostRatio M in one of a warp's columns, the warp counts
 // the block again, in float32 about its columns' means and in two passes, which loses 2^-20 of M
-// whatever the mean is. Blocks are added in double. The variance is then off by 2^-13 of itself at the
-// most that the bound allows, and by 1.1e-6 at the most in 90 measurements, of means of 0 to 1000
-// deviations and of normal, folded, contaminated and log-normal numbers.
+// whatever the mean is. Blocks are added in double. The variance is then off by 2^-13 of itself at
+// the most that the bound allows, and by 1.1e-6 at the most in 90 measurements, of means of 0 to
+// 1000 deviations and of normal, folded, contaminated and log-normal numbers.
+//
+// Under wgmma of the other consumer mma.sync waits for the tensor core, so where products bound a
+// kernel the FMA pipe counts: row_sums_sm90.cuh, lane_sums_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STATISTICS_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STATISTICS_SM90_CUH_
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "cuda/common/element.cuh"
-#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/counted_block_sm90.cuh"
+#include "cuda/igemm_wgmma/lane_sums_sm90.cuh"
+#include "cuda/igemm_wgmma/row_sums_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -39,11 +43,26 @@ namespace jaxconv::igemm_wgmma {
 // Whether a kernel's stores may be asked for sums: of a fused epilogue (EpilogueParams::moments
 // asks), 16-bit results and tiles that plan.cc's HasStatistics allows.
 template <Op kOp, typename T, class Tile, class Epilogue>
-inline constexpr bool kHasMoments =
-    !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 && Tile::kPingpong &&
-    !Tile::kFilterRow && (!Tile::kSwapAb || Tile::kStationary > 0);
+inline constexpr bool kHasMoments = !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 &&
+                                    Tile::kPingpong && (!Tile::kFilterRow || Tile::kSwapAb);
 
-inline constexpr int kBlockRows = 64, kBlockBytes = 8192;
+// Calls consume(std::true_type) where sums are asked for, or consume(std::false_type): loops of
+// their own, because the sums would take the registers of the other epilogues.
+template <Op kOp, typename T, class Tile, class Epilogue, class Consume>
+__device__ __forceinline__ void CountingOrNot(const Params& params, const Consume& consume) {
+  if constexpr (kHasMoments<kOp, T, Tile, Epilogue>) {
+    if (params.epilogue.moments != nullptr) {
+      consume(std::true_type());
+      return;
+    }
+  }
+  consume(std::false_type());
+}
+
+// Swap-AB of several taps, whose pixels leave by vectors.
+template <class Tile>
+inline constexpr bool kCountsVectors =
+    Tile::kSwapAb && (Tile::kFilterRow || Tile::kStationary == 0);
 
 // n mean^2 over the squared deviations, from which on a block is counted about its means.
 template <typename T>
@@ -56,83 +75,16 @@ inline constexpr uint32_t kTwoOnes = 0x3f803f80;
 template <>
 inline constexpr uint32_t kTwoOnes<__half> = 0x3c003c00;
 
-// The two elements of a word. Of the word, not of its halves: the compiler would keep each of them in
-// a register of its own.
-template <typename T>
-__device__ __forceinline__ void UnpackWord(uint32_t word, float (&pair)[2]);
-template <>
-__device__ __forceinline__ void UnpackWord<__nv_bfloat16>(uint32_t word, float (&pair)[2]) {
-  pair[0] = __uint_as_float(word << 16);
-  pair[1] = __uint_as_float(word & 0xffff0000u);
-}
-template <>
-__device__ __forceinline__ void UnpackWord<__half>(uint32_t word, float (&pair)[2]) {
-  Neighbours<__half, 2>{word}.Unpack(pair);
-}
-
-// Where a lane finds things in a block of 64 rows of 128 bytes, whose chunk c of row r lies at
-// c ^ r % 8; blocks are aligned to 1024 bytes. Unsigned, because the remainder of a signed number takes
-// five instructions.
-struct BlockPlaces {
-  uint32_t staged;   // for stmatrix, columns 0 to 15 of the warp's sixteen rows
-  uint32_t counted;  // for ldmatrix, the warp's sixteen columns of rows 0 to 15
-  uint32_t vectors;  // chunk lane % 8 of the warp's row lane / 8
-  uint32_t lane;
-
-  __device__ __forceinline__ BlockPlaces() : lane(Lane()) {
-    const uint32_t warp = Thread() / 32u % 4;
-    const uint32_t matrices = lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
-    staged = warp * 2048 + matrices;
-    counted = matrices ^ warp * 32;
-    vectors = warp * 2048 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
-  }
-  // Of the warp's row 4 i + lane / 8.
-  __device__ __forceinline__ uint32_t Vector(int i) const {
-    return (vectors ^ i % 2 * 64) + i * 512;
-  }
-};
-
-// A lane's sums of two channels. In registers, or in shared memory: 1 KB of a warp.
-struct SumsInRegisters {
-  ChannelSums of[2];
-
-  explicit __device__ __forceinline__ SumsInRegisters(uint32_t) : of{} {}
-  __device__ __forceinline__ ChannelSums Get(int h) const { return of[h]; }
-  __device__ __forceinline__ void Set(int h, const ChannelSums& sums) { of[h] = sums; }
-};
-struct SumsInSharedMemory {
-  uint32_t at;
-
-  explicit __device__ __forceinline__ SumsInSharedMemory(uint32_t at) : at(at) {
-    Set(0, {0, 0}), Set(1, {0, 0});
-  }
-  __device__ __forceinline__ ChannelSums Get(int h) const {
-    const uint4 words = LoadChunk(at + Lane() * 16 + h * 512);
-    ChannelSums sums;
-    memcpy(&sums, &words, sizeof(sums));
-    return sums;
-  }
-  __device__ __forceinline__ void Set(int h, const ChannelSums& sums) {
-    uint32_t words[4];
-    memcpy(words, &sums, sizeof(sums));
-    StoreChunk(at + Lane() * 16 + h * 512, words);
-  }
-};
-
-// What a consumer has counted and not yet written. A lane's channels are 8 h + lane / 4, h = 0 and 1,
-// of a warp's sixteen columns of some blocks; the four lanes lane % 4 take turns at the blocks: kLanes
-// of them share a chunk of 64 columns.
+// What a consumer has counted and not yet written. A lane's channels are 8 h + lane / 4, h = 0 and
+// 1, of a warp's sixteen columns of some blocks; the four lanes lane % 4 take turns at the blocks:
+// kLanes of them share a chunk of 64 columns.
 template <typename T, class Tile>
 class TileSums {
  public:
   static constexpr int kChunks = Tile::kTileN / 64, kLanes = 4 / kChunks;
-  static constexpr bool kShared = Tile::kAccumulators > 128;
   static_assert(4 % kChunks == 0 && Tile::kTileN % 64 == 0);
-  static_assert(Tile::kStagingBytes * 4 >= kBlockBytes + (kShared ? 4096 : 0));
 
-  // `staging`: of the warpgroup.
-  explicit __device__ __forceinline__ TileSums(uint32_t staging)
-      : all_(staging + kBlockBytes + Thread() / 32 % 4 * 1024) {}
+  explicit __device__ __forceinline__ TileSums(uint32_t) {}
 
   // The products of a block with itself and with ones, by eight columns.
   struct Products {
@@ -177,32 +129,23 @@ class TileSums {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         sums[h][i] = __shfl_sync(0xffffffff, sums[h][i], diagonal);
-        if (!kShared) kept_[h][i] = lane % 4 == turn ? sums[h][i] : kept_[h][i];
+        kept_[h][i] = lane % 4 == turn ? sums[h][i] : kept_[h][i];
       }
-      if (kShared && lane % 4 == turn) Add(h, sums[h][0], sums[h][1]);
     }
   }
   // Adds up what every lane has counted in its turn.
   __device__ __forceinline__ void EndTurns() {
-    if constexpr (!kShared) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        Add(h, kept_[h][0], kept_[h][1]);
-        kept_[h][0] = kept_[h][1] = 0;
-      }
+    for (int h = 0; h < 2; ++h) {
+      Add(h, kept_[h][0], kept_[h][1]);
+      kept_[h][0] = kept_[h][1] = 0;
     }
   }
-  // Behind a tile. The sums of the first tiles of rows, where a CTA keeps to a range of columns, are
-  // joined: behind the consumer's last of them they go to its slot. Every other tile has a slot.
+  // Behind a tile: to a slot, where that is due.
   template <int kWarpgroup>
   __device__ __forceinline__ void EndTile(const Params& params, const TilePlace& place) {
-    const int32_t joined = params.epilogue.joined_tiles, n_tiles = params.n_tiles.divisor;
-    int32_t slot = params.epilogue.joined_slots + place.m_tile - joined;
-    if (place.m_tile < joined) {
-      const int32_t index = place.m_tile * n_tiles + place.n_tile;
-      if (index + 2 * static_cast<int32_t>(gridDim.x) < joined * n_tiles) return;
-      slot = params.n_tiles.Div(blockIdx.x) * 2 + kWarpgroup;
-    }
+    int32_t slot;
+    if (!SlotOf<kWarpgroup>(params, place, &slot)) return;
     const int32_t n_first = place.n_tile * Tile::kTileN;
     Store(params, slot, place.group * params.gemm_n + n_first, params.gemm_n - n_first);
   }
@@ -215,8 +158,8 @@ class TileSums {
     const int column = lane % 4 / kLanes * 64 + warp * 16 + lane / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      ChannelSums sums = all_.Get(h);
-      all_.Set(h, {0, 0});
+      ChannelSums sums = all_[h];
+      all_[h] = {0, 0};
       auto add_lane = [&](int bits) {
         sums.sum += __shfl_xor_sync(0xffffffff, sums.sum, bits);
         sums.squares += __shfl_xor_sync(0xffffffff, sums.squares, bits);
@@ -228,10 +171,7 @@ class TileSums {
             sums;
       }
     }
-    if (slot > 0 || channel > 0 || Thread() % 128 > 0) return;
-    auto* const counters = reinterpret_cast<int32_t*>(params.epilogue.moments);
-#pragma unroll 1
-    for (int32_t i = 1; i <= params.epilogue.moment_counters; ++i) counters[-i] = 0;
+    ResetMomentCounters(params, slot, channel);
   }
 
   // Two passes over the first rows of a warp's sixteen columns: about the first row, and about the
@@ -282,11 +222,10 @@ class TileSums {
     }
   }
   __device__ __forceinline__ void Add(int h, double sum, double squares) {
-    const ChannelSums before = all_.Get(h);
-    all_.Set(h, {before.sum + sum, before.squares + squares});
+    all_[h] = {all_[h].sum + sum, all_[h].squares + squares};
   }
 
-  std::conditional_t<kShared, SumsInSharedMemory, SumsInRegisters> all_;
+  ChannelSums all_[2] = {};
   float kept_[2][2] = {};
 };
 
@@ -295,46 +234,26 @@ struct NoSums {
   explicit __device__ __forceinline__ NoSums(uint32_t) {}
 };
 
+// By the tensor cores where memory bounds a kernel. Where wgmma does, in 192x128 tiles and in swap-
+// AB of several taps, mma.sync would wait for it.
+template <typename T, class Tile>
+using SumsOf = std::conditional_t<
+    (Tile::kAccumulators > 128), RowSums<T, Tile>,
+    std::conditional_t<kCountsVectors<Tile>, LaneSums<T, Tile>, TileSums<T, Tile>>>;
+
 template <bool kHas, typename T, class Tile>
-using ConsumerSums = std::conditional_t<kHas, TileSums<T, Tile>, NoSums>;
-
-// Sixteen rows by 64 columns of a warp -> shared memory.
-template <typename T>
-__device__ __forceinline__ void StageRows(uint32_t staged, const float* acc) {
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    StoreMatrices(staged ^ j * 16, PackPair<T>(acc[4 * j], acc[4 * j + 1]),
-                  PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]),
-                  PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
-                  PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
-  }
-}
-
-// A lane's vectors of a tile: in a block of rows, and in the output.
-struct LaneVectors {
-  BlockPlaces places;
-  uint32_t row = Thread() / 32u % 4 * 16 + places.lane / 8;  // in a block, of the first
-  int32_t column = places.lane % 8 * 8;                      // in a chunk
-  char* out;  // of the first, in the tile's first block
-
-  // `first`: the offset of the tile's first element in the output.
-  __device__ __forceinline__ LaneVectors(const Params& params, int64_t first, uint32_t bytes)
-      : out(static_cast<char*>(params.out) +
-            (first + int64_t{row} * params.out_channels + column) * bytes) {}
-};
+using ConsumerSums = std::conditional_t<kHas, SumsOf<T, Tile>, NoSums>;
 
 // A warpgroup's tile of pixels by channels -> the output and its sums. As StoreTile, of plain sums
-// whose rows are the output's. The loop over blocks is not unrolled, and a uniform branch picks the
-// accumulators: unrolled, the warps wait for instructions most of the time. `staging`: of the
-// warpgroup, two blocks of it or one.
+// whose rows are the output's. `staging`: of the warpgroup, two blocks of it.
 template <int kBarrier, typename T, class Tile>
 __device__ __forceinline__ void StoreAndCount(const Params& params, const TilePlace& place,
                                               const ResidueClass& of,
                                               const typename Tile::Accumulators& acc,
                                               uint32_t staging, TileSums<T, Tile>* sums) {
   using Sums = TileSums<T, Tile>;
-  static_assert(Sums::kShared || Tile::kStagingBytes * 4 >= 2 * kBlockBytes);
-  static_assert(Sums::kShared || Tile::kBlocks <= Sums::kLanes, "a lane has one turn");
+  static_assert(Tile::kStagingBytes * 4 >= 2 * kBlockBytes);
+  static_assert(Tile::kBlocks <= Sums::kLanes, "a lane has one turn");
   const int32_t n_first = place.n_tile * Tile::kTileN, row0 = place.m_tile * Tile::kTileM;
   const int32_t columns = params.gemm_n - n_first;
   auto vectors_of_lane = [&] {
@@ -358,56 +277,30 @@ __device__ __forceinline__ void StoreAndCount(const Params& params, const TilePl
     }
   };
   auto turn_of = [](int block, int c) { return c * Sums::kLanes + block % Sums::kLanes; };
-  if constexpr (!Sums::kShared) {
-    // Two blocks of staging: the next one is staged while the tensor core multiplies.
-    constexpr int kUnits = Tile::kBlocks * Sums::kChunks;
-    const LaneVectors lane = vectors_of_lane();
-    auto stage = [&](int unit) {
-      StageRows<T>(staging + unit % 2 * kBlockBytes + lane.places.staged,
-                   acc.Columns(unit % Tile::kBlocks, unit / Tile::kBlocks * 64));
-    };
-    stage(0);
+  // Two blocks of staging: the next one is staged while the tensor core multiplies.
+  constexpr int kUnits = Tile::kBlocks * Sums::kChunks;
+  const LaneVectors lane = vectors_of_lane();
+  auto stage = [&](int unit) {
+    StageRows<T>(staging + unit % 2 * kBlockBytes + lane.places.staged,
+                 acc.Columns(unit % Tile::kBlocks, unit / Tile::kBlocks * 64));
+  };
+  stage(0);
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const int block = unit % Tile::kBlocks, c = unit / Tile::kBlocks, rows = rows_of(block);
-      const uint32_t at = staging + unit % 2 * kBlockBytes;
-      NamedBarrierSync(kBarrier, 128);
-      const bool some = rows > 0 && c * 64 < columns;
-      typename Sums::Products products;
-      if (some) {
-        products = Sums::Multiply(lane.places, at);
-        load_and_store(lane, at, block, c);
-      }
-      if (unit + 1 < kUnits) stage(unit + 1);
-      if (some) sums->Count(products, lane.places.lane, at, rows, turn_of(block, c));
+  for (int unit = 0; unit < kUnits; ++unit) {
+    const int block = unit % Tile::kBlocks, c = unit / Tile::kBlocks, rows = rows_of(block);
+    const uint32_t at = staging + unit % 2 * kBlockBytes;
+    NamedBarrierSync(kBarrier, 128);
+    const bool some = rows > 0 && c * 64 < columns;
+    typename Sums::Products products;
+    if (some) {
+      products = Sums::Multiply(lane.places, at);
+      load_and_store(lane, at, block, c);
     }
-    sums->EndTurns();
-    // The staging is written again when the warps have met, at the next turn.
-  } else {
-    // One block, and no registers to spare: a loop, in which a uniform branch picks the accumulators.
-#pragma unroll 1
-    for (int block = 0; block < Tile::kBlocks; ++block) {
-      if (rows_of(block) <= 0) break;
-#pragma unroll 1
-      for (int c = 0; c < Sums::kChunks && c * 64 < columns; ++c) {
-        const LaneVectors lane = vectors_of_lane();
-#pragma unroll
-        for (int i = 0; i < Tile::kBlocks; ++i) {
-#pragma unroll
-          for (int k = 0; k < Sums::kChunks; ++k) {
-            if (i == block && k == c) {
-              StageRows<T>(staging + lane.places.staged, acc.Columns(i, k * 64));
-            }
-          }
-        }
-        NamedBarrierSync(kBarrier, 128);
-        load_and_store(lane, staging, block, c);
-        sums->Count(Sums::Multiply(lane.places, staging), lane.places.lane, staging, rows_of(block),
-                    turn_of(block, c));
-        NamedBarrierSync(kBarrier, 128);
-      }
-    }
+    if (unit + 1 < kUnits) stage(unit + 1);
+    if (some) sums->Count(products, lane.places.lane, at, rows, turn_of(block, c));
   }
+  sums->EndTurns();
+  // The staging is written again when the warps have met, at the next turn.
 }
 
 // The sums of a tile of 64 channels that StoreSwapAbBoxes has staged, pixels of 128 bytes.

@@ -71,10 +71,11 @@ struct RoundSums {
 // a lane, eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is
 // enough. `round(i, words)`: the fragments of pixels 16 i.., two elements a word; `row(i, p)`:
 // output row of pixel p of this warp's four among them, or negative; `out`: of row 0, this tile's
-// first channel; `pitch`: bytes of a row.
-template <int kBarrier, int kPixels, typename T, typename Round, typename PixelRow>
+// first channel; `pitch`: bytes of a row; `count(first, vector, stored)`: gets every vector.
+template <int kBarrier, int kPixels, typename T, typename Round, typename PixelRow, typename Count>
 __device__ __forceinline__ void StoreRoundedSwapAb(const Round& round, uint32_t staging, T* out,
-                                                   uint32_t pitch, PixelRow row, int channels) {
+                                                   uint32_t pitch, PixelRow row, int channels,
+                                                   Count&& count) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t store =
       staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
@@ -106,6 +107,10 @@ __device__ __forceinline__ void StoreRoundedSwapAb(const Round& round, uint32_t 
         *reinterpret_cast<uint4*>(first + uint64_t{static_cast<uint32_t>(to[h])} * pitch) =
             chunk[h];
       }
+    }
+#pragma unroll
+    for (int h = 0; h < kHalves && p + h * 16 < kPixels; ++h) {
+      count(p == 0 && h == 0, chunk[h], to[h] >= 0);
     }
   }
 }
@@ -191,35 +196,49 @@ __device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], 
   }
 }
 
+struct NothingCounted {
+  __device__ __forceinline__ void operator()(bool, const uint4&, bool) const {}
+};
+
+// The output's rows of a tile's pixels. Of every 16 pixels a warp stores four, decoded once, a pixel a
+// lane, and distributed by shuffles.
+template <Op kOp, class Tile>
+struct SwapAbRows {
+  static constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
+  int32_t decoded[kDecoded];
+
+  __device__ __forceinline__ SwapAbRows(const Params& params, const ResidueClass& of,
+                                        const TilePlace& place) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int i = 0; i < kDecoded; ++i) {
+      decoded[i] = OutputRow<kOp>(
+          params, of, place.m_tile * Tile::kTileM + (i * 8 + lane / 4) * 16 + warp * 4 + lane % 4);
+    }
+  }
+  __device__ __forceinline__ int32_t operator()(int sixteen, int pixel) const {
+    return __shfl_sync(0xffffffff, decoded[sixteen / 8], sixteen % 8 * 4 + pixel);
+  }
+};
+
 // A warpgroup's finished tile -> the output. `staging`: of the warpgroup.
 template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue>
 __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const TilePlace& place,
                                                 const ResidueClass& of,
                                                 const typename Tile::Accumulators& acc,
                                                 uint32_t staging, const Epilogue& epilogue) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int channels = params.gemm_n - n_first;
   const int64_t base = place.OutputOffset(params, n_first);
-  // Of every 16 pixels a warp stores four, decoded once, a pixel a lane, and distributed by
-  // shuffles.
-  constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
-  int32_t decoded[kDecoded];
-#pragma unroll
-  for (int i = 0; i < kDecoded; ++i) {
-    decoded[i] = OutputRow<kOp>(
-        params, of, place.m_tile * Tile::kTileM + (i * 8 + lane / 4) * 16 + warp * 4 + lane % 4);
-  }
-  auto row = [&](int sixteen, int pixel) {
-    return __shfl_sync(0xffffffff, decoded[sixteen / 8], sixteen % 8 * 4 + pixel);
-  };
+  const SwapAbRows<kOp, Tile> row(params, of, place);
   // Nobody reads the staging of the tile before: the warpgroup's threads have met since, when its
   // turn came.
   constexpr int kBarrier = 3 + kWarpgroup;
   const int channel0 = place.group * params.gemm_n + n_first;
   auto store_rounded = [&](const auto& round) {
     StoreRoundedSwapAb<kBarrier, Tile::kTileM>(round, staging, static_cast<T*>(params.out) + base,
-                                               params.out_channels * sizeof(T), row, channels);
+                                               params.out_channels * sizeof(T), row, channels,
+                                               NothingCounted{});
   };
   if constexpr (!Epilogue::kPlain) {
     if (!epilogue.partial) {

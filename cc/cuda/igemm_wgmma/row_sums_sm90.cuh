@@ -1,0 +1,210 @@
+// The sums of y and of y^2 of tiles with 192 accumulators, on the FMA pipe (statistics_sm90.cuh,
+// sm_90a).
+//
+// Accuracy, here and in lane_sums_sm90.cuh. A consumer counts y - p in float32, with p the first of
+// a channel's numbers that it meets: neither these nor their squares have digits that a large mean
+// takes. A difference of 16-bit numbers is rounded once at most, and an addition loses 2^-24 of the
+// sum. Of n numbers of which p is one, sum (y - p)^2 <= (1 + n) M, M being their squared deviations
+// from the mean, and 2 M where p is such a number as the others are. At the end the sums become
+// those of y and y^2, in double.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_ROW_SUMS_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_ROW_SUMS_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/igemm_wgmma/counted_block_sm90.cuh"
+#include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// Four elements.
+template <typename T>
+__device__ __forceinline__ void UnpackFour(uint32_t first, uint32_t second, float* four) {
+  float pair[2];
+  UnpackWord<T>(first, pair), four[0] = pair[0], four[1] = pair[1];
+  UnpackWord<T>(second, pair), four[2] = pair[0], four[3] = pair[1];
+}
+
+// Numbers of a lane about a pivot: to `sum` and `squares`.
+template <int kCount>
+__device__ __forceinline__ void AddAbout(const float (&pivot)[kCount],
+                                         const float (&values)[kCount], float (&sum)[kCount],
+                                         float (&squares)[kCount]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const float apart = values[e] - pivot[e];
+    sum[e] += apart;
+    squares[e] = fmaf(apart, apart, squares[e]);
+  }
+}
+
+// The sum, in lanes with `second` the squares, of n numbers themselves, from those about the pivot;
+// the lane that is 8 apart has the other of the two.
+__device__ __forceinline__ double AboutZero(float about_pivot, float pivot, int n, bool second) {
+  // sum + n p, squares + p (2 sum + n p).
+  const double other = __shfl_xor_sync(0xffffffff, about_pivot, 8), p = pivot;
+  return about_pivot + p * (second ? 2 * other + n * p : n);
+}
+
+// What a consumer has counted and not yet written. In a block of 64 rows, a lane has four of a
+// warp's sixteen columns of a chunk, and every eighth row; behind the block, the sum or the squares
+// of one of these columns, in shared memory.
+template <typename T, class Tile>
+class RowSums {
+ public:
+  static constexpr int kChunks = Tile::kTileN / 64;
+  static_assert(Tile::kTileN % 64 == 0);
+  static_assert(Tile::kStagingBytes * 4 >= kBlockBytes + kChunks * (512 + 128) + 512);
+
+  // `staging`: of the warpgroup, one block and what is kept.
+  explicit __device__ __forceinline__ RowSums(uint32_t staging) : kept_(staging + kBlockBytes) {
+    for (int c = 0; c <= kChunks; ++c) StoreWord(KeptAt(c), 0);
+  }
+
+  // The first `rows` > 0 rows of a block of chunk `c`. Where nothing has been counted before the
+  // tile, the first row of its `first` block are the pivots.
+  __device__ __forceinline__ void Count(uint32_t block, int rows, int c, bool first) {
+    const uint32_t lane = Lane(), row = lane / 2 % 8, chunk = Thread() / 32u % 4 * 2 + lane / 16;
+    uint32_t at = block + row * 128 + (chunk ^ row) * 16 + lane % 2 * 8;
+    const uint32_t pivots = kept_ + (kChunks + 1) * 512 + c * 128 + chunk * 16 + lane % 2 * 8;
+    uint32_t words[2];
+    if (first && LoadWord(KeptAt(kChunks)) == 0) {
+      if (row == 0) {
+        LoadPair(at, &words[0], &words[1]);
+        StoreWord(pivots, words[0]), StoreWord(pivots + 4, words[1]);
+      }
+      __syncwarp();
+    }
+    LoadPair(pivots, &words[0], &words[1]);
+    float pivot[4], sum[4] = {}, squares[4] = {};
+    UnpackFour<T>(words[0], words[1], pivot);
+    auto add = [&](uint32_t first, uint32_t second) {
+      float four[4];
+      UnpackFour<T>(first, second, four);
+      AddAbout(pivot, four, sum, squares);
+    };
+    if (__builtin_expect(rows >= kBlockRows, true)) {
+#pragma unroll 1
+      for (int turn = 0; turn < 4; ++turn, at += 2048) {
+        uint32_t pairs[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) LoadPair(at + i * 1024, &pairs[i][0], &pairs[i][1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) add(pairs[i][0], pairs[i][1]);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = row; i < rows; i += 8, at += 1024) {
+        LoadPair(at, &words[0], &words[1]);
+        add(words[0], words[1]);
+      }
+    }
+    const bool second = (lane & 8) != 0, upper = (lane & 4) != 0, odd = (lane & 2) != 0;
+    float four[4], two[2];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) four[e] = Exchange(sum[e], squares[e], second, 8);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) two[e] = Exchange(four[e], four[e + 2], upper, 4);
+    const float one[1] = {__uint_as_float(LoadWord(KeptAt(c))) + Exchange(two[0], two[1], odd, 2)};
+    StoreShared(KeptAt(c), one);
+  }
+
+  // Behind a tile of `rows` rows: to a slot, where that is due.
+  template <int kWarpgroup>
+  __device__ __forceinline__ void EndTile(const Params& params, const TilePlace& place, int rows) {
+    rows += static_cast<int>(LoadWord(KeptAt(kChunks)));
+    int32_t slot;
+    if (!SlotOf<kWarpgroup>(params, place, &slot)) {
+      StoreWord(KeptAt(kChunks), rows);
+      return;
+    }
+    StoreWord(KeptAt(kChunks), 0);
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    const uint32_t lane = Lane(), warp = Thread() / 32u % 4;
+    const int column = warp * 16 + lane / 16 * 8 + lane % 2 * 4 + lane / 4 % 2 * 2 + lane / 2 % 2;
+    const int32_t channel = place.group * params.gemm_n + n_first;
+    auto* const moments = reinterpret_cast<double*>(
+        params.epilogue.moments + (int64_t{slot} * params.out_channels + channel));
+#pragma unroll 1
+    for (int c = 0; c < kChunks; ++c) {
+      const float about = __uint_as_float(LoadWord(KeptAt(c)));
+      StoreWord(KeptAt(c), 0);
+      float pair[2];
+      UnpackWord<T>(LoadWord(kept_ + (kChunks + 1) * 512 + (c * 64 + column) / 2 * 4), pair);
+      const double sums = AboutZero(about, column % 2 == 0 ? pair[0] : pair[1], rows, lane & 8);
+      if (c * 64 + column < params.gemm_n - n_first) {
+        moments[(c * 64 + column) * 2 + lane / 8 % 2] = sums;
+      }
+    }
+    ResetMomentCounters(params, slot, channel);
+  }
+
+ private:
+  // Computed every time, as no register is left for it.
+  __device__ __forceinline__ uint32_t KeptAt(int c) const {
+    return kept_ + c * 512 + Thread() % 128u * 4;
+  }
+  uint32_t kept_;
+};
+
+// A warpgroup's tile of pixels by channels -> the output and its sums, in a loop, in which a
+// uniform branch picks the accumulators. `staging`: of the warpgroup.
+template <int kWarpgroup, typename T, class Tile>
+__device__ __forceinline__ void StoreAndCountRows(const Params& params, const TilePlace& place,
+                                                  const ResidueClass& of,
+                                                  const typename Tile::Accumulators& acc,
+                                                  uint32_t staging, RowSums<T, Tile>* sums) {
+  constexpr int kBarrier = 3 + kWarpgroup;
+  const int32_t n_first = place.n_tile * Tile::kTileN, row0 = place.m_tile * Tile::kTileM;
+  const int32_t columns = params.gemm_n - n_first;
+  const auto pitch = static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)};
+#pragma unroll 1
+  for (int c = 0; c < RowSums<T, Tile>::kChunks && c * 64 < columns; ++c) {
+#pragma unroll 1
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      const int rows = min(of.rows - (row0 + block * kBlockRows), kBlockRows);
+      if (rows <= 0) break;
+      const uint32_t staged = BlockPlaces().staged;
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) {
+#pragma unroll
+        for (int k = 0; k < RowSums<T, Tile>::kChunks; ++k) {
+          if (i == block && k == c) StageRows<T>(staging + staged, acc.Columns(i, k * 64));
+        }
+      }
+      NamedBarrierSync(kBarrier, 128);
+      {
+        const LaneVectors lane(
+            params, place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels,
+            sizeof(T));
+        char* const out = lane.out + (uint64_t{pitch} * (block * kBlockRows) + c * 128);
+        const int last = lane.column + c * 64 < columns ? rows : 0;
+#pragma unroll
+        for (int first = 0; first < 4; first += 2) {
+          uint4 vectors[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            vectors[i] = LoadChunk(staging + lane.places.Vector(first + i));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int row = (first + i) * 4;
+            if (static_cast<int>(lane.row) + row < last) {
+              *reinterpret_cast<uint4*>(out + uint64_t{pitch} * row) = vectors[i];
+            }
+          }
+        }
+      }
+      sums->Count(staging, rows, c, block == 0);
+      NamedBarrierSync(kBarrier, 128);
+    }
+  }
+  sums->template EndTile<kWarpgroup>(params, place, min(of.rows - row0, Tile::kTileM));
+}
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_ROW_SUMS_SM90_CUH_
