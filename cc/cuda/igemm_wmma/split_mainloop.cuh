@@ -5,7 +5,7 @@
 //
 // In the pass of stage s a thread waits for its copies of that stage; one barrier then tells that all
 // threads' have arrived, and that all have read stage s - 1, whose slot gets the copies of stage
-// s + kStages - 1, a part between the products of each step. Stage s stays until the next barrier, so
+// s + kStages - 1, in parts, each beside the products of 16 rows of a run. Stage s stays until the next barrier, so
 // that a run whose sums are not finite can be read again. Behind the last stage, zeros are copied.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
