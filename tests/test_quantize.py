@@ -353,6 +353,18 @@ def test_vmap_of_fake_quant_conv_is_a_loop(mapped, platform):
             np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
+def test_gradients_of_fake_quant_conv_have_the_default_precision():
+    x, w = normal(2, 6, 6, 32), normal(3, 3, 32, 32)
+
+    def loss(x, w):
+        return jnp.sum(int8.fake_quant_conv(x, w, 0.02) ** 2)
+
+    for precision in ("default", "highest"):
+        with jax.default_matmul_precision(precision):
+            found = jaxconv.explain(jax.grad(loss, (0, 1)), x, w).convolutions
+        assert [c.precision for c in found if c.op != "fprop"] == [precision] * 2
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_fake_quant_conv_keeps_the_dtype_of_x(dtype, platform):
     x, w = normal(2, 6, 6, 32).astype(dtype), normal(3, 3, 32, 32)

@@ -225,7 +225,7 @@ def depthwise_problems(each: Instance) -> list[Problem]:
     Of wide Toeplitz strips a map is two tiles, and a CTA has its SM alone. Of wgrad by Hankel
     matrices a map is one tile: three tiles of channels, and many images.
     """
-    channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma)?$", each.variant).groups()
+    channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma|_pairs)?$", each.variant).groups()
     if form.startswith("hankel"):
         window = {"hankel_16x16": (9, 13), "hankel_32x32": (17, 31)}[form]
         pads = tuple((r // 2, (r - 1) // 2) for r in window)

@@ -327,6 +327,7 @@ const RegionKernel kSmallGroups = {Check, PackedElements, Pack, ScratchBytes, Co
 Status SmallGroupsPays(const ConvProblem& p) {
   const Spatial ones{1, 1, 1};
   const bool dense = p.taps() > 1 && p.stride == ones && p.dilation == ones;
+  if (p.c < kLanes) return Status::Unimplemented("pays from 16 channels on");
   if (p.c_per_group() == 8 && (p.rank == 1 || !dense)) {
     return Status::Unimplemented(
         "pays for groups of 8 channels with several taps of two or three "

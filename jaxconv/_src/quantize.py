@@ -6,6 +6,7 @@ symmetrically, from -127 to 127, so that zero is exact and no product needs a ze
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src import arguments, int8_conv, int8_layout, int8_primitive, primitives
+from jaxconv._src import arguments, canonical, int8_conv, int8_layout, int8_primitive, primitives
 from jaxconv._src.arguments import Padding
 from jaxconv._src.spec import ConvSpec, Op
 
@@ -366,7 +367,8 @@ def fake_quant_conv(
     Forwards it quantises both operands, runs ``int8.conv`` and multiplies the sums with both
     scales, so that training sees the arithmetic of inference. Backwards it is the convolution of
     ``fake_quantize(x, x_scale)`` and ``fake_quantize(w, w_scale)`` in x's dtype: the gradient
-    of an operand is 0 where it was clipped. Works inside jit, grad and vmap, in reverse mode.
+    of an operand is 0 where it was clipped, and of float32 has the precision of
+    ``jax_default_matmul_precision``. Works inside jit, grad and vmap, in reverse mode.
 
     Args:
         x: float32, bfloat16 or float16 array (N, *spatial, C), of 1 to 3 spatial axes.
@@ -389,6 +391,7 @@ def fake_quant_conv(
     x, w = jnp.asarray(x), jnp.asarray(w)
     _check_operands(x, w)
     spec = _spec(x, w, stride, padding, dilation, groups)
+    spec = dataclasses.replace(spec, precision=canonical.precision_name(None))  # of the gradients
     if x_scale is None:
         x_scale = lax.stop_gradient(max_scale(x))
     if np.shape(x_scale) not in ((), (x.shape[0],)):

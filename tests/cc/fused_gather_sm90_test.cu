@@ -25,6 +25,8 @@ void TestForms(const Gpu& gpu) {
                 Layer(kFprop, kBF16, 3, 13, 11, 72, 600, 1), 0);
   JAXCONV_CHECK(fprop, igemm_wgmma, f32, 128x64x32_pingpong, gpu,
                 Layer(kFprop, kF32, 2, 13, 11, 36, 72, 3), 1);
+  JAXCONV_CHECK(fprop, igemm_wgmma, f32, 192x64x32_3xtf32, gpu,
+                Layer(kFprop, kF32, 3, 13, 11, 36, 72, 3), 1);
 }
 
 // On the GPU's SMs, and on one, whose CTA has three tiles or more.

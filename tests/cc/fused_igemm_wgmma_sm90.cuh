@@ -9,9 +9,11 @@
 #include "cuda/igemm_wgmma/pingpong_sm90.cuh"
 #include "cuda/igemm_wgmma/plan.h"
 #include "cuda/igemm_wgmma/pointwise_sm90.cuh"
+#include "cuda/igemm_wgmma/three_tf32_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_filter_row_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_mma_sync_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_sm90.cuh"
+#include "cuda/igemm_wgmma/wgrad_three_tf32_sm90.cuh"
 
 namespace jaxconv {
 
