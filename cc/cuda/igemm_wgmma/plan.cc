@@ -31,13 +31,12 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 constexpr int64_t kConsumers = 2;
 
 // Nanoseconds of an SM for an output whose statistics are formed, beside the merging kernel. With
-// pixels as rows: where sums of so many products hide the store, and where not; of 1x1 filters by
-// tile, least in c128, where memory hides it. Of swap-AB: where it is pointwise, stored by TMA, or
-// not, and sums of so many products hide the store.
-constexpr int64_t kLongSum = 1024, kLongSumSwapAb = 576;
+// pixels as rows: where sums of so many products hide the store, and where not; where the filter
+// stays, by whether at most 128 channels leave memory time for it. Of swap-AB: where it is
+// pointwise, stored by TMA, or not.
+constexpr int64_t kLongSum = 1024;
 constexpr double kLongSumStatistics = 0.018, kShortSumStatistics = 0.065;
-constexpr double kPointwiseStatistics = 0.03, kStationaryStatistics = 0.035,
-                 kStationaryStatisticsC128 = 0.015;
+constexpr double kStationaryStatistics = 0.035, kStationaryStatisticsC128 = 0.015;
 constexpr double kPointwiseSwapAbStatistics = 0.006, kSwapAbStatistics = 0.016;
 
 // The forms' traits, by the names in kernels.def.
@@ -63,15 +62,14 @@ bool HasStatistics(const KernelDesc& kernel) {
 }
 
 double StatisticsNanoseconds(const Instance& instance, const ConvProblem& problem) {
-  const bool swapped = instance.Is(kSwapAb);
-  if (instance.Is(kPointwise)) {
-    if (swapped) return kPointwiseSwapAbStatistics;
-    if (!instance.WeightStationary()) return kPointwiseStatistics;
+  if (instance.Is(kSwapAb)) {
+    return instance.Is(kPointwise) ? kPointwiseSwapAbStatistics : kSwapAbStatistics;
+  }
+  if (instance.WeightStationary()) {
     return instance.stationary_k_blocks < 4 ? kStationaryStatisticsC128 : kStationaryStatistics;
   }
-  const int64_t products = problem.taps() * problem.c_per_group();
-  if (products < (swapped ? kLongSumSwapAb : kLongSum)) return kShortSumStatistics;
-  return swapped ? kSwapAbStatistics : kLongSumStatistics;
+  return problem.taps() * problem.c_per_group() >= kLongSum ? kLongSumStatistics
+                                                            : kShortSumStatistics;
 }
 
 int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
