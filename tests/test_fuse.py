@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 import jaxconv
 
@@ -43,16 +44,6 @@ def conv(x, w=W, numbers=NHWC, **options):
     return lax.conv_general_dilated(
         x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=numbers, **options
     )
-
-
-def equations(jaxpr):
-    """All equations of a program, those of the functions that it calls too."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def epilogues(function, *args) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 import jaxconv
 
@@ -91,16 +92,6 @@ def loss(forward, p, x):
 
 def gradient(forward):
     return jax.grad(functools.partial(loss, forward), argnums=(0, 1))
-
-
-def equations(jaxpr):
-    """All equations of a program, those of the functions that it calls too."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def counts(function, *args) -> tuple[int, int]:
