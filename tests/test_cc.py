@@ -90,6 +90,7 @@ def test_there_are_programs():
     assert names >= {
         "choices_test.cc",
         "conv_problem_test.cc",
+        "cpu_select_test.cc",
         "fast_divmod_test.cc",
         "gpu_test.cc",
         "igemm_wgmma_test.cc",

@@ -134,6 +134,12 @@ Status Check(const ConvProblem& p) {
   return {};
 }
 
+Status Pays(const ConvProblem& p) {
+  if (p.k > 4) return Status::Unimplemented("pays up to 4 output channels only");
+  if (p.c < kLanes) return Status::Unimplemented("pays from 16 input channels on");
+  return {};
+}
+
 // (taps, C, K) as (taps, K, C).
 void Pack(const ConvProblem& p, const float* w, float* packed) {
   for (int64_t t = 0; t < p.taps(); ++t, w += p.c * p.k, packed += p.c * p.k) {
@@ -167,12 +173,6 @@ void Compute(const ConvProblem& p, const float* x, const float* packed, float* y
 
 }  // namespace
 
-const RegionKernel kFewOutputs = {Check, PackedElements, Pack, ScratchBytes, Compute};
-
-Status FewOutputsPays(const ConvProblem& p) {
-  if (p.k > 4) return Status::Unimplemented("pays up to 4 output channels only");
-  if (p.c < kLanes) return Status::Unimplemented("pays from 16 input channels on");
-  return {};
-}
+const RegionKernel kFewOutputs = {Check, Pays, PackedElements, Pack, ScratchBytes, Compute};
 
 }  // namespace jaxconv::cpu

@@ -3,17 +3,12 @@
 #ifndef JAXCONV_CPU_FEW_OUTPUTS_H_
 #define JAXCONV_CPU_FEW_OUTPUTS_H_
 
-#include "core/conv_problem.h"
-#include "core/status.h"
 #include "cpu/region_kernel.h"
 
 namespace jaxconv::cpu {
 
 // Takes up to 8 output channels without groups; needs AVX-512.
 extern const RegionKernel kFewOutputs;
-
-// Fails where oneDNN is as fast.
-Status FewOutputsPays(const ConvProblem& problem);
 
 }  // namespace jaxconv::cpu
 

@@ -90,13 +90,6 @@ bool HasTapOfPaddingAlone(const ConvProblem& p) {
   return false;
 }
 
-// Null where the family has none.
-const RegionKernel* RegionKernelOf(Family family) {
-  return family == Family::kFewOutputs    ? &kFewOutputs
-         : family == Family::kSmallGroups ? &kSmallGroups
-                                          : nullptr;
-}
-
 Status CheckOwnKernel(const KernelDesc& kernel, const Geometry& g) {
   const ConvProblem& p = g.p;
   if (kernel.family == Family::kDepthwise) {
@@ -262,6 +255,12 @@ class Planner {
 };
 
 }  // namespace
+
+const RegionKernel* RegionKernelOf(Family family) {
+  return family == Family::kFewOutputs    ? &kFewOutputs
+         : family == Family::kSmallGroups ? &kSmallGroups
+                                          : nullptr;
+}
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan) {
   // Not where the taps are reversed, which is written for taps that are outermost.

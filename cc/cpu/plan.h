@@ -60,6 +60,9 @@ struct Plan {
   int64_t workspace_bytes = 0;                      // with room to align its start
 };
 
+// The family's kernel of regions; null where its tasks are computed otherwise.
+const RegionKernel* RegionKernelOf(Family family);
+
 // Fails, with the reason, where the kernel does not take the problem. `problem` is valid.
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan);
 

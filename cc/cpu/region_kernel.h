@@ -12,6 +12,8 @@ namespace jaxconv::cpu {
 struct RegionKernel {
   // Fails, with the reason, where the kernel does not take the problem.
   Status (*check)(const ConvProblem& problem);
+  // Fails where oneDNN is as fast.
+  Status (*pays)(const ConvProblem& problem);
   // Elements of the packed filter of one independent convolution, and the packing.
   int64_t (*packed_elements)(const ConvProblem& problem);
   void (*pack)(const ConvProblem& problem, const float* w, float* packed);

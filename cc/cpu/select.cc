@@ -7,13 +7,11 @@
 #include <set>
 #include <tuple>
 
-#include "cpu/few_outputs.h"
 #include "cpu/few_pixels.h"
 #include "cpu/gemm_wgrad.h"
 #include "cpu/onednn.h"
 #include "cpu/plan.h"
 #include "cpu/plan_cache.h"
-#include "cpu/small_groups.h"
 
 namespace jaxconv::cpu {
 namespace {
@@ -149,6 +147,16 @@ bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t s
   return false;
 }
 
+// Fails where oneDNN is as fast as the family. Of depthwise weight gradients the plan tells.
+Status Pays(const ConvProblem& problem, Family family, int64_t threads) {
+  if (family == Family::kGemm) {
+    return GemmWgradPays(problem, ChooseSlices(problem, Family::kOnednn, threads));
+  }
+  if (family == Family::kFewPixels) return FewPixelsPays(problem);
+  const RegionKernel* own = RegionKernelOf(family);
+  return own != nullptr ? own->pays(problem) : Status();
+}
+
 // Predicted microseconds of the kernel and of XLA's convolution.
 struct Times {
   double kernel = 0, xla = 0;
@@ -217,12 +225,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     int64_t slices = ChooseSlices(problem, kernel.family, threads);
     std::shared_ptr<const Plan> plan;
     Status status;
-    if (is_auto && kernel.family == Family::kGemm) {
-      status = GemmWgradPays(problem, ChooseSlices(problem, Family::kOnednn, threads));
-    }
-    if (is_auto && kernel.family == Family::kFewPixels) status = FewPixelsPays(problem);
-    if (is_auto && kernel.family == Family::kFewOutputs) status = FewOutputsPays(problem);
-    if (is_auto && kernel.family == Family::kSmallGroups) status = SmallGroupsPays(problem);
+    if (is_auto) status = Pays(problem, kernel.family, threads);
     if (status.ok()) status = FindPlan(problem, kernel, slices, &plan);
     if (status.ok() && is_auto && kernel.family == Family::kDepthwise &&
         OnednnHasDepthwiseKernel(problem, kernel.dtype, slices)) {

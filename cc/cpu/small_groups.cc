@@ -265,6 +265,18 @@ Status Check(const ConvProblem& p) {
   return {};
 }
 
+Status Pays(const ConvProblem& p) {
+  const Spatial ones{1, 1, 1};
+  const bool dense = p.taps() > 1 && p.stride == ones && p.dilation == ones;
+  if (p.c < kLanes) return Status::Unimplemented("pays from 16 channels on");
+  if (p.c_per_group() == 8 && (p.rank == 1 || !dense)) {
+    return Status::Unimplemented(
+        "pays for groups of 8 channels with several taps of two or three "
+        "axes, without stride and dilation");
+  }
+  return {};
+}
+
 int64_t PackedElements(const ConvProblem& p) {
   return CeilDiv(p.c, kLanes) * p.taps() * p.c_per_group() * kLanes;
 }
@@ -322,18 +334,6 @@ void Compute(const ConvProblem& p, const float* from, const float* packed, float
 
 }  // namespace
 
-const RegionKernel kSmallGroups = {Check, PackedElements, Pack, ScratchBytes, Compute};
-
-Status SmallGroupsPays(const ConvProblem& p) {
-  const Spatial ones{1, 1, 1};
-  const bool dense = p.taps() > 1 && p.stride == ones && p.dilation == ones;
-  if (p.c < kLanes) return Status::Unimplemented("pays from 16 channels on");
-  if (p.c_per_group() == 8 && (p.rank == 1 || !dense)) {
-    return Status::Unimplemented(
-        "pays for groups of 8 channels with several taps of two or three "
-        "axes, without stride and dilation");
-  }
-  return {};
-}
+const RegionKernel kSmallGroups = {Check, Pays, PackedElements, Pack, ScratchBytes, Compute};
 
 }  // namespace jaxconv::cpu

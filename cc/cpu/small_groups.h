@@ -2,8 +2,6 @@
 #ifndef JAXCONV_CPU_SMALL_GROUPS_H_
 #define JAXCONV_CPU_SMALL_GROUPS_H_
 
-#include "core/conv_problem.h"
-#include "core/status.h"
 #include "cpu/region_kernel.h"
 
 namespace jaxconv::cpu {
@@ -11,9 +9,6 @@ namespace jaxconv::cpu {
 // Takes groups of 2, 4 or 8 input and as many output channels, data gradients of stride 1; needs
 // AVX-512.
 extern const RegionKernel kSmallGroups;
-
-// Fails where oneDNN is as fast.
-Status SmallGroupsPays(const ConvProblem& problem);
 
 }  // namespace jaxconv::cpu
 

@@ -3,7 +3,7 @@
 //   onednn_conv_test [random problems] [seed]
 //
 // Every instance is forced by name on every problem that it accepts. Outputs and workspaces are
-// filled with NaN patterns first. The first failures are printed with the problem key.
+// filled with NaN patterns first. Failures are printed with the problem key.
 
 #include <algorithm>
 #include <cctype>
@@ -13,115 +13,28 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "cc/cpu_runs.h"
 #include "cc/huge_windows.h"
-#include "cc/naive_conv.h"
 #include "cpu/convert.h"
-#include "cpu/execution.h"
 #include "cpu/onednn.h"
-#include "cpu/plan.h"
-#include "cpu/primitives.h"
 #include "cpu/select.h"
 
 namespace jaxconv {
 namespace {
 
-int failures = 0;
 std::map<std::string, int> ran;                      // by instance
 std::map<std::string, std::string> refusal_example;  // by reason
-
-void Fail(const std::string& what) {
-  if (++failures <= 20) std::printf("FAIL %s\n", what.c_str());
-}
-
-#define EXPECT(condition, what)                                      \
-  do {                                                               \
-    if (!(condition)) Fail(std::string(#condition) + ": " + (what)); \
-  } while (0)
-
-void RunOnThreads(int64_t tasks, const std::function<void(int64_t)>& body) {
-  std::vector<std::thread> threads;
-  for (int64_t task = 1; task < tasks; ++task) threads.emplace_back(body, task);
-  body(0);
-  for (std::thread& thread : threads) thread.join();
-}
-
-std::vector<double> RandomIntegers(int64_t count, std::mt19937* random) {
-  std::uniform_int_distribution<int> value(-3, 3);
-  std::vector<double> values(count);
-  for (double& v : values) v = value(*random);
-  return values;
-}
-
-// The bytes of `values` rounded to `dtype`.
-std::vector<char> Encode(DType dtype, const std::vector<double>& values) {
-  int64_t count = static_cast<int64_t>(values.size());
-  std::vector<char> bytes(count * ByteWidth(dtype));
-  if (dtype == DType::kS8 || dtype == DType::kU8 || dtype == DType::kS32) {
-    for (int64_t i = 0; i < count; ++i) {
-      auto value = static_cast<int32_t>(values[i]);
-      if (dtype != DType::kS32) {
-        bytes[i] = static_cast<char>(value);
-      } else {
-        std::memcpy(&bytes[4 * i], &value, 4);
-      }
-    }
-    return bytes;
-  }
-  std::vector<float> floats(values.begin(), values.end());
-  cpu::FromFloat(dtype, floats.data(), bytes.data(), 0, count);
-  return bytes;
-}
-
-int64_t Elements(const ConvProblem& p, char tensor) {
-  return tensor == 'x' ? p.x_elements() : tensor == 'w' ? p.w_elements() : p.y_elements();
-}
-
-struct Data {
-  std::vector<char> lhs, rhs, expected;
-};
-
-Data MakeData(const ConvProblem& p, std::mt19937* random) {
-  std::vector<double> lhs = RandomIntegers(Elements(p, p.op == Op::kDgrad ? 'y' : 'x'), random);
-  std::vector<double> rhs = RandomIntegers(Elements(p, p.op == Op::kWgrad ? 'y' : 'w'), random);
-  if (p.lhs_dtype() == DType::kS8) {  // the extremes too, whose pairwise sums overflow 16 bits
-    for (size_t i = 0; i < lhs.size(); i += 3) lhs[i] = i % 2 ? -128 : 127;
-    for (size_t i = 0; i < rhs.size(); i += 2) rhs[i] = i % 3 ? -128 : 127;
-  }
-  if (p.lhs_dtype() == DType::kU8) {
-    for (size_t i = 0; i < lhs.size(); ++i) lhs[i] = i % 3 ? std::abs(lhs[i]) : 255;
-    for (size_t i = 0; i < rhs.size(); i += 2) rhs[i] = i % 3 ? -128 : 127;
-  }
-  return {Encode(p.lhs_dtype(), lhs), Encode(p.rhs_dtype(), rhs),
-          Encode(p.output_dtype(), NaiveConv(p, lhs, rhs))};
-}
-
-Status Run(const ConvProblem& p, const Selection& s, const Data& data, char* out, char* workspace,
-           int64_t workspace_bytes) {
-  std::shared_ptr<const cpu::Plan> plan;
-  JAXCONV_RETURN_IF_ERROR(cpu::FindPlan(p.ToString(), s.instance, s.slices, &plan));
-  return cpu::Execute(*plan, data.lhs.data(), data.rhs.data(), out, workspace, workspace_bytes,
-                      RunOnThreads);
-}
-
-Status RunInstance(const ConvProblem& p, const Selection& s, const Data& data,
-                   std::vector<char>* out) {
-  out->assign(data.expected.size(), static_cast<char>(0xff));
-  std::vector<char> workspace(s.workspace_bytes, static_cast<char>(0xff));
-  return Run(p, s, data, out->data(), workspace.data(), s.workspace_bytes);
-}
 
 void CheckInstance(const ConvProblem& p, const std::string& instance, int64_t threads,
                    const Data& data) {
   std::string what = instance + " on " + std::to_string(threads) + " threads: " + p.ToString();
   Selection s;
   Status status = cpu::Select(p, instance, threads, &s);
-  if (!status.ok()) return Fail(what + ": " + status.message());
+  if (!status.ok()) return Expect(false, what + ": " + status.message());
   if (s.instance.empty()) {
     EXPECT(s.refusals.size() == 1 && !s.refusals[0].reason.empty(), what);
     if (s.refusals[0].reason.find("computes ") != 0 && s.refusals[0].reason.find("takes ") != 0 &&
@@ -138,34 +51,23 @@ void CheckInstance(const ConvProblem& p, const std::string& instance, int64_t th
          what);
   std::vector<char> out, again;
   status = RunInstance(p, s, data, &out);
-  if (!status.ok()) return Fail(what + ": " + status.message());
+  if (!status.ok()) return Expect(false, what + ": " + status.message());
   if (out != data.expected) {
     int64_t width = ByteWidth(p.output_dtype());
     size_t at = 0;
     while (out[at] == data.expected[at]) ++at;
-    return Fail(what + ": first difference at element " + std::to_string(at / width) + " of " +
-                std::to_string(out.size() / width));
+    return Expect(false, what + ": first difference at element " + std::to_string(at / width) +
+                             " of " + std::to_string(out.size() / width));
   }
   status = RunInstance(p, s, data, &again);
   EXPECT(status.ok() && out == again, what + ": second run");
   ++ran[instance];
 }
 
-struct Types {
-  DType operand, result;
-};
 constexpr Types kTypes[] = {{DType::kF32, DType::kF32},  {DType::kBF16, DType::kBF16},
                             {DType::kBF16, DType::kF32}, {DType::kF16, DType::kF16},
                             {DType::kF16, DType::kF32},  {DType::kS8, DType::kS32},
                             {DType::kS8, DType::kS8},    {DType::kU8, DType::kS32}};
-
-void SetTypes(Op op, Types types, ConvProblem* p) {
-  p->op = op;
-  p->x_dtype = op == Op::kDgrad ? types.result : types.operand;
-  p->w_dtype = op == Op::kWgrad ? types.result : types.operand;
-  p->y_dtype = op == Op::kFprop ? types.result : types.operand;
-  if (p->w_dtype == DType::kU8) p->w_dtype = DType::kS8;  // beside u8 images
-}
 
 // All operations, types and instances on one geometry. False: it is no valid convolution.
 bool CheckGeometry(ConvProblem p, const std::vector<int64_t>& threads, bool all_types,
@@ -186,18 +88,6 @@ bool CheckGeometry(ConvProblem p, const std::vector<int64_t>& threads, bool all_
     }
   }
   return true;
-}
-
-ConvProblem Geometry2d(int64_t n, int64_t h, int64_t w, int64_t c, int64_t k, int64_t r, int64_t s,
-                       int64_t stride, int64_t pad, int64_t groups = 1, int64_t dilation = 1) {
-  ConvProblem p;
-  p.n = n, p.c = c, p.k = k, p.groups = groups;
-  p.in = {1, h, w};
-  p.filter = {1, r, s};
-  p.stride = {1, stride, stride};
-  p.dilation = {1, dilation, dilation};
-  p.pad_lo = p.pad_hi = {0, pad, pad};
-  return p;
 }
 
 void CheckList(std::mt19937* random) {
@@ -344,237 +234,6 @@ void CheckHugeWindows(int count, unsigned seed) {
   }
 }
 
-void CheckSelect() {
-  ConvProblem p = Geometry2d(4, 56, 56, 64, 64, 3, 3, 1, 1);
-  p.out = p.in;
-  Selection s;
-  EXPECT(cpu::Select(p, "winograd_of_elsewhere", 2, &s).code() == StatusCode::kInvalidArgument, "");
-  for (const char* algorithm : {"auto", "onednn", "fprop_onednn_f32"}) {
-    EXPECT(cpu::Select(p, algorithm, 2, &s).ok() && s.instance == "fprop_onednn_f32", algorithm);
-    EXPECT(s.slices == 2, algorithm);
-  }
-  p.filter_layout = FilterLayout::kKrsc;  // after a plan of the same sizes was made
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
-  p.filter_layout = FilterLayout::kRsck;
-  EXPECT(cpu::Select(p, "wgrad_onednn_f32", 2, &s).ok() && s.instance.empty(), "");
-  EXPECT(cpu::Select(p, "depthwise", 2, &s).ok() && s.instance.empty() && !s.refusals.empty(), "");
-  p.op = Op::kDgrad;
-  SetTypes(Op::kDgrad, {DType::kS8, DType::kS32}, &p);
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty() && !s.refusals.empty(), "");
-}
-
-// What oneDNN computes slowly, and what XLA calls faster.
-void CheckSmallProblems() {
-  struct {
-    ConvProblem p;
-    const char* chosen;
-  } const cases[] = {
-      {Geometry2d(4, 32, 32, 64, 3, 7, 7, 1, 3), "fprop_few_outputs_f32"},
-      {Geometry2d(4, 32, 32, 64, 1, 3, 3, 1, 1), "fprop_few_outputs_f32"},
-      {Geometry2d(4, 32, 32, 64, 16, 3, 3, 1, 1), "fprop_onednn_f32"},
-      {Geometry2d(4, 7, 7, 256, 128, 7, 7, 1, 0), "fprop_few_pixels_f32"},
-      {Geometry2d(4, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_few_pixels_f32"},
-      {Geometry2d(256, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_onednn_f32"},
-      {Geometry2d(64, 1, 1, 512, 1000, 1, 1, 1, 0), "fprop_few_pixels_f32"},
-      {Geometry2d(4, 8, 8, 512, 100, 4, 4, 1, 0), "fprop_few_pixels_f32"},
-      {Geometry2d(4, 8, 8, 64, 100, 4, 4, 1, 0), "fprop_onednn_f32"},
-      {Geometry2d(1, 7, 7, 512, 512, 3, 3, 1, 1), "fprop_onednn_f32"},
-      {Geometry2d(4, 8, 8, 16, 16, 3, 3, 1, 1), "fprop_onednn_f32"},
-      {Geometry2d(4, 8, 8, 32, 32, 3, 3, 1, 1, 16), "fprop_small_groups_f32"},
-      {Geometry2d(4, 8, 8, 32, 32, 1, 1, 1, 0, 8), "fprop_small_groups_f32"},
-      {Geometry2d(4, 8, 8, 32, 32, 3, 3, 1, 1, 4), "fprop_small_groups_f32"},
-      {Geometry2d(4, 8, 8, 32, 32, 1, 1, 1, 0, 4), "fprop_onednn_f32"},
-      {Geometry2d(4, 8, 8, 32, 32, 3, 3, 1, 1, 2), "fprop_onednn_f32"},
-  };
-  const bool avx512 = __builtin_cpu_supports("avx512f");
-  Selection s;
-  for (auto [p, chosen] : cases) {
-    for (int a = 0; a < 3; ++a) p.out[a] = p.pad_lo[a] > 0 ? p.in[a] : p.in[a] - p.filter[a] + 1;
-    const std::string expected = avx512 ? chosen : "fprop_onednn_f32";
-    for (const char* algorithm : {"auto", "native"}) {
-      EXPECT(cpu::Select(p, algorithm, 2, &s).ok() && s.instance == expected,
-             p.ToString() + ": " + s.instance);
-    }
-  }
-  ConvProblem p = Geometry2d(4, 8, 8, 16, 16, 1, 1, 1, 0);
-  p.out = p.in;
-  EXPECT(cpu::Select(p, "native", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
-  EXPECT(s.xla_microseconds > 0 && s.xla_microseconds < s.microseconds, p.ToString());
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty() && s.xla_microseconds > 0 &&
-             s.microseconds > s.xla_microseconds && s.refusals.size() == 1 &&
-             s.refusals[0].reason.find("predicted 2.0 us, fprop_onednn_f32 2.9 us") == 0,
-         s.refusals.empty() ? "" : s.refusals[0].reason);
-  // Few input channels, rows of a multiple of 2 KB: XLA's unless it has an epilogue.
-  p = Geometry2d(1, 24, 24, 3, 512, 3, 3, 1, 1);
-  p.out = p.in;
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
-  p.epilogue.bias = true;
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
-  p = Geometry2d(4, 1, 4000, 1, 512, 1, 10, 5, 0);
-  p.rank = 1, p.stride[1] = 1, p.out = {1, 1, 799};
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
-  p = Geometry2d(1, 224, 224, 3, 1024, 16, 16, 16, 0);  // a sum of many terms
-  p.out = {1, 14, 14};
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
-  p = Geometry2d(4, 1, 3200, 2, 512, 1, 25, 1, 0);
-  p.rank = 1, p.out = {1, 1, 3176};
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
-  p.n = 1;  // 6.5 MB of output
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
-  p = Geometry2d(1, 24, 24, 3, 576, 3, 3, 1, 1);
-  p.out = p.in;
-  EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
-}
-
-// Weight gradients as matrix products: chosen where every task of oneDNN's would have few pixels,
-// and right in any number of tasks, which then share channels and taps.
-void CheckGemmWgrad(std::mt19937* random) {
-  Selection s;
-  auto chosen = [&](int64_t n, int64_t side, int64_t c, int64_t k, int64_t threads) {
-    ConvProblem p = Geometry2d(n, side, side, c, k, 1, 1, 1, 0);
-    p.out = p.in;
-    p.op = Op::kWgrad;
-    return cpu::Select(p, "auto", threads, &s).ok() ? s.instance : "";
-  };
-  EXPECT(chosen(4, 1, 512, 1000, 16) == "wgrad_gemm_f32", s.instance);
-  EXPECT(chosen(32, 7, 512, 512, 16) == "wgrad_gemm_f32", s.instance);
-  EXPECT(chosen(32, 7, 512, 512, 1) == "wgrad_onednn_f32", s.instance);
-  EXPECT(chosen(4, 28, 64, 64, 16) == "wgrad_onednn_f32", s.instance);
-  EXPECT(chosen(4, 1, 512, 16, 16) == "wgrad_onednn_f32", s.instance);
-
-  ConvProblem row = Geometry2d(4, 1, 1000, 64, 64, 1, 9, 1, 0);
-  row.rank = 1;
-  row.out = row.in;
-  row.pad_lo[2] = row.pad_hi[2] = 4;
-  row.op = Op::kWgrad;
-  EXPECT(cpu::Select(row, "auto", 8, &s).ok() && s.instance == "wgrad_gemm_f32" && s.slices == 8,
-         s.instance + " in " + std::to_string(s.slices));
-
-  ConvProblem grouped = Geometry2d(2, 5, 6, 70, 10, 3, 2, 1, 1);
-  grouped.groups = 2, grouped.batch = 2;
-  grouped.out = {1, 5, 7};
-  ConvProblem few = Geometry2d(1, 1, 300, 3, 5, 1, 7, 1, 0);
-  few.rank = 1;
-  few.out = {1, 1, 294};
-  row.n = 1, row.c = 130, row.in[2] = row.out[2] = 200;
-  for (ConvProblem p : {row, grouped, few}) {
-    p.op = Op::kWgrad;
-    const Data data = MakeData(p, random);
-    for (int64_t slices : {1, 2, 3, 7, 8, 11, 16, 64}) {
-      std::shared_ptr<const cpu::Plan> plan;
-      EXPECT(cpu::FindPlan(p.ToString(), "wgrad_gemm_f32", slices, &plan).ok(), p.ToString());
-      s.instance = "wgrad_gemm_f32", s.slices = slices;
-      s.workspace_bytes = plan->workspace_bytes;
-      std::vector<char> out;
-      EXPECT(RunInstance(p, s, data, &out).ok() && out == data.expected,
-             p.ToString() + " in " + std::to_string(slices));
-    }
-  }
-}
-
-void CheckWorkspace(std::mt19937* random) {
-  ConvProblem p = Geometry2d(2, 14, 14, 32, 64, 3, 3, 1, 1);
-  p.out = p.in;
-  p.op = Op::kWgrad;
-  Data data = MakeData(p, random);
-  Selection s;
-  EXPECT(cpu::Select(p, "onednn", 2, &s).ok() && s.workspace_bytes > 0, p.ToString());
-  std::vector<char> out(data.expected.size()), workspace(s.workspace_bytes + 4);
-  Status status = Run(p, s, data, out.data(), workspace.data(), s.workspace_bytes - 1);
-  EXPECT(status.code() == StatusCode::kInvalidArgument &&
-             status.message().find(std::to_string(s.workspace_bytes)) != std::string::npos,
-         status.message());
-  // Any alignment of the buffer will do.
-  status = Run(p, s, data, out.data(), workspace.data() + 4, s.workspace_bytes);
-  EXPECT(status.ok() && out == data.expected, "unaligned workspace: " + status.message());
-}
-
-// What a call may hold that selection has not written.
-void CheckCalls() {
-  ConvProblem p = Geometry2d(2, 14, 14, 32, 64, 3, 3, 1, 1);
-  p.out = p.in;
-  std::shared_ptr<const cpu::Plan> plan;
-  auto code = [&](const std::string& key, const char* instance, int64_t slices) {
-    return cpu::FindPlan(key, instance, slices, &plan).code();
-  };
-  std::string key = p.ToString();
-  EXPECT(code(key, "fprop_onednn_f32", 2) == StatusCode::kOk && plan != nullptr, key);
-  EXPECT(cpu::ProblemOf(*plan).ToString() == key, key);
-  EXPECT(code(key, "fprop_onednn_f32", 0) == StatusCode::kInvalidArgument, "no task");
-  EXPECT(code(key, "no_such_instance", 1) == StatusCode::kInvalidArgument, "no instance");
-  EXPECT(code("fprop", "fprop_onednn_f32", 1) == StatusCode::kInvalidArgument, "no key");
-  EXPECT(code(key, "dgrad_onednn_f32", 1) == StatusCode::kUnimplemented && plan == nullptr, key);
-}
-
-// Several executions at once, with a cache so small that plans are evicted while in use.
-void CheckConcurrency(std::mt19937* random) {
-  cpu::SetPlanCapacity(2);
-  struct Job {
-    ConvProblem p;
-    Selection s;
-    Data data;
-  };
-  std::vector<Job> jobs;
-  for (int64_t k : {16, 32, 48, 64}) {
-    for (Op op : {Op::kFprop, Op::kDgrad, Op::kWgrad}) {
-      Job job;
-      job.p = Geometry2d(3, 12, 12, 32, k, 3, 3, 1, 1);
-      job.p.out = job.p.in;
-      job.p.op = op;
-      job.data = MakeData(job.p, random);
-      EXPECT(cpu::Select(job.p, "auto", 2, &job.s).ok(), job.p.ToString());
-      jobs.push_back(std::move(job));
-    }
-  }
-  std::vector<int> wrong(6, 0);
-  RunOnThreads(6, [&](int64_t thread) {
-    for (int i = 0; i < 40; ++i) {
-      const Job& job = jobs[(thread * 5 + i) % jobs.size()];
-      std::vector<char> out;
-      Status status = RunInstance(job.p, job.s, job.data, &out);
-      wrong[thread] += !status.ok() || out != job.data.expected;
-    }
-  });
-  for (int count : wrong) EXPECT(count == 0, std::to_string(count) + " wrong concurrent results");
-  EXPECT(cpu::PlanCount() <= 2, std::to_string(cpu::PlanCount()) + " plans");
-  cpu::SetPlanCapacity(256);
-}
-
-bool TakesBrgemm(const ConvProblem& p) {
-  Selection s;
-  std::shared_ptr<const cpu::Plan> plan;
-  EXPECT(cpu::Select(p, "onednn", 2, &s).ok() && !s.instance.empty(), p.ToString());
-  EXPECT(cpu::FindPlan(p.ToString(), s.instance, s.slices, &plan).ok(), p.ToString());
-  const bool may = s.instance.find("no_brgemm") == std::string::npos;
-  const std::vector<cpu::ConvPrimitive>& made = plan->primitives.convolutions;
-  const bool has = std::any_of(made.begin(), made.end(), [](const cpu::ConvPrimitive& each) {
-    return cpu::UsesBrgemm(each.implementation);
-  });
-  EXPECT(may || !has, p.ToString() + " has brgemm kernels");
-  return has;
-}
-
-// oneDNN never frees brgemm kernels: only so many problems have them, and those keep them.
-void CheckBrgemmProblems() {
-  cpu::SetMaxBrgemmProblems(2);
-  std::vector<bool> first, again;
-  std::vector<ConvProblem> problems;
-  for (int64_t k : {24, 40, 56, 72}) {
-    problems.push_back(Geometry2d(2, 13, 13, 32, k, 3, 3, 1, 1));
-    problems.back().out = problems.back().in;
-  }
-  for (const ConvProblem& p : problems) first.push_back(TakesBrgemm(p));
-  for (const ConvProblem& p : problems) again.push_back(TakesBrgemm(p));
-  const bool has = cpu::IsaHas(dnnl::cpu_isa::avx2);
-  EXPECT((first == std::vector<bool>{has, has, false, false}), "the first two problems");
-  EXPECT(first == again, "a problem that was met before");
-  Selection s;
-  EXPECT(
-      cpu::Select(problems[3], "fprop_onednn_f32", 2, &s).ok() && s.instance == "fprop_onednn_f32",
-      "an instance that is named");
-  cpu::SetMaxBrgemmProblems(4096);
-}
-
 void CheckConversions() {
   using cpu::FloatToBF16;
   EXPECT(
@@ -603,13 +262,6 @@ int main(int argc, char** argv) {
               seed);
   std::mt19937 random(seed);
   CheckConversions();
-  CheckSelect();
-  CheckSmallProblems();
-  CheckGemmWgrad(&random);
-  CheckWorkspace(&random);
-  CheckCalls();
-  CheckBrgemmProblems();
-  CheckConcurrency(&random);
   CheckList(&random);
   CheckRandom(count, &random);
   CheckHugeWindows(4 * count, seed);
