@@ -24,6 +24,7 @@
 
 #include <type_traits>
 
+#include "cuda/common/activation.cuh"
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
@@ -74,8 +75,49 @@ __device__ __forceinline__ void ProducePart(const Params& params, const Maps& ma
   }
 }
 
+// What a thread stores of its CTA's rows of the tile: four channels of at most kRows rows; of a fused
+// epilogue also the terms and the residual there, which arrive while the products are computed.
+template <Op kOp, typename T, class Tile, class Epilogue>
+struct StoredPart {
+  static constexpr int kLanesOfRow = Tile::kTileN / 4;
+  // 256 threads take 16 of the tile's 64 rows at a time: 32 and more in two CTAs, 80 in five. Without
+  // an epilogue a lone CTA stores its tile from the fragments.
+  static_assert(Tile::kTileM * Tile::kTileN == 64 * 64 && Tile::kThreads == 256);
+  static constexpr int kRows = Epilogue::kPlain ? 2 : 4;
+  int32_t row[kRows], dst[kRows];  // of the tile and, -1 for none, of the output
+  int64_t base;                    // of the channels in the output
+  ChannelTerms<4> terms;
+  Neighbours<T, 4> residual[kRows];
+
+  static __device__ __forceinline__ int Chunk() { return threadIdx.x % kLanesOfRow; }
+  __device__ __forceinline__ int64_t Offset(const Params& params, int r) const {
+    return base + int64_t{dst[r]} * params.out_channels;
+  }
+  __device__ __forceinline__ void Load(const Params& params, const TilePlace& place,
+                                       const ResidueClass& of, int32_t rank) {
+    const int32_t n = place.n_tile * Tile::kTileN + Chunk() * 4;
+    const bool inside = n < params.gemm_n;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      row[r] = (threadIdx.x + r * Tile::kThreads) / kLanesOfRow * params.cluster.divisor + rank;
+      const bool stored = inside && row[r] < Tile::kTileM;
+      dst[r] = stored ? OutputRow<kOp>(params, of, place.m_tile * Tile::kTileM + row[r]) : -1;
+    }
+    base = place.batch * params.out_batch + int64_t{place.group} * params.out_group + n;
+    if constexpr (!Epilogue::kPlain) {
+      const Epilogue epilogue(params.epilogue);
+      if (inside) terms = epilogue.template Terms<4>(place.group * params.gemm_n + n);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (params.epilogue.residual == nullptr || dst[r] < 0) continue;
+        residual[r] = epilogue.template Residual<T, 4>(Offset(params, r));
+      }
+    }
+  }
+};
+
 // The consumer warpgroup: the CTA's part -> partial sums in place of the ring; of a cluster of one
-// CTA, the output.
+// CTA without an epilogue, the output.
 template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlace& place,
                                             const ResidueClass& of, int32_t k_blocks, uint32_t ring,
@@ -97,10 +139,12 @@ __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlac
   }
   WgmmaWait<0>();
   const int warp = threadIdx.x / 32 % 4;
-  if (params.cluster.divisor == 1) {
-    StoreTile<kOp, T, Tile>(params, place, of, acc, place.m_tile * Tile::kTileM + warp * 16,
-                            ring + warp * Tile::kStagingBytes, Epilogue(params.epilogue));
-    return;
+  if constexpr (Epilogue::kPlain) {
+    if (params.cluster.divisor == 1) {
+      StoreTile<kOp, T, Tile>(params, place, of, acc, place.m_tile * Tile::kTileM + warp * 16,
+                              ring + warp * Tile::kStagingBytes, Epilogue(params.epilogue));
+      return;
+    }
   }
   const int lane = threadIdx.x % 32;
   const int row = warp * 16 + lane / 4, t = lane % 4;
@@ -112,68 +156,76 @@ __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlac
   }
 }
 
-// This rank's rows of the tile, summed over all ranks in their order -> the output. A thread loads
-// kRows rows, of at most kRanks ranks each, before it adds them: the additions are ordered, the
-// loads need not be.
-template <Op kOp, typename T, class Tile, class Epilogue, int kRows, int kRanks>
+// A thread's first kRows rows, each summed over at most kRanks ranks in their order -> the output. All
+// sums are loaded before they are added: the additions are ordered, the loads need not be.
+template <int kRows, int kRanks, typename T, class Tile, class Epilogue, class Part>
 __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlace& place,
-                                            const ResidueClass& of, int32_t rank,
-                                            uint32_t partial) {
-  constexpr int kLanesOfRow = Tile::kTileN / 4;
+                                            const ResidueClass& of, Part part, uint32_t partial) {
   const int32_t ranks = params.cluster.divisor;
-  const int chunk = threadIdx.x % kLanesOfRow;
-  const int32_t n = place.n_tile * Tile::kTileN + chunk * 4;
-  if (n >= params.gemm_n) return;
-  int32_t dst[kRows];
   float4 quad[kRows][kRanks];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int row = (threadIdx.x + r * Tile::kThreads) / kLanesOfRow * ranks + rank;
-    dst[r] =
-        row < Tile::kTileM ? OutputRow<kOp>(params, of, place.m_tile * Tile::kTileM + row) : -1;
-    const uint32_t at = PartialChunk<Tile>(partial, row, chunk);
+    const uint32_t at = PartialChunk<Tile>(partial, part.row[r], Part::Chunk());
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) {
-      if (dst[r] >= 0 && i < ranks) quad[r][i] = LoadCluster(AddressInCluster(at, i));
+      if (part.dst[r] >= 0 && i < ranks) quad[r][i] = LoadCluster(AddressInCluster(at, i));
     }
   }
-  const int64_t base = place.batch * params.out_batch + int64_t{place.group} * params.out_group + n;
-  const Epilogue epilogue(params.epilogue);
-  [[maybe_unused]] ChannelTerms<4> terms;
-  [[maybe_unused]] Neighbours<T, 4> residual[kRows];
-  if constexpr (!Epilogue::kPlain) {
-    terms = epilogue.template Terms<4>(place.group * params.gemm_n + n);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (params.epilogue.residual == nullptr || dst[r] < 0) continue;
-      residual[r] = epilogue.template Residual<T, 4>(base + int64_t{dst[r]} * params.out_channels);
-    }
-  }
+  float sums[kRows][4] = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (dst[r] < 0) continue;
-    float sum[4] = {};
+    if (part.dst[r] < 0) continue;
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) {
       if (i >= ranks) break;
-      sum[0] += quad[r][i].x;
-      sum[1] += quad[r][i].y;
-      sum[2] += quad[r][i].z;
-      sum[3] += quad[r][i].w;
+      sums[r][0] += quad[r][i].x;
+      sums[r][1] += quad[r][i].y;
+      sums[r][2] += quad[r][i].z;
+      sums[r][3] += quad[r][i].w;
     }
-    const int64_t offset = base + int64_t{dst[r]} * params.out_channels;
-    auto store = [&](auto* out) {
-      if constexpr (!Epilogue::kPlain) {
-        epilogue.Scale(terms, sum);
-        epilogue.template Add<T>(sum, residual[r], offset);
-        Activate(params.epilogue.activation, params.epilogue.negative_slope, sum);
+  }
+  const Epilogue epilogue(params.epilogue);
+  T* const out = static_cast<T*>(params.out);
+  if constexpr (Epilogue::kPlain) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (part.dst[r] < 0) continue;
+      const int64_t offset = part.Offset(params, r);
+      if (params.out_is_f32) {
+        StoreQuad(static_cast<float*>(params.out) + offset, sums[r]);
+      } else {
+        StoreQuad(out + offset, sums[r]);
       }
-      StoreQuad(out + offset, sum);
-    };
-    if (Epilogue::kPlain && params.out_is_f32) {
-      store(static_cast<float*>(params.out));
-    } else {
-      store(static_cast<T*>(params.out));
+    }
+  } else if (Clamps(params.epilogue)) {
+    const PairBounds<T> bounds(params.epilogue.activation);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (part.dst[r] < 0) continue;
+      epilogue.Scale(part.terms, sums[r]);
+      if (params.epilogue.residual != nullptr) part.residual[r].AddTo(sums[r]);
+      *reinterpret_cast<uint2*>(out + part.Offset(params, r)) =
+          make_uint2(bounds.Clamp(PackPair<T>(sums[r][0], sums[r][1])),
+                     bounds.Clamp(PackPair<T>(sums[r][2], sums[r][3])));
+    }
+  } else {
+    // One copy of the activations: each row becomes the first.
+#pragma unroll 1
+    for (int turn = 0; turn < kRows; ++turn) {
+      if (part.dst[0] >= 0) {
+        const int64_t offset = part.Offset(params, 0);
+        epilogue.Scale(part.terms, sums[0]);
+        epilogue.template Add<T>(sums[0], part.residual[0], offset);
+        Activate(params.epilogue.activation, params.epilogue.negative_slope, sums[0]);
+        StoreQuad(out + offset, sums[0]);
+      }
+#pragma unroll
+      for (int r = 1; r < kRows; ++r) {
+        part.dst[r - 1] = part.dst[r];
+        part.residual[r - 1] = part.residual[r];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[r - 1][e] = sums[r][e];
+      }
     }
   }
   FinishTile<Tile>(params, place, of, epilogue);
@@ -203,25 +255,33 @@ __global__ void __launch_bounds__(Tag::kThreads, 2)
   const int32_t rank = ClusterRank();
   const ReductionPart part(params, of, rank);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  StoredPart<kOp, T, Tile, Epilogue> stored;
   if (warpgroup == 0) {
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (ElectOne()) {
       ProducePart<kOp, T, Tile>(params, maps, place, of, part, warp, ring, barriers);
     }
     __syncwarp();
+    if constexpr (!Epilogue::kPlain) WaitForInputs();  // of every thread that reads
+    stored.Load(params, place, of, rank);
   } else {
     WaitForInputs();
+    stored.Load(params, place, of, rank);
     ConsumePart<kOp, T, Tile, Epilogue>(params, place, of, part.k_blocks, ring, barriers);
   }
-  if (params.cluster.divisor == 1) return;
+  if (params.cluster.divisor == 1) {
+    if constexpr (!Epilogue::kPlain) {
+      __syncthreads();
+      ReduceParts<4, 1, T, Tile, Epilogue>(params, place, of, stored, ring);
+    }
+    return;
+  }
   ClusterArrive();
   ClusterWait();
-  // 256 threads take 16 of the tile's 64 rows at a time: 32 and more in two CTAs, 80 in five.
-  static_assert(Tile::kTileM * Tile::kTileN == 64 * 64 && Tile::kThreads == 256);
   if (params.cluster.divisor <= 4) {
-    ReduceParts<kOp, T, Tile, Epilogue, 2, 4>(params, place, of, rank, ring);
+    ReduceParts<2, 4, T, Tile, Epilogue>(params, place, of, stored, ring);
   } else {
-    ReduceParts<kOp, T, Tile, Epilogue, 1, kMaxClusterCtas>(params, place, of, rank, ring);
+    ReduceParts<1, kMaxClusterCtas, T, Tile, Epilogue>(params, place, of, stored, ring);
   }
   __syncwarp();
   // The parts were read before the sums that are stored by now could be formed.
