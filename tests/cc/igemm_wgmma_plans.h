@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <string>
+#include <vector>
 
 #include "cuda/igemm_wgmma/geometry.h"
 #include "cuda/igemm_wgmma/params.h"
@@ -26,14 +27,19 @@ inline const Gpu& H200() {
   return gpu;
 }
 
+inline const std::vector<KernelDesc>& AllKernels() {
+  static const std::vector<KernelDesc> kernels = Kernels();
+  return kernels;
+}
+
 // The first instance of the operation whose name contains `part`.
 inline const KernelDesc& KernelNamed(Op op, const std::string& part) {
-  for (const KernelDesc& kernel : Kernels()) {
+  for (const KernelDesc& kernel : AllKernels()) {
     if (kernel.op == op && std::string(kernel.name).find(part) != std::string::npos) return kernel;
   }
   std::printf("FAIL: no kernel '%s'\n", part.c_str());
   ++failures;
-  return Kernels()[0];
+  return AllKernels()[0];
 }
 
 inline Status PlanOf(const KernelDesc& kernel, const ConvProblem& problem, Plan* plan,

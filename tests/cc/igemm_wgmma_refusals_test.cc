@@ -79,7 +79,7 @@ void CheckRefusals() {
   krsc.filter_layout = FilterLayout::kKrsc;
   for (Op op : {Op::kFprop, Op::kDgrad}) {
     krsc.op = op;
-    for (const KernelDesc& any : Kernels()) {
+    for (const KernelDesc& any : AllKernels()) {
       if (any.op != op || any.dtype != DType::kBF16) continue;
       // An instance takes the problem with either layout or with none.
       ConvProblem rsck = krsc;
@@ -114,7 +114,7 @@ void CheckRefusals() {
 
 // The name in the table says the tile that the plan cuts, and the k-block.
 void CheckNames() {
-  for (const KernelDesc& kernel : Kernels()) {
+  for (const KernelDesc& kernel : AllKernels()) {
     const auto& instance = *static_cast<const Instance*>(kernel.instance);
     const bool wgrad_filter_row = kernel.op == Op::kWgrad && instance.Is(kFilterRow);
     const int64_t k_block =

@@ -310,7 +310,7 @@ void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
   const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
   std::vector<double> lhs, rhs, expected;
   std::vector<LaunchParams> carried_out;
-  for (const KernelDesc& kernel : Kernels()) {
+  for (const KernelDesc& kernel : AllKernels()) {
     if (kernel.op != problem.op || kernel.dtype != problem.lhs_dtype()) continue;
     Plan plan;
     if (Status status = PlanOf(kernel, problem, &plan); !status.ok()) {

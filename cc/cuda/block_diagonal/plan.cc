@@ -299,16 +299,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, ...)                  \
   JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, instance.min_cc(), \
                       instance.max_cc(), MakePlan, Instance, JAXCONV_UNPACK __VA_ARGS__)
 #include "cuda/block_diagonal/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::block_diagonal

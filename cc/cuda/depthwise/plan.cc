@@ -303,29 +303,26 @@ using WgradTmaInstance = Instance;
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, ...)                          \
   JAXCONV_ADD_KERNELS(all, ops, types, depthwise, variant, CapabilitiesOf(instance).first, \
                       CapabilitiesOf(instance).second, PlanOf(instance), form##Instance,   \
                       JAXCONV_UNPACK __VA_ARGS__)
 #define FUSED(...)
 #include "cuda/depthwise/kernels.def"
-    for (KernelDesc& kernel : all) {
-      const bool direct = kernel.plan == MakePlan;
-      const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
-      // Of 3x3, and of larger filters.
-      kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
-      kernel.epilogue_cost.activation = 0.1;
-      // StoreInside, where the registers allow it beside the other ways.
-      const bool inside = kernel.plan == PlanPairs ||
-                          (direct && (instance->tma || instance->vec == 1) && !instance->any());
-      kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
-    }
-    return all;
-  }();
-  return kernels;
+  for (KernelDesc& kernel : all) {
+    const bool direct = kernel.plan == MakePlan;
+    const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
+    // Of 3x3, and of larger filters.
+    kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
+    kernel.epilogue_cost.activation = 0.1;
+    // StoreInside, where the registers allow it beside the other ways.
+    const bool inside = kernel.plan == PlanPairs ||
+                        (direct && (instance->tma || instance->vec == 1) && !instance->any());
+    kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
+  }
+  return all;
 }
 
 }  // namespace jaxconv::depthwise

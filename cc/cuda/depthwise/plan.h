@@ -10,7 +10,7 @@
 namespace jaxconv::depthwise {
 
 // The instances of kernels.def, in its order.
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::depthwise
 

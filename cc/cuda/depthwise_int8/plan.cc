@@ -135,16 +135,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, ...)                             \
   JAXCONV_ADD_KERNELS(all, ops, types, depthwise_int8, variant, 80, 1000, MakePlan, Instance, \
                       JAXCONV_UNPACK __VA_ARGS__)
 #include "cuda/depthwise_int8/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::depthwise_int8

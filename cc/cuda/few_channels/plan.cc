@@ -469,17 +469,14 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments)                                \
   JAXCONV_ADD_KERNELS(all, ops, types, few_channels, variant, 80, 1000, MakePlan, Instance, \
                       JAXCONV_UNPACK arguments)
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::few_channels

@@ -175,17 +175,14 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, shares)                      \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_simt, variant, 80, 1000, MakePlan, Instance, \
                       JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
 #define FUSED(...)
 #include "cuda/igemm_simt/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::igemm_simt

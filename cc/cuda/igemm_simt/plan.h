@@ -9,7 +9,7 @@
 namespace jaxconv::igemm_simt {
 
 // The instances of kernels.def, in its order.
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::igemm_simt
 

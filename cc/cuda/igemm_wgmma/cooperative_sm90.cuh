@@ -68,19 +68,8 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
       continue;
     }
     typename Tile::Accumulators acc;
-    uint32_t last = 0;
-    for (int32_t i = 0; i < k_blocks; ++i) {
-      BarrierWait(barriers.Full(stage.slot), stage.parity);
-      const uint32_t a = ring + stage.slot * Tile::kStageBytes;
-      const uint32_t b = a + Tile::kBytesA;
-      Tile::template Multiply<T, kOp == Op::kWgrad, kMnMajorFilter<kOp, T>>(
-          acc, a + kFirstRow * 128, b, i > 0);
-      // A stage is given back one k-block late, so that one wgmma is always in flight.
-      WgmmaWait<1>();
-      if (i > 0) release(barriers.Empty(last));
-      last = stage.slot;
-      stage.Next();
-    }
+    const uint32_t last =
+        MultiplyKBlocks<kOp, T, Tile>(k_blocks, kFirstRow, ring, barriers, release, &stage, acc);
     WgmmaWait<0>();
     release(barriers.Empty(last));
     store(acc);

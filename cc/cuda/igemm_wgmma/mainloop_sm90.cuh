@@ -124,6 +124,30 @@ __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& 
   }
 }
 
+// A consumer warpgroup's products of a tile, of its rows of A from `first_row` on: starts the wgmma of
+// every k-block, and returns the slot of the last one, which is still in flight. A stage is given
+// back one k-block late, so that one wgmma always is.
+template <Op kOp, typename T, class Tile>
+__device__ __forceinline__ uint32_t MultiplyKBlocks(int32_t k_blocks, uint32_t first_row,
+                                                    uint32_t ring, const Barriers<Tile>& barriers,
+                                                    const Release& release,
+                                                    RingPlace<Tile::kStages>* stage,
+                                                    typename Tile::Accumulators& acc) {
+  uint32_t last = 0;
+  for (int32_t i = 0; i < k_blocks; ++i) {
+    BarrierWait(barriers.Full(stage->slot), stage->parity);
+    const uint32_t a = ring + stage->slot * Tile::kStageBytes;
+    const uint32_t b = a + Tile::kBytesA;
+    Tile::template Multiply<T, kOp == Op::kWgrad, kMnMajorFilter<kOp, T>>(acc, a + first_row * 128,
+                                                                          b, i > 0);
+    WgmmaWait<1>();
+    if (i > 0) release(barriers.Empty(last));
+    last = stage->slot;
+    stage->Next();
+  }
+  return last;
+}
+
 }  // namespace jaxconv::igemm_wgmma
 
 #endif  // JAXCONV_CUDA_IGEMM_WGMMA_MAINLOOP_SM90_CUH_

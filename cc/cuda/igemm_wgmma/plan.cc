@@ -137,7 +137,8 @@ void JoinTiles(const Params& params, int64_t ctas, bool dynamic, EpilogueParams*
 const KernelDesc* KernelOf(const KernelDesc& kernel, const ConvProblem& problem) {
   if (KernelOp(problem) == kernel.op) return &kernel;
   const std::string_view rest = std::string_view(kernel.name).substr(5);  // past "fprop" or "dgrad"
-  for (const KernelDesc& other : Kernels()) {
+  static const std::vector<KernelDesc> kernels = Kernels();
+  for (const KernelDesc& other : kernels) {
     const std::string_view name = other.name;
     if (other.op == KernelOp(problem) && name.substr(5) == rest) return &other;
   }
@@ -247,23 +248,20 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, host)                             \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_wgmma, variant, 90, 90, PlanIgemmWgmma, Instance, \
                       kTraitsOf##form, JAXCONV_UNPACK host)
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"
-    for (KernelDesc& kernel : all) {
-      kernel.epilogue_cost = EpilogueCostOf(kernel);
-      kernel.statistics = HasStatistics(kernel);
-      kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->Is(kThreeTf32);
-    }
-    return all;
-  }();
-  return kernels;
+  for (KernelDesc& kernel : all) {
+    kernel.epilogue_cost = EpilogueCostOf(kernel);
+    kernel.statistics = HasStatistics(kernel);
+    kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->Is(kThreeTf32);
+  }
+  return all;
 }
 
 }  // namespace jaxconv::igemm_wgmma

@@ -9,7 +9,7 @@
 
 namespace jaxconv::igemm_wgmma {
 
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::igemm_wgmma
 

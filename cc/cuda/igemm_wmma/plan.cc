@@ -73,7 +73,8 @@ int32_t CopyBytes(int64_t channels, int64_t element_bytes) {
 const KernelDesc* KernelThatReads(const KernelDesc& kernel, const ConvProblem& problem) {
   const Op op = KernelOp(problem);
   if (op == kernel.op) return &kernel;
-  for (const KernelDesc& other : Kernels()) {
+  static const std::vector<KernelDesc> kernels = Kernels();
+  for (const KernelDesc& other : kernels) {
     if (other.instance == kernel.instance && other.op == op && other.dtype == kernel.dtype) {
       return &other;
     }
@@ -280,21 +281,18 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, shares)                      \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_wmma, variant, 80, 1000, MakePlan, Instance, \
                       kThreeTf32Of##form, JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wmma/kernels.def"
-    for (KernelDesc& kernel : all) {
-      kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
-    }
-    return all;
-  }();
-  return kernels;
+  for (KernelDesc& kernel : all) {
+    kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
+  }
+  return all;
 }
 
 }  // namespace jaxconv::igemm_wmma

@@ -147,16 +147,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, ...)                                \
   JAXCONV_ADD_KERNELS(all, ops, types, imma_few_channels, variant, 80, 1000, MakePlan, Instance, \
                       JAXCONV_UNPACK __VA_ARGS__)
 #include "cuda/imma_few_channels/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::imma_few_channels

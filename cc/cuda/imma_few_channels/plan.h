@@ -10,7 +10,7 @@
 namespace jaxconv::imma_few_channels {
 
 // The instances of kernels.def, in its order.
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::imma_few_channels
 

@@ -214,16 +214,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, share)                        \
   JAXCONV_ADD_KERNELS(all, ops, types, imma_nchw32, variant, 80, 1000, MakePlan, Instance, \
                       JAXCONV_UNPACK arguments, JAXCONV_UNPACK share)
 #include "cuda/imma_nchw32/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::imma_nchw32

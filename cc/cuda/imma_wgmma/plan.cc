@@ -319,17 +319,14 @@ Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, host)                           \
   JAXCONV_ADD_KERNELS(all, ops, types, imma_wgmma, variant, 90, 90, PlanImmaWgmma, Instance, \
                       JAXCONV_UNPACK host)
 #define PADDED(...)
 #include "cuda/imma_wgmma/kernels.def"
-    return all;
-  }();
-  return kernels;
+  return all;
 }
 
 }  // namespace jaxconv::imma_wgmma

@@ -8,7 +8,7 @@
 
 namespace jaxconv::imma_wgmma {
 
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::imma_wgmma
 

@@ -158,20 +158,17 @@ const char* Alias(const Instance& instance) {
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, plan)             \
   JAXCONV_ADD_KERNELS(all, ops, types, winograd, variant, instance.capability, \
                       MaxCapability(instance), MakePlan, Instance, JAXCONV_UNPACK plan)
 #include "cuda/winograd/kernels.def"
-    for (KernelDesc& kernel : all) {
-      kernel.alias = Alias(*static_cast<const Instance*>(kernel.instance));
-      kernel.on_request = true;
-    }
-    return all;
-  }();
-  return kernels;
+  for (KernelDesc& kernel : all) {
+    kernel.alias = Alias(*static_cast<const Instance*>(kernel.instance));
+    kernel.on_request = true;
+  }
+  return all;
 }
 
 }  // namespace jaxconv::winograd

@@ -12,7 +12,7 @@
 namespace jaxconv::winograd {
 
 // The instances of kernels.def, in its order.
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::winograd
 

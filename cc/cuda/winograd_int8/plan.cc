@@ -175,18 +175,15 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 }  // namespace
 
-const std::vector<KernelDesc>& Kernels() {
-  static const std::vector<KernelDesc> kernels = [] {
-    std::vector<KernelDesc> all;
+std::vector<KernelDesc> Kernels() {
+  std::vector<KernelDesc> all;
 #define KERNEL(ops, types, variant, header, form, arguments, plan)                         \
   JAXCONV_ADD_KERNELS(all, ops, types, winograd_int8, variant, 90, 90, MakePlan, Instance, \
                       JAXCONV_UNPACK plan)
 #define PADDED(...)
 #include "cuda/winograd_int8/kernels.def"
-    for (KernelDesc& kernel : all) kernel.on_request = true;
-    return all;
-  }();
-  return kernels;
+  for (KernelDesc& kernel : all) kernel.on_request = true;
+  return all;
 }
 
 }  // namespace jaxconv::winograd_int8

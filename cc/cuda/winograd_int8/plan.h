@@ -9,7 +9,7 @@
 
 namespace jaxconv::winograd_int8 {
 
-const std::vector<KernelDesc>& Kernels();
+std::vector<KernelDesc> Kernels();
 
 }  // namespace jaxconv::winograd_int8
 
