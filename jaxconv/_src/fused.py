@@ -32,9 +32,18 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from jaxconv._src import compat, fused_partition, lowering, native, partition, primitives, record
+from jaxconv._src import (
+    compat,
+    fused_partition,
+    lowering,
+    native,
+    partition,
+    primitives,
+    record,
+    rules,
+)
 from jaxconv._src.epilogue import (
     Activation,
     Epilogue,
@@ -411,13 +420,11 @@ def _call(ctx, chosen: native.Selection, key: str, operands, spec: ConvSpec, epi
     return [y, *[pre] * epilogue.pre, *[statistics] * epilogue.statistics]
 
 
-conv_fused_p.def_impl(functools.partial(compat.apply_primitive, conv_fused_p))
-conv_fused_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[conv_fused_p] = _jvp
-batching.primitive_batchers[conv_fused_p] = _batch
-compat.report_nans(conv_fused_p)
-mlir.register_lowering(conv_fused_p, mlir.lower_fun(apart, multiple_results=True))
-for _platform in native.PLATFORMS:
-    mlir.register_lowering(
-        conv_fused_p, functools.partial(_lower, _platform), platform=_platform, cacheable=False
-    )
+rules.register(
+    conv_fused_p,
+    shapes=_abstract_eval,
+    batch=_batch,
+    lower=_lower,
+    elsewhere=mlir.lower_fun(apart, multiple_results=True),
+)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from jaxconv._src import (
     compat,
@@ -39,6 +39,7 @@ from jaxconv._src import (
     native,
     partition,
     record,
+    rules,
     winograd_jax,
 )
 from jaxconv._src.int8_layout import (
@@ -462,14 +463,8 @@ def _lower(platform: str, ctx, *operands, spec: Int8Spec):
     return recorded(chosen, mlir.lower_fun(call, multiple_results=False)(ctx, *operands))
 
 
-conv_int8_p.def_impl(functools.partial(compat.apply_primitive, conv_int8_p))
-conv_int8_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[conv_int8_p] = _no_derivative
 ad.primitive_transposes[conv_int8_p] = _no_derivative
-batching.primitive_batchers[conv_int8_p] = _batch
-compat.report_nans(conv_int8_p)
-mlir.register_lowering(conv_int8_p, _lower_to_xla)
-for _platform in native.PLATFORMS:
-    mlir.register_lowering(
-        conv_int8_p, functools.partial(_lower, _platform), platform=_platform, cacheable=False
-    )
+rules.register(
+    conv_int8_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_to_xla
+)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from jaxconv._src import compat, lowering, partition
+from jaxconv._src import compat, lowering, partition, rules
 from jaxconv._src.spec import ConvSpec, Op, check_size
 
 PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
@@ -173,22 +173,15 @@ def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype
 
 
 for _op, _primitive in PRIMITIVES.items():
-    _primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(functools.partial(_abstract_eval, _op))
     ad.defbilinear(
         _primitive,
         functools.partial(_transpose_lhs, _op),
         functools.partial(_transpose_rhs, _op),
     )
-    batching.primitive_batchers[_primitive] = functools.partial(_batch, _op)
-    compat.report_nans(_primitive)
-    mlir.register_lowering(_primitive, functools.partial(lowering.lower_without_kernels, _op))
-    for _platform in lowering.PLATFORMS:
-        mlir.register_lowering(
-            _primitive,
-            functools.partial(lowering.lower, _op, _platform),
-            platform=_platform,
-            # ``explain`` lists every use, with its line of the user's code; lowering one costs
-            # 0.4 ms, which a reused lowering would save.
-            cacheable=False,
-        )
+    rules.register(
+        _primitive,
+        shapes=functools.partial(_abstract_eval, _op),
+        batch=functools.partial(_batch, _op),
+        lower=functools.partial(lowering.lower, _op),
+        elsewhere=functools.partial(lowering.lower_without_kernels, _op),
+    )

@@ -17,9 +17,18 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from jaxconv._src import compat, int8_partition, lowering, native, partition, record, winograd_jax
+from jaxconv._src import (
+    compat,
+    int8_partition,
+    lowering,
+    native,
+    partition,
+    record,
+    rules,
+    winograd_jax,
+)
 from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, flops, key_of
 from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter, checked, unpacked
 
@@ -258,17 +267,8 @@ def _lower(platform: str, ctx, x, data, **params):
     return recorded(results[:1])
 
 
-conv_prepared_p.def_impl(functools.partial(compat.apply_primitive, conv_prepared_p))
-conv_prepared_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[conv_prepared_p] = _no_derivative
 ad.primitive_transposes[conv_prepared_p] = _no_derivative
-batching.primitive_batchers[conv_prepared_p] = _batch
-compat.report_nans(conv_prepared_p)
-mlir.register_lowering(conv_prepared_p, _lower_to_xla)
-for _platform in native.PLATFORMS:
-    mlir.register_lowering(
-        conv_prepared_p,
-        functools.partial(_lower, _platform),
-        platform=_platform,
-        cacheable=False,  # ``explain`` lists every use
-    )
+rules.register(
+    conv_prepared_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_to_xla
+)
