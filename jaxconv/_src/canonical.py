@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,99 @@ class CanonicalForm:
         return lax.squeeze(out, (1,)) if self.pointwise else out
 
 
+class _Array(NamedTuple):
+    """One of lax's arrays, and the places of two axes in its spec."""
+
+    name: str
+    first: int
+    last: int
+
+
+class _Parts(NamedTuple):
+    """Which of lax's arrays and steps play which parts of an operation."""
+
+    x: _Array  # n first, c last
+    w: _Array  # c first, k last
+    y: _Array  # n first, k last
+    stride: str
+    lhs_dilation: str
+    dilation: str
+
+
+# By operation, and whether it is swapped.
+_PARTS = {
+    (Op.FPROP, False): _Parts(
+        x=_Array("lhs", 0, 1),
+        w=_Array("rhs", 1, 0),
+        y=_Array("out", 0, 1),
+        stride="window_strides",
+        lhs_dilation="lhs_dilation",
+        dilation="rhs_dilation",
+    ),
+    (Op.DGRAD, False): _Parts(
+        x=_Array("out", 0, 1),
+        w=_Array("rhs", 0, 1),
+        y=_Array("lhs", 0, 1),
+        stride="lhs_dilation",
+        lhs_dilation="window_strides",
+        dilation="rhs_dilation",
+    ),
+    (Op.WGRAD, False): _Parts(
+        x=_Array("lhs", 1, 0),
+        w=_Array("out", 0, 1),
+        y=_Array("rhs", 1, 0),
+        stride="rhs_dilation",
+        lhs_dilation="lhs_dilation",
+        dilation="window_strides",
+    ),
+    (Op.WGRAD, True): _Parts(
+        x=_Array("rhs", 1, 0),
+        w=_Array("out", 1, 0),
+        y=_Array("lhs", 1, 0),
+        stride="lhs_dilation",
+        lhs_dilation="rhs_dilation",
+        dilation="window_strides",
+    ),
+}
+
+
+def _window(
+    conv: LaxConvolution, op: Op, swapped: bool, spatial: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The fields of the operation's ``ConvSpec`` that describe its window and axes.
+
+    Args:
+        conv: the convolution.
+        op, swapped: the form.
+        spatial: the spatial extents of lhs, rhs and out.
+    """
+    parts = _PARTS[op, swapped]
+    specs = {"lhs": conv.lhs_spec, "rhs": conv.rhs_spec, "out": conv.out_spec}
+    (x, y), w = (specs[parts.x.name], specs[parts.y.name]), specs[parts.w.name]
+    stride, lhs_dilation, dilation = (getattr(conv, name) for name in parts[3:])
+    in_spatial, filter_spatial = spatial[parts.x.name], spatial[parts.w.name]
+    padding = conv.padding
+    if op is not Op.FPROP:
+        padding = fitting_padding(
+            [lo for lo, _ in padding],
+            dilated_extents(in_spatial, lhs_dilation),
+            dilated_extents(filter_spatial, dilation),
+            dilated_extents(spatial[parts.y.name], stride),
+            reflected=op is Op.DGRAD or swapped,
+        )
+    return dict(
+        stride=stride,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        dilation=dilation,
+        in_spatial=in_spatial,
+        filter_spatial=filter_spatial,
+        x_axes=(x[parts.x.first], *x[2:], x[parts.x.last]),
+        w_axes=(*w[2:], w[parts.w.first], w[parts.w.last]),
+        y_axes=(y[parts.y.first], *y[2:], y[parts.y.last]),
+    )
+
+
 def form(
     conv: LaxConvolution,
     op: Op,
@@ -202,68 +295,15 @@ def form(
         batch = features * batches
     elif foreign > 1:
         batch = foreign
-    lhs, rhs, out = conv.lhs_spec, conv.rhs_spec, conv.out_spec
-    lhs_spatial = tuple(lhs_shape[a] for a in lhs[2:])
-    rhs_spatial = tuple(rhs_shape[a] for a in rhs[2:])
-    out_spatial = tuple(out_shape[a] for a in out[2:])
-    if op is Op.FPROP:
-        window: dict[str, Any] = dict(
-            stride=conv.window_strides,
-            lhs_dilation=conv.lhs_dilation,
-            dilation=conv.rhs_dilation,
-            in_spatial=lhs_spatial,
-            filter_spatial=rhs_spatial,
-            x_axes=(lhs[0], *lhs[2:], lhs[1]),
-            w_axes=(*rhs[2:], rhs[1], rhs[0]),
-            y_axes=(out[0], *out[2:], out[1]),
-        )
-    elif op is Op.DGRAD:
-        window = dict(
-            stride=conv.lhs_dilation,
-            lhs_dilation=conv.window_strides,
-            dilation=conv.rhs_dilation,
-            in_spatial=out_spatial,
-            filter_spatial=rhs_spatial,
-            x_axes=(out[0], *out[2:], out[1]),
-            w_axes=(*rhs[2:], rhs[0], rhs[1]),
-            y_axes=(lhs[0], *lhs[2:], lhs[1]),
-        )
-    elif swapped:
-        window = dict(
-            stride=conv.lhs_dilation,
-            lhs_dilation=conv.rhs_dilation,
-            dilation=conv.window_strides,
-            in_spatial=rhs_spatial,
-            filter_spatial=out_spatial,
-            x_axes=(rhs[1], *rhs[2:], rhs[0]),
-            w_axes=(*out[2:], out[1], out[0]),
-            y_axes=(lhs[1], *lhs[2:], lhs[0]),
-        )
-    else:
-        window = dict(
-            stride=conv.rhs_dilation,
-            lhs_dilation=conv.lhs_dilation,
-            dilation=conv.window_strides,
-            in_spatial=lhs_spatial,
-            filter_spatial=out_spatial,
-            x_axes=(lhs[1], *lhs[2:], lhs[0]),
-            w_axes=(*out[2:], out[0], out[1]),
-            y_axes=(rhs[1], *rhs[2:], rhs[0]),
-        )
-    padding = conv.padding
-    if op is not Op.FPROP:
-        reflected = op is Op.DGRAD or swapped
-        padding = fitting_padding(
-            [lo for lo, _ in padding],
-            dilated_extents(window["in_spatial"], window["lhs_dilation"]),
-            dilated_extents(window["filter_spatial"], window["dilation"]),
-            dilated_extents(lhs_spatial if reflected else rhs_spatial, window["stride"]),
-            reflected=reflected,
-        )
     groups = features * batches // batch
+    lhs, rhs, out = conv.lhs_spec, conv.rhs_spec, conv.out_spec
+    spatial = {
+        "lhs": tuple(lhs_shape[a] for a in lhs[2:]),
+        "rhs": tuple(rhs_shape[a] for a in rhs[2:]),
+        "out": tuple(out_shape[a] for a in out[2:]),
+    }
     spec = ConvSpec(
-        **window,
-        padding=padding,
+        **_window(conv, op, swapped, spatial),
         groups=groups,
         precision=conv.precision,
         algorithm=conv.algorithm,
@@ -278,13 +318,13 @@ def form(
             Op.WGRAD: (rhs_shape[rhs[1]], rest * groups, outer),
         }[op]
     sizes = Sizes(batch, n, c, k, spec.in_spatial, spec.filter_spatial, spec.out_spatial)
+    reversed_axes = ()
+    if op is Op.DGRAD or swapped:
+        window_axes = (rhs if op is Op.DGRAD else out)[2:]
+        extents = zip(window_axes, spec.filter_spatial, strict=True)
+        reversed_axes = tuple(axis for axis, extent in extents if extent > 1)
     if batch > 1:
         spec = spec.with_batch(x=0, w=0, y=0)
-    reversed_axes = ()
-    if op is Op.DGRAD:
-        reversed_axes = tuple(a for a in rhs[2:] if rhs_shape[a] > 1)
-    elif swapped:
-        reversed_axes = tuple(a for a in out[2:] if out_shape[a] > 1)
     return CanonicalForm(op, spec, sizes, swapped, batch, conv.group_axes, reversed_axes, pointwise)
 
 

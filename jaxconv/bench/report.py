@@ -183,6 +183,32 @@ def summary(rows: Sequence[Row], peers: Iterable[str] = ()) -> list[str]:
     return lines
 
 
+def _bar(axes, position: int, row: Row | None, color: str) -> None:
+    """Draws a row's ratio to lax: right of 1 takes less time than lax, left of it more."""
+    ratio = None if row is None else row.ratio()
+    if ratio is None:
+        wrong = row is not None and row.wrong
+        text, color = (" wrong", "#c00000") if wrong else (" not measured", "0.5")
+        axes.text(1.0, position, text, va="center", fontsize=7, color=color)
+        return
+    axes.barh(
+        position,
+        ratio - 1.0,
+        left=1.0,
+        height=0.72,
+        color="0.72" if row.kernel == "XLA" else color,
+        zorder=2,
+    )
+    axes.annotate(
+        f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x",
+        (max(ratio, 1.0), position),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7,
+    )
+
+
 def plot(rows: Sequence[Row], path: str, environment: dict[str, str]) -> None:
     """Draws the ratio to lax of every row, one panel per operation, and saves the figure.
 
@@ -205,7 +231,6 @@ def plot(rows: Sequence[Row], path: str, environment: dict[str, str]) -> None:
     names = list(dict.fromkeys(label(row) for row in rows))
     ratios = _ratios(rows, "lax")
     low, high = min([1.0, *ratios]), max([1.0, *ratios])
-    logarithmic = high / low > 10
 
     figure = Figure(figsize=(3.1 + 3.1 * len(ops), 2.0 + 0.27 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -214,31 +239,8 @@ def plot(rows: Sequence[Row], path: str, environment: dict[str, str]) -> None:
     for op, axes in zip(ops, panels, strict=True):
         group = {label(row): row for row in rows if row.problem.op is op}
         for position, name in enumerate(names):
-            ratio = group[name].ratio() if name in group else None
-            if ratio is None:
-                wrong = name in group and group[name].wrong
-                text, color = (" wrong", "#c00000") if wrong else (" not measured", "0.5")
-                axes.text(1.0, position, text, va="center", fontsize=7, color=color)
-                continue
-            through_xla = group[name].kernel == "XLA"
-            # Bars start at 1: to the right is shorter than lax, to the left longer.
-            axes.barh(
-                position,
-                ratio - 1.0,
-                left=1.0,
-                height=0.72,
-                color="0.72" if through_xla else colors[op],
-                zorder=2,
-            )
-            axes.annotate(
-                f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x",
-                (max(ratio, 1.0), position),
-                xytext=(3, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=7,
-            )
-        if logarithmic:
+            _bar(axes, position, group.get(name), colors[op])
+        if high / low > 10:
             axes.set_xscale("log")
             axes.set_xlim(low / 1.3, high * (high / low) ** 0.3)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
