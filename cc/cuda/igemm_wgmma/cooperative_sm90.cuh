@@ -24,6 +24,9 @@
 // the producer fills the ring for the next. All is set up while the kernel in front of this one
 // ends.
 //
+// Bound by the tensor cores, which run at the GPU's power limit on large layers. Nothing multiplies
+// while a tile is stored: for short reductions pingpong is faster.
+//
 // Refused, with a reason (geometry.cc): channels whose pitch is not a multiple of 16 bytes, groups
 // whose channels are not a multiple of a k-block's, more than eight residue classes, windows beyond
 // the fields of a tensor map, strides above 8.

@@ -16,7 +16,8 @@
 //
 // The filter has slots of its own, one k-block each (filter-row), or all of its k-blocks stay in
 // shared memory for the kernel's life (weight-stationary). Tiles are pixels by channels, or
-// swap-AB.
+// swap-AB. Activations cross from L2 R times instead of R S times, which leaves the tensor cores as
+// the bound.
 //
 // Shared memory of 128x128: 3 stages of 17 KB, 8 filter slots of 16 KB, 32 KB of staging; 224x64
 // swap-AB: 4 of 29 KB, 10 of 8 KB, 16 KB; 128x64 swap-AB weight-stationary: 7 of 17 KB, 9 k-blocks

@@ -22,6 +22,9 @@
 // of stage s a thread waits for its copies of stage s + 1; one barrier then tells that all copies
 // have arrived and that stage s is in registers. Addresses of a stage are looked up a stage ahead.
 //
+// Bound by mma.sync, whose rate on Hopper is two thirds of wgmma's, and by shared memory: at that rate
+// warp tiles of 64x64 read 85 of its 128 bytes a cycle, and the copies write 32 to 43 more.
+//
 // Copies are 16 bytes where the channels allow, 8 in align8 instances; b_align2 copies any width of
 // B, align2 of both, single 16-bit elements through registers.
 // A filter stored as (k, r, c) is read by the other operation's kernel: strides are parameters.

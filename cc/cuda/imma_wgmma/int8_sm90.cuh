@@ -27,6 +27,9 @@
 // barriers 1 and 2 hand the tensor cores over in pingpong; 3 and 4 say, each to one warpgroup, that
 // its tile's scales and biases are there.
 //
+// Bound by the tensor cores on large layers, by the epilogue where the reduction is short, and by TMA
+// in nchw32, whose boxes have rows of 32 bytes (docs/notes/imma_wgmma.md).
+//
 // Refused, with a reason (plan.cc): channels of a group that are not multiples of 32, dilated
 // inputs, batched filters, windows beyond the fields of a tensor map.
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_INT8_SM90_CUH_
