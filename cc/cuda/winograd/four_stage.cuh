@@ -8,7 +8,7 @@
 //
 // In front of them run the passes of amax.cuh, where operands are scaled: bfloat16 and float32. Instances
 // named four_stage have one chunk of all tiles: V and M go through DRAM, 2 (m + 2)^2 C and 4 (m + 2)^2 K
-// bytes a tile, written and read. Up to about 900 channels these bytes are the bound, above it the
+// bytes a tile, written and read. Up to about 1,000 channels these bytes are the bound, above it the
 // products. Instances named chunked (as the seed's PKF-LLC, seeds/004) cut the tiles into chunks whose V
 // and M take at most 32 MB, so that they stay in L2 from one stage to the next and the workspace is one
 // chunk; a chunk costs three launches.
