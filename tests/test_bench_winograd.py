@@ -11,7 +11,7 @@ from jaxconv import winograd
 from jaxconv._src import lowering, native, winograd_jax
 from jaxconv._src.spec import Op
 from jaxconv.bench import __main__ as bench
-from jaxconv.bench import layers, networks, variants
+from jaxconv.bench import layers, networks, winograd_variants
 from jaxconv.bench.problem import Problem
 
 
@@ -76,10 +76,10 @@ def test_bench_takes_the_variants_that_are_predicted_fastest(monkeypatch, layer,
     prepared = lambda problem, platform: native.Selection(  # noqa: E731
         problem.algorithm, microseconds=1.0 + names.index(problem.algorithm)
     )
-    monkeypatch.setattr(variants, "selection", prepared)
+    monkeypatch.setattr(winograd_variants, "selection", prepared)
     monkeypatch.setattr(winograd_jax, "TILES", {"f4x4": winograd_jax.TILES["f4x4"]})
     problem = Problem(layer, layers.LAYERS["unet_64"], Op.FPROP, "f16", algorithm="native")
-    direct, *found = variants.of(problem, "cuda", every)
+    direct, *found = winograd_variants.of(problem, "cuda", every)
     assert direct == problem
     fastest = names if every else names[5:]
     if layer == "seed_224":

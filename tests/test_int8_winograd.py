@@ -24,8 +24,7 @@ import jaxconv
 from jaxconv import int8
 from jaxconv._src import int8_primitive, int8_winograd, native, winograd_jax
 from jaxconv._src.spec import Op
-from jaxconv.bench import requantized as bench_int8
-from jaxconv.bench import variants
+from jaxconv.bench import int8_layers, winograd_variants
 from jaxconv.bench.command_winograd_errors import int8_operands
 from jaxconv.bench.layers import LAYERS
 from jaxconv.bench.problem import Problem
@@ -180,10 +179,10 @@ def test_explain_states_the_error():
 
 def test_bench_has_rows_for_the_tiles():
     layer = Problem("seed_224", LAYERS["seed_224"], Op.FPROP, "int8_nchw32", algorithm="native")
-    direct, *tiles = variants.of(layer, "cpu")
+    direct, *tiles = winograd_variants.of(layer, "cpu")
     assert direct == layer and [each.algorithm for each in tiles] == TILES
     assert [each.bound for each in tiles] == [2.8e-2, 0.134]
-    names = [bench_int8.selection(each, "cpu").instance for each in tiles]
+    names = [int8_layers.selection(each, "cpu").instance for each in tiles]
     assert names == ["fprop_winograd_int8_s8_2x2_jax", "fprop_winograd_int8_s8_4x4_jax"]
 
 

@@ -16,15 +16,15 @@ from jaxconv._src.spec import Op
 from jaxconv.bench import (
     compiled,
     environment,
+    int8_layers,
     layers,
     network_layers,
     options,
-    peer,
     peer_cudnn,
+    peer_torch,
     regret,
     report,
-    requantized,
-    variants,
+    winograd_variants,
 )
 from jaxconv.bench.measure import copies_of, measure
 from jaxconv.bench.networks import NETWORKS
@@ -179,13 +179,13 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
         for dtype in arguments.dtype or usual:
             for op in Op:
                 ops = arguments.op or (chosen and chosen.ops)
-                if (ops and op.value not in ops) or not requantized.possible(dtype, op, layer):
+                if (ops and op.value not in ops) or not int8_layers.possible(dtype, op, layer):
                     continue
                 for level in precisions if dtype == "f32" else ["default"]:
                     problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
                     if chosen and chosen.variants and arguments.algorithm == "auto":
                         problem = dataclasses.replace(problem, algorithm="native")
-                        found = variants.of(problem, platform, arguments.every_variant)
+                        found = winograd_variants.of(problem, platform, arguments.every_variant)
                         problems |= dict.fromkeys(found)
                     elif not (arguments.only_kernels and _left_to_xla(problem, platform)):
                         problems[problem] = None
@@ -210,7 +210,7 @@ def _run(
     """Both libraries, and the peers asked for, on every problem; ``keep`` gets each row."""
     peers = {}
     if "torch" in arguments.peer:
-        peers["torch"] = functools.partial(peer.program, platform=platform)
+        peers["torch"] = functools.partial(peer_torch.program, platform=platform)
     for name in sorted(_CUDNN & set(arguments.peer)):
         winograd = name == "cudnn-winograd"
         peers[name] = functools.partial(peer_cudnn.program, winograd=winograd)
@@ -306,7 +306,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platf
     options.check_outputs(parser, arguments)
     if arguments.resume and (not arguments.json or arguments.regret):
         parser.error("--resume: needs --json FILE, and takes no --regret")
-    if "torch" in arguments.peer and (reason := peer.missing(platform)):
+    if "torch" in arguments.peer and (reason := peer_torch.missing(platform)):
         parser.error(f"--peer torch: {reason}")
     if (asked := sorted(_CUDNN & set(arguments.peer))) and (reason := peer_cudnn.missing(platform)):
         parser.error(f"--peer {asked[0]}: {reason}")
@@ -338,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
     facts = environment.describe()
     facts["clock"] = "the device's" if arguments.device_time else "the host's"
     if "torch" in arguments.peer:
-        facts["torch"] = peer.about()
+        facts["torch"] = peer_torch.about()
     if _CUDNN & set(arguments.peer):
         facts["cudnn"] = peer_cudnn.about()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
@@ -366,7 +366,7 @@ def main(argv: Sequence[str]) -> int:
             _write(arguments.json, content, rows)
 
     interrupted = len(_run(problems, arguments, platform, keep)) < len(problems)
-    if by_problem := [*variants.summary(rows), *variants.overview(rows)]:
+    if by_problem := [*winograd_variants.summary(rows), *winograd_variants.overview(rows)]:
         print("\n".join(by_problem))
     lines = report.summary(rows, arguments.peer)
     if arguments.json:

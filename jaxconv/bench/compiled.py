@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxconv.bench import requantized
+from jaxconv.bench import int8_layers
 from jaxconv.bench.problem import Library, Problem
 from jaxconv.bench.program import (
     compile_program,
@@ -202,5 +202,5 @@ def reference_result(
             result = compute(*jax.device_put(pair, jax.devices("cpu")[0]))
             result = jax.device_put(result, lhs.device)
         if problem.requantized:
-            return jax.jit(requantized.requantize_exactly)(result, *epilogue)
+            return jax.jit(int8_layers.requantize_exactly)(result, *epilogue)
         return result

@@ -25,7 +25,7 @@ from jax import lax
 
 import jaxconv
 from jaxconv._src import lowering
-from jaxconv.bench import prepared, trace
+from jaxconv.bench import trace, winograd_network
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.measure import first_line
 from jaxconv.bench.networks import NETWORKS, programs
@@ -202,7 +202,7 @@ def function(run: Run, library: str = "jaxconv") -> Callable:
     if library == INT8:
         return NETWORKS[run.name].quantized.forward
     if library == PREPARED:
-        make_pass = functools.partial(prepared.Pass, run.winograd)
+        make_pass = functools.partial(winograd_network.Pass, run.winograd)
         return programs.inference(NETWORKS[run.name], make_pass)
     make = programs.training_step if run.mode == "train" else programs.inference
     step = make(NETWORKS[run.name])
@@ -313,7 +313,7 @@ def measure(
     if not train:
         state = state._replace(velocity=[])
     if not train and run.winograd:
-        state = prepared.stored(state, run.input.dtype)
+        state = winograd_network.stored(state, run.input.dtype)
     examples = programs.random_examples(network, run.shape, run.input.dtype, run.seed)
 
     def shapes(state: Any) -> tuple:
@@ -334,7 +334,7 @@ def measure(
                 held = network.quantized.parameters(state, _calibration_images(run))
             if library == PREPARED:
                 progress(f"{library}, transforming filters")
-                held = prepared.prepare(network, state, run.input, run.winograd)
+                held = winograd_network.prepare(network, state, run.input, run.winograd)
             progress(f"{library}, compiling")
             compiled, result.sides[library] = _compile(library, run, shapes(held))
             program = _Program(compiled, jax.device_put(held), examples, train)

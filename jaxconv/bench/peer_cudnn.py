@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxconv._src.spec import Op
-from jaxconv.bench import peer
+from jaxconv.bench import peer_torch
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import Program
@@ -32,7 +32,7 @@ def missing(platform: str) -> str | None:
         return f"cuDNN needs an NVIDIA GPU, and JAX's default backend is {platform}"
     if importlib.util.find_spec("cudnn") is None:
         return "cuDNN's frontend is not installed (`pip install nvidia-cudnn-frontend`)"
-    return peer.missing(platform)
+    return peer_torch.missing(platform)
 
 
 def about() -> str:

@@ -16,7 +16,7 @@ from jax import lax
 import jaxconv
 from jaxconv._src import lowering, native
 from jaxconv._src.spec import Op
-from jaxconv.bench import requantized, variants
+from jaxconv.bench import int8_layers, winograd_variants
 from jaxconv.bench.problem import Library, Problem
 
 Convolution = Callable[..., jax.Array]
@@ -71,9 +71,9 @@ def libraries(problem: Problem, im2col: bool = False) -> dict[str, Library]:
     ours = jaxconv.conv_general_dilated
     if problem.requantized:
         sums = operation(problem, lax.conv_general_dilated)
-        return {"jaxconv": requantized.ours(problem), "lax": requantized.requantize_by_xla(sums)}
+        return {"jaxconv": int8_layers.ours(problem), "lax": int8_layers.requantize_by_xla(sums)}
     if problem.prepared:
-        return {"jaxconv": variants.library(problem)}
+        return {"jaxconv": winograd_variants.library(problem)}
     compared = {
         "jaxconv": functools.partial(ours, algorithm=problem.algorithm),
         "lax": lax.conv_general_dilated,
@@ -99,7 +99,7 @@ def draw_operands(problem: Problem) -> Callable[[jax.Array], tuple[jax.Array, ..
                 for k, shape in zip(keys, shapes, strict=True)
             )
             if problem.requantized:
-                drawn += requantized.scale_and_bias(problem.layer, jax.random.fold_in(key, 1))
+                drawn += int8_layers.scale_and_bias(problem.layer, jax.random.fold_in(key, 1))
             return drawn
         return tuple(
             jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
@@ -132,9 +132,9 @@ def selection(problem: Problem, platform: str) -> native.Selection:
         ValueError: the demanded algorithm does not take the problem.
     """
     if problem.requantized:
-        return requantized.selection(problem, platform)
+        return int8_layers.selection(problem, platform)
     if problem.prepared:
-        return variants.selection(problem, platform)
+        return winograd_variants.selection(problem, platform)
     layer = problem.layer
     spec = layer.spec(problem.precision, problem.algorithm)
     dtypes = problem.operand_dtype, problem.out_dtype
