@@ -296,6 +296,58 @@ def padding_pairs(
     return tuple(pairs)
 
 
+def transposed_padding(
+    padding: str | Sequence[tuple[int, int]],
+    window: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    consistent: bool,
+) -> str | Sequence[tuple[int, int]]:
+    """The padding of the dilated input, from the one that ``conv_transpose`` was given.
+
+    Raises:
+        ValueError: a name that speaks of no transposed convolution.
+    """
+    reach = [(r - 1) * d + 1 for r, d in zip(window, dilation, strict=True)]
+    if isinstance(padding, str):
+        if padding in ("SAME", "VALID"):
+            pads = []
+            for r, s in zip(reach, strides, strict=True):
+                if padding == "VALID":
+                    total, low = r + s - 2 + max(r - s, 0), r - 1
+                else:
+                    total = r + s - 2
+                    low = r - 1 if s > r - 1 else -(-total // 2)
+                pads.append((low, total - low))
+            return pads
+        if consistent or any(s != 1 for s in strides):
+            raise ValueError(f"padding: expected 'SAME', 'VALID' or pairs, got {padding!r}")
+        return padding
+    if not consistent:
+        return padding
+    none = (0,) * len(strides)
+    pairs = padding_pairs(padding, none, none, strides, dilation)
+    return [(r - 1 - lo, r - 1 - hi) for r, (lo, hi) in zip(reach, pairs, strict=True)]
+
+
+def output_padding(
+    value: int | Sequence[int], strides: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """Further outputs on the high side of every axis.
+
+    Raises:
+        ValueError: not less than the axis' stride or dilation.
+    """
+    extra = per_axis("output_padding", value, len(strides))
+    for e, s, d in zip(extra, strides, dilation, strict=True):
+        if not 0 <= e < max(s, d, 1):
+            raise ValueError(
+                "output_padding: expected less than the stride or the dilation of its axis, "
+                f"got {extra} with strides {strides} and rhs_dilation {dilation}"
+            )
+    return extra
+
+
 def result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
     """The dtype of the result: what lax allows, which is to widen, and integers to floats."""
     if preferred is None:

@@ -423,11 +423,11 @@ def conv_transpose(
     strides = arguments.per_axis("strides", strides, rank)
     dilation = arguments.per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
-    pads = _transposed_padding(padding, window, strides, dilation, use_consistent_padding)
+    pads = arguments.transposed_padding(padding, window, strides, dilation, use_consistent_padding)
     if output_padding is not None:
         in_spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
         pads = arguments.padding_pairs(pads, in_spatial, window, (1,) * rank, dilation)
-        extra = _output_padding(output_padding, strides, dilation)
+        extra = arguments.output_padding(output_padding, strides, dilation)
         pads = [(lo, hi + e) for (lo, hi), e in zip(pads, extra, strict=True)]
     groups = arguments.integer("groups", groups, at_least=1)
     if transpose_kernel:
@@ -457,58 +457,6 @@ def conv_transpose(
         preferred_element_type=preferred_element_type,
         terms=(scale, bias, residual, activation),
     )
-
-
-def _transposed_padding(
-    padding: str | Sequence[tuple[int, int]],
-    window: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    consistent: bool,
-) -> str | Sequence[tuple[int, int]]:
-    """The padding of the dilated input, from the one that ``conv_transpose`` was given.
-
-    Raises:
-        ValueError: a name that speaks of no transposed convolution.
-    """
-    reach = [(r - 1) * d + 1 for r, d in zip(window, dilation, strict=True)]
-    if isinstance(padding, str):
-        if padding in ("SAME", "VALID"):
-            pads = []
-            for r, s in zip(reach, strides, strict=True):
-                if padding == "VALID":
-                    total, low = r + s - 2 + max(r - s, 0), r - 1
-                else:
-                    total = r + s - 2
-                    low = r - 1 if s > r - 1 else -(-total // 2)
-                pads.append((low, total - low))
-            return pads
-        if consistent or any(s != 1 for s in strides):
-            raise ValueError(f"padding: expected 'SAME', 'VALID' or pairs, got {padding!r}")
-        return padding
-    if not consistent:
-        return padding
-    none = (0,) * len(strides)
-    pairs = arguments.padding_pairs(padding, none, none, strides, dilation)
-    return [(r - 1 - lo, r - 1 - hi) for r, (lo, hi) in zip(reach, pairs, strict=True)]
-
-
-def _output_padding(
-    output_padding: int | Sequence[int], strides: Sequence[int], dilation: Sequence[int]
-) -> tuple[int, ...]:
-    """Further outputs on the high side of every axis.
-
-    Raises:
-        ValueError: not less than the axis' stride or dilation.
-    """
-    extra = arguments.per_axis("output_padding", output_padding, len(strides))
-    for e, s, d in zip(extra, strides, dilation, strict=True):
-        if not 0 <= e < max(s, d, 1):
-            raise ValueError(
-                "output_padding: expected less than the stride or the dilation of its axis, "
-                f"got {extra} with strides {strides} and rhs_dilation {dilation}"
-            )
-    return extra
 
 
 def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: DimensionNumbers):
