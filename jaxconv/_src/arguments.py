@@ -298,9 +298,9 @@ def padding_pairs(
 
 def transposed_padding(
     padding: str | Sequence[tuple[int, int]],
-    window: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
+    window: tuple[int, ...],
+    strides: tuple[int, ...],
+    dilation: tuple[int, ...],
     consistent: bool,
 ) -> str | Sequence[tuple[int, int]]:
     """The padding of the dilated input, from the one that ``conv_transpose`` was given.
@@ -331,7 +331,7 @@ def transposed_padding(
 
 
 def output_padding(
-    value: int | Sequence[int], strides: Sequence[int], dilation: Sequence[int]
+    value: int | Sequence[int], strides: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Further outputs on the high side of every axis.
 

@@ -422,10 +422,10 @@ def conv_transpose(
     rank = lhs.ndim - 2
     strides = arguments.per_axis("strides", strides, rank)
     dilation = arguments.per_axis("rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
-    window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
+    window = tuple(rhs.shape[axis] for axis in numbers.rhs_spec[2:])
     pads = arguments.transposed_padding(padding, window, strides, dilation, use_consistent_padding)
     if output_padding is not None:
-        in_spatial = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
+        in_spatial = tuple(lhs.shape[axis] for axis in numbers.lhs_spec[2:])
         pads = arguments.padding_pairs(pads, in_spatial, window, (1,) * rank, dilation)
         extra = arguments.output_padding(output_padding, strides, dilation)
         pads = [(lo, hi + e) for (lo, hi), e in zip(pads, extra, strict=True)]
