@@ -83,7 +83,7 @@ def units(names: list[str]) -> dict[str, str]:
             launches.append(f'  if (name == "{plain}") return Launch_{plain};')
         described = plain.removesuffix("_fused")
         kernels.append(
-            f"  for (const KernelDesc& kernel : {family}::Kernels()) {{\n"
+            f"  for (const KernelDesc& kernel : of_{family}) {{\n"
             f'    if (name != "{name}" || kernel.name != std::string_view("{described}")) continue;'
         )
         if name == described:
@@ -111,6 +111,7 @@ def units(names: list[str]) -> dict[str, str]:
             *launches,
             "  return nullptr;\n}",
             "const KernelDesc* FindKernel(std::string_view name) {",
+            *(f"  static const auto of_{name} = {name}::Kernels();" for name in sorted(families)),
             *kernels,
             "  return nullptr;\n}",
             "const std::vector<KernelDesc>& Kernels() {",
