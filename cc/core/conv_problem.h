@@ -21,11 +21,12 @@
 // the reduction of output channel k in the order (spatial, C / groups), in nchw32 (C / groups / 32,
 // spatial, 32), and zeros up to L, the next multiple of 32.
 //
-// A filter prepared for Winograd's F(m, 3) is a vector of L float16 elements: a record of 256 bytes,
-// whose first four are the power of two, as float32, by which the filter was multiplied, and whose
-// next four another, which brings the largest magnitude of what U was made of into [2^13, 2^14), then
-// the transform U (point, K, C / groups). Of the one-dimensional F(4, 3) along W, U is in the order of
-// cuda/winograd/row_filter.h, where a group's K is filled up to a multiple of 128 and its C of 32.
+// A filter prepared for Winograd's F(m, 3) is a vector of L float16 elements: a record of 256
+// bytes, whose first four are the power of two, as float32, by which the filter was multiplied, and
+// whose next four another, which brings the largest magnitude of what U was made of into [2^13,
+// 2^14), then the transform U (point, K, C / groups). Of the one-dimensional F(4, 3) along W, U is
+// in the order of cuda/winograd/row_filter.h, where a group's K is filled up to a multiple of 128
+// and its C of 32.
 //
 // Sizes. Validate bounds every size, so that the arithmetic of all kernels and of selection stays
 // within 64 bits; RequireInt32 says whether 32 bits suffice. No other check of a size is needed,
@@ -121,7 +122,8 @@ struct ConvProblem {
   int64_t taps() const { return filter[0] * filter[1] * filter[2]; }
 
   int64_t x_elements() const { return batch * n * in_pixels() * c; }
-  // The share of x's pixels that some window touches: strides wider than the filter skip the others.
+  // The share of x's pixels that some window touches: strides wider than the filter skip the
+  // others.
   double PartOfX() const;
   int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
   int64_t y_elements() const { return batch * n * out_pixels() * k; }
@@ -164,8 +166,9 @@ struct ConvProblem {
   // The problem key: attribute of the custom call, cache key, and repro of a failing test.
   //   fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1
   // (dtypes of x, w, y; precision; p is lo_hi by axis), then " krsc", " packed" or " winograd4" (2,
-  // 4, 6 or 4x3), " nchw32" for these layouts, then the epilogue's terms: " scale" or " image_scale", " offset", " bias",
-  // " residual", the activation (" relu", " leaky_relu:0x1p-2"), " z3" for a zero point, " pre", " statistics".
+  // 4, 6 or 4x3), " nchw32" for these layouts, then the epilogue's terms: " scale" or
+  // " image_scale", " offset", " bias", " residual", the activation (" relu",
+  // " leaky_relu:0x1p-2"), " z3" for a zero point, " pre", " statistics".
   std::string ToString() const;
   // The inverse of ToString; validates.
   static Status Parse(std::string_view key, ConvProblem* problem);

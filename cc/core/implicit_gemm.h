@@ -267,8 +267,8 @@ inline GatherAxis MakeAxis(int64_t dst_extent, int64_t src_extent, int64_t taps,
 
 }  // namespace implicit_gemm_internal
 
-// Of a valid problem. Fails, with the reason, where it does not fit the kernels' 32-bit coordinates.
-// Offsets of elements are 64-bit throughout, so tensors may pass 2^31 elements.
+// Of a valid problem. Fails, with the reason, where it does not fit the kernels' 32-bit
+// coordinates. Offsets of elements are 64-bit throughout, so tensors may pass 2^31 elements.
 inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result) {
   JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   ImplicitGemm gemm;

@@ -3,8 +3,8 @@
 //     y = A^T ((G g) * (B^T d))        d: m + 2 inputs, g: 3 taps, y: m outputs
 //
 // `*` multiplies element by element. In two dimensions both sides of every matrix are transformed:
-// V = B^T d B, U = G g G^T, Y = A^T (U * V) A. With alpha = m + 2 points, the last of them infinity,
-// and p the others,
+// V = B^T d B, U = G g G^T, Y = A^T (U * V) A. With alpha = m + 2 points, the last of them
+// infinity, and p the others,
 //
 //     B^T row i    coefficients of the product of (x - p_l) over all l other than i;
 //                  of infinity: over all l
@@ -14,11 +14,11 @@
 // (Toom and Cook; Lavin and Gray 2015 for convolutions.) Row i of B^T and of G may be scaled by any
 // factors whose inverses go to column i of A^T. They are scaled here by powers of two, so that the
 // magnitudes of a row add up to more than 1/2 and at most 1: no element of V exceeds the largest
-// input, none of U the largest tap, in one or two dimensions, so float16 never overflows; and a power
-// of two costs no accuracy.
+// input, none of U the largest tap, in one or two dimensions, so float16 never overflows; and a
+// power of two costs no accuracy.
 //
-// The points are those of the smallest rounding errors among small dyadic sets: with dyadic points B^T
-// and A^T are exact in float16.
+// The points are those of the smallest rounding errors among small dyadic sets: with dyadic points
+// B^T and A^T are exact in float16.
 #ifndef JAXCONV_CORE_WINOGRAD_H_
 #define JAXCONV_CORE_WINOGRAD_H_
 

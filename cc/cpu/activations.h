@@ -30,7 +30,8 @@ JAXCONV_INLINE float PowerOf2(int32_t exponent) {
   return power;
 }
 
-// exp(x + low) of an x within [-104, 89] and a `low` that x is off by. Beyond, exp is 0 or infinite.
+// exp(x + low) of an x within [-104, 89] and a `low` that x is off by. Beyond, exp is 0 or
+// infinite.
 //
 // Adding 1.5 * 2^23 to a value below 2^22 leaves the integer, rounded to nearest, in the last bits.
 // log 2 is subtracted in two parts. exp(r) - 1 - r over r^2 is a polynomial of least error over
@@ -88,8 +89,8 @@ JAXCONV_INLINE float Gelu(float v) {
 }
 
 // v / 2 (1 + tanh(a / 2)) = v / (1 + exp(-a)), a = sqrt(8 / pi) (v + 0.044715 v^3), of which exp
-// magnifies the error: every rounding on the way to a is kept in `low`. The linear factor has so few
-// digits that q - kLinear is exact. Beyond 12, a is beyond 104.
+// magnifies the error: every rounding on the way to a is kept in `low`. The linear factor has so
+// few digits that q - kLinear is exact. Beyond 12, a is beyond 104.
 JAXCONV_INLINE float GeluTanh(float v) {
   constexpr float kLinear = 1.595703125f, kLinearLow = 6.5996605730847e-05f;
   constexpr float kCubic = 0.0713548138737678f, kCubicLow = 2.3988324e-09f;

@@ -1,13 +1,13 @@
 // y[n, k] = sum over i of x[n, i] w[i, k], where i runs over all elements of an image
 //
-// The time is that of reading the filter once: 6.4 MB for 7x7, 256 to 128 channels, and 12 multiply-
-// adds a cache line for 4 images. So the tasks divide the rows of the filter, each reads its part in
-// order, and their partial sums are added afterwards. Dividing images instead, as oneDNN's tasks do,
-// reads the whole filter in every task.
+// The time is that of reading the filter once: 6.4 MB for 7x7, 256 to 128 channels, and 12
+// multiply-adds a cache line for 4 images. So the tasks divide the rows of the filter, each reads
+// its part in order, and their partial sums are added afterwards. Dividing images instead, as
+// oneDNN's tasks do, reads the whole filter in every task.
 //
 // A step takes 8 rows of the filter and walks along their columns, 32 at a time: the sums of these
-// columns (2 vectors an image) are loaded, 16 vectors of the filter multiplied, and the sums stored.
-// They are a few KB and stay in the first-level cache.
+// columns (2 vectors an image) are loaded, 16 vectors of the filter multiplied, and the sums
+// stored. They are a few KB and stay in the first-level cache.
 //
 // Where the window is not the whole input, output pixels, up to 128, take the place of images: for
 // every tap, 64 channels of the pixels of x that it multiplies are gathered (zeros in the padding)

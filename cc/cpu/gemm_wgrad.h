@@ -2,8 +2,8 @@
 // that the tap multiplies with those of dy. float32 operands, inputs not dilated.
 //
 // A task owns a range of input channels for all taps or, of few channels, for some taps, so there
-// are no partial sums. Rows of dy of at least 192 pixels are multiplied with x in place; for shorter
-// ones x[tap] is gathered first.
+// are no partial sums. Rows of dy of at least 192 pixels are multiplied with x in place; for
+// shorter ones x[tap] is gathered first.
 #ifndef JAXCONV_CPU_GEMM_WGRAD_H_
 #define JAXCONV_CPU_GEMM_WGRAD_H_
 

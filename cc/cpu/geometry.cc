@@ -55,7 +55,8 @@ Status MakeGeometry(const ConvProblem& problem, Geometry* geometry) {
     int64_t end = (p.out[a] - 1) * p.stride[a] + (p.filter[a] - 1) * p.dilation[a] + 1;
     int64_t fitting = end - p.in[a] - p.pad_lo[a];
     if (fitting <= -p.stride[a]) p.pad_hi[a] = fitting;
-    // Rows are cropped by moving a pointer, except in a data gradient, which must write zeros there.
+    // Rows are cropped by moving a pointer, except in a data gradient, which must write zeros
+    // there.
     if (a == geometry->axis && p.op != Op::kDgrad) continue;
     // High padding is negative, too, where the last stride does not reach the end of the input.
     const char* side = p.pad_lo[a] < 0 ? "low" : p.pad_hi[a] <= -p.stride[a] ? "high" : nullptr;

@@ -15,11 +15,12 @@
 
 namespace jaxconv::cpu {
 
-// Fails where a stride, dilation or padding is larger than 4096 and than the tensors. oneDNN computes
-// with such values in 32 bits without checks, and with AMX copies padded rows. Seen, with tensors of
-// at most 6 positions an axis: wrong results from a stride of 32765 (bf16 weight gradient) and a
-// dilation of 16382 (f32 weight gradient, AVX2), crashes and endless lookups from a stride of 2^19,
-// 22 GB of scratch for strides of 8193 and 32765 (AMX). Up to 4096 no random problem failed.
+// Fails where a stride, dilation or padding is larger than 4096 and than the tensors. oneDNN
+// computes with such values in 32 bits without checks, and with AMX copies padded rows. Seen, with
+// tensors of at most 6 positions an axis: wrong results from a stride of 32765 (bf16 weight
+// gradient) and a dilation of 16382 (f32 weight gradient, AVX2), crashes and endless lookups from a
+// stride of 2^19, 22 GB of scratch for strides of 8193 and 32765 (AMX). Up to 4096 no random
+// problem failed.
 inline Status RequireTrustedWindow(const ConvProblem& p) {
   for (int a = 0; a < 3; ++a) {
     int64_t limit = std::max({int64_t{4096}, p.in[a], p.out[a], p.filter[a]});
@@ -36,9 +37,9 @@ inline Status RequireTrustedWindow(const ConvProblem& p) {
   return {};
 }
 
-// Whether oneDNN crashes while it looks for an implementation: on CPUs with AMX, for operands narrower
-// than float32, where a dilated window is larger than the input on some axis (9 of 5,300 random
-// problems, each with one input element on that axis).
+// Whether oneDNN crashes while it looks for an implementation: on CPUs with AMX, for operands
+// narrower than float32, where a dilated window is larger than the input on some axis (9 of 5,300
+// random problems, each with one input element on that axis).
 inline bool LookupCrashes(const ConvProblem& p, DType operands) {
   if (operands == DType::kF32 || !IsaHas(dnnl::cpu_isa::avx512_core_amx)) return false;
   for (int a = 0; a < 3; ++a) {
@@ -48,8 +49,9 @@ inline bool LookupCrashes(const ConvProblem& p, DType operands) {
 }
 
 // Three spatial axes: taps that reach over the front and the back of the input at once; or over the
-// back in the first window that does not begin in front of it, where the stride takes several windows
-// to there. The kernel then reads beside y (48 of 50 random problems, between poisoned bytes).
+// back in the first window that does not begin in front of it, where the stride takes several
+// windows to there. The kernel then reads beside y (48 of 50 random problems, between poisoned
+// bytes).
 inline bool ReachesOverFrontAndBack(const ConvProblem& p) {
   const int64_t window = (p.filter[0] - 1) * p.dilation[0] + 1;
   if (window > p.in[0]) return true;
@@ -58,9 +60,9 @@ inline bool ReachesOverFrontAndBack(const ConvProblem& p) {
          stride - in_front + window > p.in[0];
 }
 
-// Columns of y that the float32 kernel divides into blocks of 14, which it does for 29 to 55 of them
-// where high padding is at least what 28 leave, and low padding beyond the first block (all of 1,901
-// random problems, and no other of 19,278).
+// Columns of y that the float32 kernel divides into blocks of 14, which it does for 29 to 55 of
+// them where high padding is at least what 28 leave, and low padding beyond the first block (all of
+// 1,901 random problems, and no other of 19,278).
 inline bool PadsBeyondBlock(const ConvProblem& p) {
   const int64_t columns = p.out[2];
   const int64_t window = (p.filter[2] - 1) * p.dilation[2] + 1;
@@ -69,15 +71,17 @@ inline bool PadsBeyondBlock(const ConvProblem& p) {
          high >= columns - 28;
 }
 
-// 8-bit operands, 8 groups of one channel, filters of 2x2x2: the offset for signed operands is wrong, by
-// multiples of 128. None of 1 to 19 such groups with 14 other filters is (filters of one to 27 taps).
+// 8-bit operands, 8 groups of one channel, filters of 2x2x2: the offset for signed operands is
+// wrong, by multiples of 128. None of 1 to 19 such groups with 14 other filters is (filters of one
+// to 27 taps).
 inline bool OffsetIsWrong(const ConvProblem& p, DType operands) {
   const bool eight_bit = operands == DType::kS8 || operands == DType::kU8;
   return eight_bit && p.groups == 8 && p.c == 8 && p.k == 8 && p.filter == Spatial{2, 2, 2};
 }
 
-// Three spatial axes, the data gradient on AMX: rows of x behind the last window stay unwritten (5 of
-// some 40,000 random problems in bfloat16, with filters of 3 or 4 rows and x of 19 to 24 columns).
+// Three spatial axes, the data gradient on AMX: rows of x behind the last window stay unwritten (5
+// of some 40,000 random problems in bfloat16, with filters of 3 or 4 rows and x of 19 to 24
+// columns).
 inline bool LeavesRowsUnwritten(const std::string& implementation, const ConvProblem& p) {
   const int64_t window = (p.filter[0] - 1) * p.dilation[0] + 1;
   return p.op == Op::kDgrad && p.rank == 3 && implementation == "jit:avx512_core_amx" &&

@@ -22,9 +22,9 @@ namespace jaxconv::cpu {
 struct Plan;  // plan.h
 
 // Chooses an instance for a valid problem and divides it into at most `threads` tasks (slices).
-// `algorithm` is "auto", "native" (the same, without leaving small pointwise convolutions to XLA), a
-// family (as FamilyNames gives them) or an instance name; anything else is an InvalidArgument. Where no kernel takes the problem, the instance is empty and the refusals
-// say why.
+// `algorithm` is "auto", "native" (the same, without leaving small pointwise convolutions to XLA),
+// a family (as FamilyNames gives them) or an instance name; anything else is an InvalidArgument.
+// Where no kernel takes the problem, the instance is empty and the refusals say why.
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection);
 

@@ -1,8 +1,8 @@
 // The table of choices: what selection takes for each line of choices.tsv. A change of a cost model
 // shows there, line by line; with --write the program writes the table.
 //
-// A line is GPU, problem key, the choice of "native" with its slices, the choice of "auto" ("=": the
-// same, "xla": the layer is left to XLA).
+// A line is GPU, problem key, the choice of "native" with its slices, the choice of "auto" ("=":
+// the same, "xla": the layer is left to XLA).
 #include <cstdio>
 #include <fstream>
 #include <sstream>

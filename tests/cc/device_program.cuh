@@ -51,8 +51,8 @@ inline int SetsToTime(int64_t set_bytes) {
   return static_cast<int>(std::clamp<int64_t>((300'000'000 + set_bytes - 1) / set_bytes, 2, 16));
 }
 
-// The median time of nine replays of a CUDA graph of what `launch` enqueues; three replays go before
-// to warm up. `launch` returns a Status, which is passed on.
+// The median time of nine replays of a CUDA graph of what `launch` enqueues; three replays go
+// before to warm up. `launch` returns a Status, which is passed on.
 template <class Launch>
 Status TimeReplays(cudaStream_t stream, const char* what, const Launch& launch,
                    double* microseconds) {

@@ -1,5 +1,5 @@
-// What the tests of fused epilogues share: an instance's device code compiled with FusedEpilogue, run
-// through its family's plan, and compared with a double-precision reference.
+// What the tests of fused epilogues share: an instance's device code compiled with FusedEpilogue,
+// run through its family's plan, and compared with a double-precision reference.
 #ifndef JAXCONV_TESTS_CC_FUSED_EPILOGUE_CUH_
 #define JAXCONV_TESTS_CC_FUSED_EPILOGUE_CUH_
 

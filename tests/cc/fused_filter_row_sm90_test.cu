@@ -1,5 +1,5 @@
-// The fused epilogue in the filter-row, weight-stationary and pointwise forms of igemm_wgmma. Compiled
-// for sm_90a, runs on Hopper alone.
+// The fused epilogue in the filter-row, weight-stationary and pointwise forms of igemm_wgmma.
+// Compiled for sm_90a, runs on Hopper alone.
 #include "cc/fused_igemm_wgmma_sm90.cuh"
 
 namespace jaxconv {

@@ -3,8 +3,8 @@
 //     int8_check check|error|time|plan PROBLEMS KERNEL...
 //
 // PROBLEMS: a problem key (ConvProblem::ToString writes it), or a file of lines "name<TAB>key".
-// KERNEL: part of an instance's name, or "native", the instance that the int8 families predict to be
-// fastest. In the environment LAYERS=text takes only the problems whose name contains the text.
+// KERNEL: part of an instance's name, or "native", the instance that the int8 families predict to
+// be fastest. In the environment LAYERS=text takes only the problems whose name contains the text.
 //
 //     check  random operands with extremes among them, scales of both signs, NaN, infinities, ties
 //            and sums that wrap; result filled with 0xa5 before, and the memory behind it; compared
@@ -18,7 +18,8 @@
 //
 // SMS=n in the environment plans for a GPU of n SMs, so that persistent CTAs process several tiles.
 //
-// It is built as kernel_check.cu is (CONTRIBUTING.md). Exit status: 1 where a kernel fails or differs.
+// It is built as kernel_check.cu is (CONTRIBUTING.md). Exit status: 1 where a kernel fails or
+// differs.
 #include <cuda_runtime.h>
 
 #include <algorithm>

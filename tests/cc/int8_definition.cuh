@@ -29,8 +29,8 @@ __global__ void FillBytes(uint8_t* tensor, int64_t elements, uint32_t seed) {
   }
 }
 
-// -1, 0 and 1, one in `every` not 0: so few that Winograd's transforms fit in 8 bits, and the products
-// in float16's 11, so that nothing is rounded.
+// -1, 0 and 1, one in `every` not 0: so few that Winograd's transforms fit in 8 bits, and the
+// products in float16's 11, so that nothing is rounded.
 __global__ void Sparsen(int8_t* tensor, int64_t elements, uint32_t every, uint32_t seed) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
@@ -63,8 +63,8 @@ __global__ void FillResidual(void* tensor, int64_t elements, DType dtype, uint32
   }
 }
 
-// Scales that spread sums of a standard deviation over several hundred; with `extremes` among them a
-// power of two (ties), 0, infinity, NaN and 1e30.
+// Scales that spread sums of a standard deviation over several hundred; with `extremes` among them
+// a power of two (ties), 0, infinity, NaN and 1e30.
 __global__ void FillScales(float* scale, int64_t elements, float deviation, bool extremes) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   const float unit = 100.0f / deviation;

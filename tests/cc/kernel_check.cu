@@ -21,12 +21,12 @@
 //
 // `time` and `host` take problems with a prepared filter too: it is drawn as any tensor.
 //
-// Of a problem with an epilogue the operands of its terms are drawn too, in `check` as integers, and
-// `pre` is stored and compared. Activations that are not exact may differ by their rounding, statistics
-// by a millionth; `hash` is of them too.
+// Of a problem with an epilogue the operands of its terms are drawn too, in `check` as integers,
+// and `pre` is stored and compared. Activations that are not exact may differ by their rounding,
+// statistics by a millionth; `hash` is of them too.
 //
-// SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of a
-// small problem, which suits racecheck.
+// SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of
+// a small problem, which suits racecheck.
 //
 // CONTRIBUTING.md says how it is built. Exit status: 1 where a kernel fails or differs.
 #include <cuda_bf16.h>

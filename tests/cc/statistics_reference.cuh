@@ -10,8 +10,8 @@
 
 namespace jaxconv {
 
-// Compares (2, channels) statistics with those of `expected`, which kRounded rounds to the result's type.
-// A CTA a channel. found[0]: channels that differ; found[1]: the first of them.
+// Compares (2, channels) statistics with those of `expected`, which kRounded rounds to the result's
+// type. A CTA a channel. found[0]: channels that differ; found[1]: the first of them.
 template <double (*kRounded)(double, DType)>
 __global__ void CompareStatistics(const float* statistics, DType dtype, const double* expected,
                                   int64_t elements, int64_t channels, unsigned long long* found) {

@@ -1,4 +1,5 @@
-// Plans of family winograd_int8 on modelled GPUs: refusals, geometry, workspace, products, selection.
+// Plans of family winograd_int8 on modelled GPUs: refusals, geometry, workspace, products,
+// selection.
 #include <cstdio>
 #include <string>
 

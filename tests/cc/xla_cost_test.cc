@@ -186,8 +186,8 @@ void TestMeasured() {
   Expect(std::exp(sum / known) <= kMostLostInMean, "choices lose little in the mean");
 }
 
-// lax's device time on an H200 of 1x1 filters of stride 1, whose kernels were not measured beside it:
-// fprop, dgrad and wgrad, in bf16 and TF32. 0: not measured.
+// lax's device time on an H200 of 1x1 filters of stride 1, whose kernels were not measured beside
+// it: fprop, dgrad and wgrad, in bf16 and TF32. 0: not measured.
 struct MeasuredPointwise {
   const char* input;
   double us[2][3];

@@ -40,8 +40,8 @@ struct alignas(64) CUtensorMap {
 
 namespace emulator {
 
-// A CUtensorMap's contents. Dimensions run innermost first; those of interleave 32B leave out the 32
-// bytes of a channel block.
+// A CUtensorMap's contents. Dimensions run innermost first; those of interleave 32B leave out the
+// 32 bytes of a channel block.
 struct TensorMap {
   uint64_t address;
   uint64_t stride[5];  // bytes

@@ -1,15 +1,16 @@
-// Runs device code on the host: the threads of a thread block cluster are fibers of one host thread.
+// Runs device code on the host: the threads of a thread block cluster are fibers of one host
+// thread.
 //
 // translate.py turns a CUDA source into C++ that calls what is declared here and in ptx.h. A fiber
-// runs until it must wait: for other lanes of its warp, a barrier, or an asynchronous copy. Which one
-// runs next, and when asynchronous work is done within what the instructions promise, is the
+// runs until it must wait: for other lanes of its warp, a barrier, or an asynchronous copy. Which
+// one runs next, and when asynchronous work is done within what the instructions promise, is the
 // schedule's choice:
 //     seed 0   threads in order; asynchronous work as late as the kernel's waits allow
 //     seed 1   threads in reverse; asynchronous work at once
 //     others   random, and accesses to shared memory by PTX may be interrupted
-// A race between a store and a load therefore shows as a wrong result under some seed. Shared memory
-// begins as NaN bytes; what no instruction may do (bounds, alignment, unknown barriers), and a state
-// in which no thread can run, end the program with a message.
+// A race between a store and a load therefore shows as a wrong result under some seed. Shared
+// memory begins as NaN bytes; what no instruction may do (bounds, alignment, unknown barriers), and
+// a state in which no thread can run, end the program with a message.
 #ifndef JAXCONV_TESTS_EMULATOR_EMULATOR_H_
 #define JAXCONV_TESTS_EMULATOR_EMULATOR_H_
 
@@ -29,7 +30,8 @@ void SetSeed(uint32_t seed);
 // Whether an asynchronous operation is done when it is issued.
 bool DoneAtOnce();
 
-// Suspends this fiber until *counter changes. What it waits for stands in the message of a deadlock.
+// Suspends this fiber until *counter changes. What it waits for stands in the message of a
+// deadlock.
 void Wait(const uint64_t* counter, const char* what, int64_t detail = 0, int64_t more = 0);
 // May let other fibers run first.
 void Interrupt();

@@ -3,16 +3,17 @@
 //     run_kernels INSTANCE PROBLEM [seed=N] [slices=N] [sms=N] [float] [tolerance=X] [weight=N]
 //         [offset=N] [lhs=FILE rhs=FILE out=FILE]
 //
-// PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result must
-// be exact, or within `tolerance` of the largest element. With `float` they are uniform in [-1, 1) and
-// the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1, those of the
-// second operand times the weight: a multiple of the denominators of Winograd's filter transform, so
-// that it is exact (F(4, 3): 15 for each axis that is transformed). `offset` is added to all. With files they are the files'
-// bytes, and the result is written and not compared, of packed or prepared filters too. Of a problem
-// with an epilogue scale, bias and residual are multiples of a quarter, the residual has NaN and
-// infinities, and the activations that are not exact may differ by their rounding; statistics are
-// compared with those of the expected result in double. The results and the workspace begin as NaN. Exit status: 1 where the result differs, 2 where the instance refuses
-// the problem, 3 where the emulator stops the kernel.
+// PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result
+// must be exact, or within `tolerance` of the largest element. With `float` they are uniform in
+// [-1, 1) and the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1,
+// those of the second operand times the weight: a multiple of the denominators of Winograd's filter
+// transform, so that it is exact (F(4, 3): 15 for each axis that is transformed). `offset` is added
+// to all. With files they are the files' bytes, and the result is written and not compared, of
+// packed or prepared filters too. Of a problem with an epilogue scale, bias and residual are
+// multiples of a quarter, the residual has NaN and infinities, and the activations that are not
+// exact may differ by their rounding; statistics are compared with those of the expected result in
+// double. The results and the workspace begin as NaN. Exit status: 1 where the result differs, 2
+// where the instance refuses the problem, 3 where the emulator stops the kernel.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -101,7 +102,8 @@ int64_t Elements(const Extents& extents) {
   return product;
 }
 
-// Compares statistics with those of the result, `y` before it is rounded. Returns whether they are right.
+// Compares statistics with those of the result, `y` before it is rounded. Returns whether they are
+// right.
 bool CheckStatistics(const ConvProblem& problem, const std::vector<double>& y,
                      const Buffer& statistics) {
   const auto rows = static_cast<double>(y.size()) / static_cast<double>(problem.k);

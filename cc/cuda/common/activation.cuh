@@ -1,9 +1,9 @@
 // Activations of float sums.
 //
-// Quick ones are one to six instructions and stand beside every store. The others are 10 to 30, which
-// would fill the instruction cache if each of a thread's 64 to 160 sums had a copy of them: stores
-// apply them in a loop that is not unrolled. No function here is called; a call beside wgmma makes
-// ptxas serialise it.
+// Quick ones are one to six instructions and stand beside every store. The others are 10 to 30,
+// which would fill the instruction cache if each of a thread's 64 to 160 sums had a copy of them:
+// stores apply them in a loop that is not unrolled. No function here is called; a call beside wgmma
+// makes ptxas serialise it.
 #ifndef JAXCONV_CUDA_COMMON_ACTIVATION_CUH_
 #define JAXCONV_CUDA_COMMON_ACTIVATION_CUH_
 
@@ -98,7 +98,8 @@ __device__ __forceinline__ void ActivateQuick(Activation activation, float negat
   }
 }
 
-// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), of which the exponent is -2 u = -v (linear + cubic v^2).
+// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), of which the exponent is -2 u = -v (linear + cubic
+// v^2).
 __device__ __forceinline__ float GeluTanh(float v) {
   constexpr float kLinear = -1.5957691f, kCubic = -0.071354816f;
   const float p = fmaf(v * v, kCubic, kLinear), x = v * p;
@@ -135,8 +136,8 @@ __device__ __forceinline__ float Tanh(float v) {
 }
 
 // One of the others, within 4 units of the last place of float32 (gelu 6), but for what a rounded
-// exponent costs gelu by tanh where it vanishes: 16 units at -3, 60 at -6. Results below 1e-36 may be
-// zero.
+// exponent costs gelu by tanh where it vanishes: 16 units at -3, 60 at -6. Results below 1e-36 may
+// be zero.
 template <int kCount>
 __device__ __forceinline__ void ActivateSlow(Activation activation, float (&v)[kCount]) {
   if (activation == Activation::kSilu) {

@@ -52,9 +52,9 @@ __device__ __forceinline__ bool Clamps(const EpilogueParams& params) {
 
 // Scale, bias, residual and activation. Stores that hold several neighbouring channels of a pixel
 // take them together (Terms, Scale, Add), so that scale and bias are loaded once for all of a
-// thread's pixels and the residual as vectors; others call it for each element. Nothing is loaded as
-// constant (ld.global.nc): a kernel that starts while the one in front of it ends is launched before
-// its operands are written.
+// thread's pixels and the residual as vectors; others call it for each element. Nothing is loaded
+// as constant (ld.global.nc): a kernel that starts while the one in front of it ends is launched
+// before its operands are written.
 struct FusedEpilogue {
   static constexpr bool kPlain = false;
   static constexpr bool partial = false;

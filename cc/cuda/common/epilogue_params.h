@@ -25,8 +25,8 @@ struct EpilogueParams {
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // of kLeakyRelu
   // Where the sums of y are wanted (merge_moments.h): for each slot and channel, behind so many
-  // counters, which the kernel sets to 0. Null: they are not. The first tiles of rows are joined, by
-  // each consumer of a CTA in one of the first slots; each further tile has a slot of its own.
+  // counters, which the kernel sets to 0. Null: they are not. The first tiles of rows are joined,
+  // by each consumer of a CTA in one of the first slots; each further tile has a slot of its own.
   ChannelSums* moments = nullptr;
   int32_t joined_tiles = 0, joined_slots = 0;
   int32_t moment_counters = 0;

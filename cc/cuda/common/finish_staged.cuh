@@ -16,9 +16,10 @@
 namespace jaxconv {
 
 // kVectors vectors of a lane. kAhead: scale and bias are loaded once and kept in registers, and the
-// residuals are loaded ahead; where a thread has no registers for that, all are loaded for one vector
-// after another, of which kUnroll are under way, and a vector may have 8 bytes. A functor offset_of(i) gives the output offset of vector i, or a
-// negative number where nothing is stored; all lanes of the warp call it.
+// residuals are loaded ahead; where a thread has no registers for that, all are loaded for one
+// vector after another, of which kUnroll are under way, and a vector may have 8 bytes. A functor
+// offset_of(i) gives the output offset of vector i, or a negative number where nothing is stored;
+// all lanes of the warp call it.
 template <typename Out, int kVectors, bool kAhead = true, int kUnroll = kVectors, int kBytes = 16>
 struct StagedVectors {
   static constexpr int kWidth = kBytes / sizeof(Out);
@@ -97,8 +98,8 @@ struct StagedVectors {
   }
 };
 
-// Sixteen rows of kColumns (32 or 64) accumulators of a warp in shared memory, 2 or 4 KB, without bank
-// conflicts for the pairs of the fragments and for vectors of 16 bytes of output.
+// Sixteen rows of kColumns (32 or 64) accumulators of a warp in shared memory, 2 or 4 KB, without
+// bank conflicts for the pairs of the fragments and for vectors of 16 bytes of output.
 template <typename Out, int kColumns, int kBytes = 16>
 struct StagedRows {
   static constexpr int kWidth = kBytes / sizeof(Out), kLanesOfRow = kColumns / kWidth;

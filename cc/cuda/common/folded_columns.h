@@ -33,8 +33,8 @@ bool FoldColumns(const ConvProblem& problem, ConvProblem* folded);
 bool FoldRows(const ConvProblem& problem, ConvProblem* folded);
 
 // The kernel's plan for the problem, with folded columns or with folded columns and rows, whichever
-// is predicted fastest. The choice does not depend on the slices, so that a call finds the plan that
-// selection predicted.
+// is predicted fastest. The choice does not depend on the slices, so that a call finds the plan
+// that selection predicted.
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan);
 

@@ -7,8 +7,8 @@
 
 namespace jaxconv {
 
-// The fields of a tensor map and of the im2col copy instruction, by spatial rank: the corners of the
-// box of base pixels, and a tap's offset from them.
+// The fields of a tensor map and of the im2col copy instruction, by spatial rank: the corners of
+// the box of base pixels, and a tap's offset from them.
 struct Im2colLimits {
   int64_t lower, upper, offset;
 };

@@ -8,8 +8,8 @@
 // A, B, C the results of A are C's to read. Kernels that do not call either start when all kernels
 // before them have ended, and let nothing start early.
 //
-// A kernel C may also read what A and those before it wrote before it waits for B, since B's CTAs have
-// waited for A; it waits for B at its end, so that D has both.
+// A kernel C may also read what A and those before it wrote before it waits for B, since B's CTAs
+// have waited for A; it waits for B at its end, so that D has both.
 #ifndef JAXCONV_CUDA_COMMON_LAUNCH_CUH_
 #define JAXCONV_CUDA_COMMON_LAUNCH_CUH_
 

@@ -1,15 +1,15 @@
 // The statistics of a result from the sums of its parts.
 //
 // A kernel that stores y in tiles writes, for each slot (the rows of a tile, or of several that one
-// consumer has in a fixed order) and channel, the sum of y and of y^2 in double, of numbers as stored,
-// and each slot by one thread. What merges them adds them in an order that the number of slots alone
-// settles:
+// consumer has in a fixed order) and channel, the sum of y and of y^2 in double, of numbers as
+// stored, and each slot by one thread. What merges them adds them in an order that the number of
+// slots alone settles:
 //
 //     mean = S / n,    squared deviations = Q - S^2 / n
 //
-// The difference of doubles loses a share of 2^-52 (mean / deviation)^2, which for 16-bit numbers is
-// nothing: float32's last digit at a ratio of 16,000. What the kernel loses in forming the sums is
-// its own promise (igemm_wgmma/statistics_sm90.cuh).
+// The difference of doubles loses a share of 2^-52 (mean / deviation)^2, which for 16-bit numbers
+// is nothing: float32's last digit at a ratio of 16,000. What the kernel loses in forming the sums
+// is its own promise (igemm_wgmma/statistics_sm90.cuh).
 #ifndef JAXCONV_CUDA_COMMON_MERGE_MOMENTS_H_
 #define JAXCONV_CUDA_COMMON_MERGE_MOMENTS_H_
 
@@ -23,9 +23,9 @@ namespace jaxconv {
 
 inline constexpr int kMomentColumns = 16;  // channels of a CTA that merges
 
-// The workspace: counters, the sums (slots, channels), and those of each of some parts of the slots. A
-// CTA adds a part of the slots of 16 channels; the last of them, by an integer counter, adds the parts
-// in their order.
+// The workspace: counters, the sums (slots, channels), and those of each of some parts of the
+// slots. A CTA adds a part of the slots of 16 channels; the last of them, by an integer counter,
+// adds the parts in their order.
 struct MomentSlots {
   int64_t slots = 0;  // 0: no statistics
   int64_t channels = 0;

@@ -4,8 +4,8 @@
 
 namespace jaxconv {
 
-// sums[e] = of(part, e) for a part in [kFirst, kEnd). Sums are registers, so uniform branches lead to a
-// copy for each part. Left to itself the compiler selects every element among all parts.
+// sums[e] = of(part, e) for a part in [kFirst, kEnd). Sums are registers, so uniform branches lead
+// to a copy for each part. Left to itself the compiler selects every element among all parts.
 template <int kFirst, int kEnd, int kCount, typename Of>
 __device__ __forceinline__ void PickSums(int part, Of of, float (&sums)[kCount]) {
   if constexpr (kEnd - kFirst > 1) {

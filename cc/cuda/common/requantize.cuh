@@ -18,7 +18,8 @@
 
 namespace jaxconv {
 
-// An output pixel of a thread: where its channel 0 lies, in elements, or -1, where nothing is stored.
+// An output pixel of a thread: where its channel 0 lies, in elements, or -1, where nothing is
+// stored.
 struct OutputPixel {
   int64_t at;
 
@@ -39,8 +40,8 @@ __host__ __device__ constexpr bool HasResidual(RequantizePath path) {
   return path == RequantizePath::kS8Residual || path == RequantizePath::kU8Residual;
 }
 
-// The residual of 8 neighbouring channels of each of a thread's pixels; of a path that has none it is
-// never read.
+// The residual of 8 neighbouring channels of each of a thread's pixels; of a path that has none it
+// is never read.
 template <int kPixels>
 struct Residual {
   uint32_t words[kPixels][2];
@@ -49,7 +50,8 @@ struct Residual {
 
 namespace requantize_internal {
 
-// The straight 8-bit paths. ReLU clears the negative results, which rounding keeps negative or makes
+// The straight 8-bit paths. ReLU clears the negative results, which rounding keeps negative or
+// makes
 // 0. ptxas joins a conversion to int32 and a saturating pack of two into one instruction (F2IP).
 template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
 __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
@@ -238,8 +240,8 @@ __device__ __forceinline__ uint32_t RequantizeFour(const RequantizeParams& param
   return requantize_internal::PackBytes<kPath == RequantizePath::kS8>(params, r);
 }
 
-// Calls store(std::integral_constant<RequantizePath, path>). One branch for a tile keeps the code of
-// a path together.
+// Calls store(std::integral_constant<RequantizePath, path>). One branch for a tile keeps the code
+// of a path together.
 template <typename Store>
 __device__ __forceinline__ void ForRequantizePath(const RequantizeParams& params, Store store) {
   using Path = RequantizePath;

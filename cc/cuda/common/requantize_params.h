@@ -10,8 +10,8 @@
 
 namespace jaxconv {
 
-// Straight code for what most layers do, so that an epilogue stays in the instruction cache; general
-// code for everything else.
+// Straight code for what most layers do, so that an epilogue stays in the instruction cache;
+// general code for everything else.
 enum class RequantizePath : int32_t {
   kS8,  // of one scale a channel; bias and ReLU at will
   kS8Residual,

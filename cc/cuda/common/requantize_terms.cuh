@@ -26,8 +26,8 @@ struct GlobalTerms {
   }
 };
 
-// The same of a tile's channels, brought to shared memory while the tile is multiplied. Global memory
-// would delay every eight channels by its latency, which so few warps cannot hide.
+// The same of a tile's channels, brought to shared memory while the tile is multiplied. Global
+// memory would delay every eight channels by its latency, which so few warps cannot hide.
 template <int kChannels>
 struct SharedTerms {
   static constexpr int kBytes = 2 * kChannels * sizeof(float);

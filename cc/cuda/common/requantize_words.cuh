@@ -1,4 +1,5 @@
-// Eight neighbouring channels of a pixel in the int8 families' epilogue: in words of the output's type.
+// Eight neighbouring channels of a pixel in the int8 families' epilogue: in words of the output's
+// type.
 #ifndef JAXCONV_CUDA_COMMON_REQUANTIZE_WORDS_CUH_
 #define JAXCONV_CUDA_COMMON_REQUANTIZE_WORDS_CUH_
 
@@ -55,9 +56,9 @@ __device__ __forceinline__ void StoreEight(void* to, const uint32_t (&words)[kWo
   }
 }
 
-// A byte of a word as a float in two instructions: it becomes the low end of 2^23's mantissa, and 2^23
-// is subtracted, exactly. A conversion of a byte takes the slowest pipe, 16 lanes a cycle. `exponent`:
-// 0x4b000000 in a register (ComputedHere); as a constant it is loaded for every byte.
+// A byte of a word as a float in two instructions: it becomes the low end of 2^23's mantissa, and
+// 2^23 is subtracted, exactly. A conversion of a byte takes the slowest pipe, 16 lanes a cycle.
+// `exponent`: 0x4b000000 in a register (ComputedHere); as a constant it is loaded for every byte.
 template <bool kSigned>
 __device__ __forceinline__ float ByteAsFloat(uint32_t word, int byte, uint32_t exponent) {
   const uint32_t bytes = kSigned ? word ^ 0x80808080u : word;

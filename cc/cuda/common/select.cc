@@ -13,8 +13,8 @@
 namespace jaxconv {
 namespace {
 
-// XLA's autotuner takes kernels of other times from one process to the next (the weight gradient of a
-// layer 29.0 and 22.2 us), so a layer is left to it only where that gains so much.
+// XLA's autotuner takes kernels of other times from one process to the next (the weight gradient of
+// a layer 29.0 and 22.2 us), so a layer is left to it only where that gains so much.
 constexpr double kXlaShare = 0.97;
 
 Status UnknownAlgorithm(std::string_view algorithm) {
@@ -92,8 +92,8 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
     if (any ? kernel.on_request : !named && !several) continue;
     known = true;
     if (kernel.three_tf32 && problem.precision == Precision::kDefault && !named) continue;
-    // A kernel of another operation or type, with an epilogue or without one where the problem is not
-    // so, is worth a refusal only to someone who asked for it.
+    // A kernel of another operation or type, with an epilogue or without one where the problem is
+    // not so, is worth a refusal only to someone who asked for it.
     const bool other =
         kernel.op != problem.op || kernel.dtype != problem.lhs_dtype() || kernel.fused != fused;
     if (other && !named) continue;

@@ -4,24 +4,25 @@
 //                         reads the upper 11 bits
 //     a b = big_a big_b + big_a small_b + small_a big_b + what is dropped, 2^-22 of it at most
 //
-// big + small hold at least 23 of x's 24 bits, so a product's error (rms 7e-8 of it) is about that of
-// rounding it to float32. After: Ootomo and Yokota, "Recovering single precision accuracy from Tensor
-// Cores while surpassing the FP32 theoretical peak performance", 2022; CUTLASS calls it 3xTF32.
+// big + small hold at least 23 of x's 24 bits, so a product's error (rms 7e-8 of it) is about that
+// of rounding it to float32. After: Ootomo and Yokota, "Recovering single precision accuracy from
+// Tensor Cores while surpassing the FP32 theoretical peak performance", 2022; CUTLASS calls it
+// 3xTF32.
 //
 // Sums: the tensor core cuts off what its accumulators cannot hold, always towards zero, and over a
-// long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices, is
-// summed in accumulators of its own, which are then added to the float32 sums by FADD, rounded to
-// nearest (PromoteFinite).
+// long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices,
+// is summed in accumulators of its own, which are then added to the float32 sums by FADD, rounded
+// to nearest (PromoteFinite).
 //
 // Not finite: the small part of Inf and of NaN is NaN, and of a value within 2^-12 of the largest
-// float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand has
-// a sum that is not finite, and is computed again (PromoteWithCare) with operands split by
-// SplitTf32WithCare: first the sum of the products with small parts, which is made finite, then those of
-// big parts, which have the right Inf or NaN. Where the sums are wgmma's (igemm_wgmma), operands are
-// looked at instead, and SplitTf32Finite splits those that need it.
+// float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand
+// has a sum that is not finite, and is computed again (PromoteWithCare) with operands split by
+// SplitTf32WithCare: first the sum of the products with small parts, which is made finite, then
+// those of big parts, which have the right Inf or NaN. Where the sums are wgmma's (igemm_wgmma),
+// operands are looked at instead, and SplitTf32Finite splits those that need it.
 //
-// Operands below 2^-112 in magnitude have small parts that are subnormal, with fewer bits: there the
-// error is up to 2^-137 times the other factor.
+// Operands below 2^-112 in magnitude have small parts that are subnormal, with fewer bits: there
+// the error is up to 2^-137 times the other factor.
 #ifndef JAXCONV_CUDA_COMMON_SPLIT_TF32_CUH_
 #define JAXCONV_CUDA_COMMON_SPLIT_TF32_CUH_
 
@@ -40,8 +41,8 @@ inline constexpr int kSplitRunSteps = 2;
 
 inline constexpr uint32_t kTf32Mask = 0xffffe000;
 
-// Of a finite x below the largest float by more than 2^-12 of it. Else `small` is NaN or Inf, and `big`
-// may be anything.
+// Of a finite x below the largest float by more than 2^-12 of it. Else `small` is NaN or Inf, and
+// `big` may be anything.
 __device__ __forceinline__ void SplitTf32(uint32_t x, uint32_t* big, uint32_t* small) {
   *big = (x + 0x1000) & kTf32Mask;
   *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
@@ -61,8 +62,8 @@ __device__ __forceinline__ void AddIf(bool add, const float (&run)[4], float (&a
       : "f"(run[0]), "f"(run[1]), "f"(run[2]), "f"(run[3]), "r"(uint32_t{add}));
 }
 
-// Of any x. `big` is NaN or Inf where x is, and finite where x is; `small` is NaN where `big` is not
-// finite.
+// Of any x. `big` is NaN or Inf where x is, and finite where x is; `small` is NaN where `big` is
+// not finite.
 __device__ __forceinline__ void SplitTf32WithCare(uint32_t x, uint32_t* big, uint32_t* small) {
   const uint32_t magnitude = x & 0x7fffffff;
   *big = magnitude > 0x7f800000    ? x | 0x400000  // a NaN whose upper bits may be zeros
@@ -72,8 +73,8 @@ __device__ __forceinline__ void SplitTf32WithCare(uint32_t x, uint32_t* big, uin
 }
 
 // Of any x, where sums are not looked at: `big` is finite, and where x is not, 1 with its sign, and
-// `small` is x. The sum of the three products with b is then x b + small_b + b, where the product of an
-// infinite `big` and a `small_b` of zero would make it NaN.
+// `small` is x. The sum of the three products with b is then x b + small_b + b, where the product
+// of an infinite `big` and a `small_b` of zero would make it NaN.
 __device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint32_t* small) {
   const uint32_t magnitude = x & 0x7fffffff;
   if (magnitude >= 0x7f800000) {
@@ -123,8 +124,8 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
   return !finite;
 }
 
-// acc += A B of one run, of a warp's fragments as mma.cuh has them: block by block of 16 rows, the sums of
-// one promoted while the next is multiplied.
+// acc += A B of one run, of a warp's fragments as mma.cuh has them: block by block of 16 rows, the
+// sums of one promoted while the next is multiplied.
 //     b               the words of B, for 8 columns two
 //     a               those of the first block of A
 //     read_a(i, a)    reads those of block i
@@ -181,8 +182,8 @@ MultiplySplitRun(const uint32_t (&b)[kSplitRunSteps][kBlocksN][2], uint32_t (&a)
   return left;
 }
 
-// acc += the products of one run in the blocks of `left`, with operands of any value. read(step, a, b)
-// reads all words of a step. All threads of the warp call it.
+// acc += the products of one run in the blocks of `left`, with operands of any value. read(step, a,
+// b) reads all words of a step. All threads of the warp call it.
 template <int kBlocksM, int kBlocksN, typename Read>
 __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlocksM][kBlocksN][4],
                                                 Read read) {

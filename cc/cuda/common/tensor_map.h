@@ -11,9 +11,9 @@
 
 namespace jaxconv {
 
-// A tensor of up to five dimensions, innermost first, dense unless strides are given.
-// TMA rounds float32 elements to TF32, to the nearest, ties to even, unless they are to be kept whole;
-// wgmma alone would truncate them, which biases the sums.
+// A tensor of up to five dimensions, innermost first, dense unless strides are given. TMA rounds
+// float32 elements to TF32, to the nearest, ties to even, unless they are to be kept whole; wgmma
+// alone would truncate them, which biases the sums.
 struct DenseTensor {
   DType dtype = DType::kBF16;
   int rank = 0;
@@ -23,9 +23,9 @@ struct DenseTensor {
   bool whole_f32 = false;
 };
 
-// Boxes of `box` elements, zeros outside. Rows of 128, 64 or 32 bytes are swizzled, and fetched by whole
-// cache lines; or, where they are any multiple of 16, left as they lie, and fetched by sectors, as the
-// rest of their lines may be what a CTA reads much later. Takes about 0.1 us.
+// Boxes of `box` elements, zeros outside. Rows of 128, 64 or 32 bytes are swizzled, and fetched by
+// whole cache lines; or, where they are any multiple of 16, left as they lie, and fetched by
+// sectors, as the rest of their lines may be what a CTA reads much later. Takes about 0.1 us.
 Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap* map,
                       bool swizzled = true);
 

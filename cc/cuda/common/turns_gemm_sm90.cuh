@@ -5,14 +5,14 @@
 //     consumer warpgroup 1                | multiply 1 | store 1 ...
 //     producer               | loads of 0 | of 1       | of 2 ...
 //
-// The two consumer warpgroups, each with tiles of its own, alternate on the tensor cores: one stores while
-// the other multiplies. The producer runs ahead into the next tile's stages. Cluster c processes tiles c,
-// c + clusters, ...
+// The two consumer warpgroups, each with tiles of its own, alternate on the tensor cores: one
+// stores while the other multiplies. The producer runs ahead into the next tile's stages. Cluster c
+// processes tiles c, c + clusters, ...
 //
 // Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends.
-// Empty(s): one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired, one
-// k-block late so that one is always under way. Named barriers 1 and 2 hand the tensor cores over.
-// Registers: producer 40, consumers 232.
+// Empty(s): one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired,
+// one k-block late so that one is always under way. Named barriers 1 and 2 hand the tensor cores
+// over. Registers: producer 40, consumers 232.
 //
 // A Gemm has
 //
@@ -100,7 +100,8 @@ __device__ __forceinline__ void Consume(const typename Gemm::Params& params, int
 }  // namespace turns_internal
 
 // A kernel's body. `dynamic`: its dynamic shared memory, the ring and 1024 bytes to align it;
-// `barrier_words`: Barriers<Tile>::kCount. `waits`: the kernel overlaps its neighbours in the stream.
+// `barrier_words`: Barriers<Tile>::kCount. `waits`: the kernel overlaps its neighbours in the
+// stream.
 template <class Gemm, bool kWaits>
 __device__ __forceinline__ void RunTurnsGemm(const typename Gemm::Params& params,
                                              const typename Gemm::Maps& maps,

@@ -97,8 +97,8 @@ constexpr int AscendingTerm(int rank) {
 template <class Row, int kCount, int rank>
 inline constexpr int kAscendingTerm = AscendingTerm<Row, kCount>(rank);
 
-// Dot in the order of the coefficients' magnitudes: in float16 the sums in front of the largest term
-// are small, and so is what their rounding adds.
+// Dot in the order of the coefficients' magnitudes: in float16 the sums in front of the largest
+// term are small, and so is what their rounding adds.
 template <class Row, int kCount, int rank = 0, typename T>
 JAXCONV_HOST_DEVICE T DotAscending(const T* value, T sum = T()) {
   constexpr int k = kAscendingTerm<Row, kCount, rank>;
@@ -175,9 +175,9 @@ JAXCONV_HOST_DEVICE void TransformInput(const T (&d)[m + 2], T (&v)[m + 2]) {
 }
 
 // Half of the points of v = B^T d: (m + 2) / 2 of them, the first half or the second. By rows, but
-// the points 1/2 and -2 of F(4, 3) as a pair: 13 and 11 instructions of F(4, 3). In float16 V's error
-// is 1.2 times that of rounding once, of inputs of either sign 1.4 times; by pairs alone it is 1.4
-// and 1.7 times.
+// the points 1/2 and -2 of F(4, 3) as a pair: 13 and 11 instructions of F(4, 3). In float16 V's
+// error is 1.2 times that of rounding once, of inputs of either sign 1.4 times; by pairs alone it
+// is 1.4 and 1.7 times.
 template <int m, int kHalf, int i = 0, typename T>
 JAXCONV_HOST_DEVICE void TransformInputHalf(const T (&d)[m + 2], T (&v)[(m + 2) / 2]) {
   constexpr int kOwn = (m + 2) / 2;

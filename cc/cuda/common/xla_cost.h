@@ -8,9 +8,9 @@
 namespace jaxconv {
 
 // Microseconds of lax's convolution inside a program, with the copies and layout changes around it,
-// and the pass over its result where the problem has an epilogue. 0 where XLA is no candidate: where
-// no such problem was measured, or where the measured error is above what the problem's precision
-// asks for.
+// and the pass over its result where the problem has an epilogue. 0 where XLA is no candidate:
+// where no such problem was measured, or where the measured error is above what the problem's
+// precision asks for.
 double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu);
 
 }  // namespace jaxconv

@@ -2,22 +2,23 @@
 //
 //     y[p, k] = requantise(sum over taps of x[p stride + tap dilation - pad, k] w[k, tap])
 //
-// There is no reduction over channels, for which tensor cores and dp4a are made: 8 bits are widened and
-// multiplied one by one, and the layer is bound by memory all the same (3x3: 9 products an output).
+// There is no reduction over channels, for which tensor cores and dp4a are made: 8 bits are widened
+// and multiplied one by one, and the layer is bound by memory all the same (3x3: 9 products an
+// output).
 //
-// A lane owns 8 neighbouring channels and a strip of kStrip outputs of a row, so that it ends with what
-// common/requantize.cuh stores as 8 bytes. A warp is 4 strips of 64 channels, a tile 32 strips,
-// strips_across of them side by side:
+// A lane owns 8 neighbouring channels and a strip of kStrip outputs of a row, so that it ends with
+// what common/requantize.cuh stores as 8 bytes. A warp is 4 strips of 64 channels, a tile 32
+// strips, strips_across of them side by side:
 //
 //     box 0 | box 1 | taps      box: box rows x box columns x 64 bytes; taps: [row][column][64 channels]
 //
 // A CTA processes neighbouring items. The next item's box is copied (cp.async) while this one is
-// computed, with two barriers an item. Three taps of a filter row are held in registers, and each pixel
-// of their window is loaded and widened once; kStride 0, any stride and dilation, loads a pixel for each
-// tap. The sums move past one copy of the epilogue's code: more would spill.
+// computed, with two barriers an item. Three taps of a filter row are held in registers, and each
+// pixel of their window is loaded and widened once; kStride 0, any stride and dilation, loads a
+// pixel for each tap. The sums move past one copy of the epilogue's code: more would spill.
 //
-// Bytes, of 3x3, 16 x 14 outputs: 2 x 18 x 16 x 64 = 37 KB, taps 576 B. Registers: 56 sums, 24 taps, 8 of
-// a pixel; 128, two CTAs an SM.
+// Bytes, of 3x3, 16 x 14 outputs: 2 x 18 x 16 x 64 = 37 KB, taps 576 B. Registers: 56 sums, 24
+// taps, 8 of a pixel; 128, two CTAs an SM.
 //
 // Refused, with a reason (plan.cc): K != C, channels that are not multiples of 16, nchw32, dilated
 // inputs, boxes beyond the shared memory.
@@ -115,7 +116,8 @@ __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigne
   }
 }
 
-// The packed filter's rows of a tile and a depth tap -> [row][column, filled up with zeros][channel].
+// The packed filter's rows of a tile and a depth tap -> [row][column, filled up with
+// zeros][channel].
 __device__ __forceinline__ void FillTaps(const Params& params, int32_t first_channel,
                                          int32_t depth_tap, unsigned char* taps) {
   const int32_t rows = params.axis[1].taps, columns = params.axis[2].taps;

@@ -24,7 +24,8 @@ constexpr double kPrologueCycles = 4000;
 constexpr double kEpilogueBytesPerCycle = 28;
 // Outputs that are not stored by 16 bytes, each of a tile.
 constexpr double kUnalignedCycles = 0.25;
-// Of a tile's share of the tensor cores' rate in wgrad, with TF32 operands: 20 times inside programs.
+// Of a tile's share of the tensor cores' rate in wgrad, with TF32 operands: 20 times inside
+// programs.
 constexpr double kTf32WgradShare = 0.84;
 // Shared memory that the runtime keeps for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;

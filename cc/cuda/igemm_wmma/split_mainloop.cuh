@@ -1,12 +1,13 @@
 // The mainloop of float32 as three TF32 products (common/split_tf32.cuh).
 //
-// Operands lie in shared memory as float32 and are split in registers, just before they are multiplied.
-// Runs have accumulators of their own, which leave room for warp tiles of 64x32.
+// Operands lie in shared memory as float32 and are split in registers, just before they are
+// multiplied. Runs have accumulators of their own, which leave room for warp tiles of 64x32.
 //
-// In the pass of stage s a thread waits for its copies of that stage; one barrier then tells that all
-// threads' have arrived, and that all have read stage s - 1, whose slot gets the copies of stage
-// s + kStages - 1, in parts, each beside the products of 16 rows of a run. Stage s stays until the next barrier, so
-// that a run whose sums are not finite can be read again. Behind the last stage, zeros are copied.
+// In the pass of stage s a thread waits for its copies of that stage; one barrier then tells that
+// all threads' have arrived, and that all have read stage s - 1, whose slot gets the copies of
+// stage s + kStages - 1, in parts, each beside the products of 16 rows of a run. Stage s stays
+// until the next barrier, so that a run whose sums are not finite can be read again. Behind the
+// last stage, zeros are copied.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 

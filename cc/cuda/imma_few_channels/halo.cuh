@@ -1,24 +1,25 @@
-// imma_few_channels: 8-bit convolution of 4 input channels on mma.sync (sm_80). int32 sums of s8 or u8
-// activations and an s8 filter, then the epilogue of core/epilogue.h; y in nhwc or nchw32.
+// imma_few_channels: 8-bit convolution of 4 input channels on mma.sync (sm_80). int32 sums of s8 or
+// u8 activations and an s8 filter, then the epilogue of core/epilogue.h; y in nhwc or nchw32.
 //
-// GEMM: rows are pixels of y, columns output channels. A filter row is one instruction's reduction: 32
-// bytes are 8 neighbouring pixels of x, of which a filter of up to 8 columns has its taps in the first
-// and zeros behind. So a fragment of A is words of the halo tile as they lie there: in row g of a
-// block, thread t reads the pixels 2 t and 2 t + 1 of the window of output g. Nothing is gathered or copied twice, and no bank is met twice: windows
-// of neighbouring outputs overlap.
+// GEMM: rows are pixels of y, columns output channels. A filter row is one instruction's reduction:
+// 32 bytes are 8 neighbouring pixels of x, of which a filter of up to 8 columns has its taps in the
+// first and zeros behind. So a fragment of A is words of the halo tile as they lie there: in row g
+// of a block, thread t reads the pixels 2 t and 2 t + 1 of the window of output g. Nothing is
+// gathered or copied twice, and no bank is met twice: windows of neighbouring outputs overlap.
 //
-// The filter stays in registers, 8 words for each of its 3 or 7 rows. Its columns are permuted so that a
-// thread's sums are 8 neighbouring output channels, which it stores at once.
+// The filter stays in registers, 8 words for each of its 3 or 7 rows. Its columns are permuted so
+// that a thread's sums are 8 neighbouring output channels, which it stores at once.
 //
-// Tile: some rows of y by some blocks of 16 pixels (plan.cc), 32 output channels, 4 warps, each a block
-// at a time; CTA b processes tiles b, b + gridDim.x, ..., always of the same channels. Shared memory:
-// two halo tiles. Registers: 56 of the filter, 16 sums, 16 scales and biases; at most 128.
+// Tile: some rows of y by some blocks of 16 pixels (plan.cc), 32 output channels, 4 warps, each a
+// block at a time; CTA b processes tiles b, b + gridDim.x, ..., always of the same channels. Shared
+// memory: two halo tiles. Registers: 56 of the filter, 16 sums, 16 scales and biases; at most 128.
 //
-// Who waits for whom: each tile's halo is copied (cp.async, zeros outside x) while the tile before it is
-// multiplied; one barrier a tile says that the halo is there and that its predecessor is free.
+// Who waits for whom: each tile's halo is copied (cp.async, zeros outside x) while the tile before
+// it is multiplied; one barrier a tile says that the halo is there and that its predecessor is
+// free.
 //
-// Refused (plan.cc): groups, batched filters, dilated inputs, three axes, more than 7 rows or 8 columns
-// of taps, output channels that are not multiples of 8.
+// Refused (plan.cc): groups, batched filters, dilated inputs, three axes, more than 7 rows or 8
+// columns of taps, output channels that are not multiples of 8.
 #ifndef JAXCONV_CUDA_IMMA_FEW_CHANNELS_HALO_CUH_
 #define JAXCONV_CUDA_IMMA_FEW_CHANNELS_HALO_CUH_
 
@@ -116,8 +117,9 @@ struct FilterRows {
 };
 
 // One block of 16 pixels by 32 channels. `window`: where the first row's taps of this lane's pixel
-// begin; `row`: to those of the next row. kStride: of the columns, without dilation, so that offsets are
-// part of the loads; 0: any. Rows behind the filter's last read that again; their taps are zeros.
+// begin; `row`: to those of the next row. kStride: of the columns, without dilation, so that
+// offsets are part of the loads; 0: any. Rows behind the filter's last read that again; their taps
+// are zeros.
 template <typename T, int kStride, int kRows>
 __device__ __forceinline__ void MultiplyBlock(const Params& params, const FilterRows<kRows>& filter,
                                               uint32_t window, uint32_t row,

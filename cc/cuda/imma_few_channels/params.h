@@ -27,8 +27,8 @@ struct Axis {
 
 // What the kernel gets. A launch sets the pointers.
 //
-// Tile: tile_rows rows of y by blocks_across blocks of 16 pixels. Its halo tile begins at a multiple
-// of 4 pixels of x, `lead` pixels before the first tap of its first output.
+// Tile: tile_rows rows of y by blocks_across blocks of 16 pixels. Its halo tile begins at a
+// multiple of 4 pixels of x, `lead` pixels before the first tap of its first output.
 struct Params {
   const void* x = nullptr;
   const void* w = nullptr;

@@ -1,10 +1,10 @@
 // Global memory -> swizzled shared memory: the packed filter, and the pixels of x under its taps.
 //
 // The reduction is the packed filter's row: one flat index over (tap, block of 32 channels) in
-// whichever order the layout has. A thread always copies the same column of a k-block, so it follows
-// one tap and one block from k-block to k-block, adds the table's offset of the tap once, and then
-// needs a mask and an address for each of its rows. The padding, rows past the last, and the
-// reduction past its end are zeros.
+// whichever order the layout has. A thread always copies the same column of a k-block, so it
+// follows one tap and one block from k-block to k-block, adds the table's offset of the tap once,
+// and then needs a mask and an address for each of its rows. The padding, rows past the last, and
+// the reduction past its end are zeros.
 #ifndef JAXCONV_CUDA_IMMA_NCHW32_LOADERS_CUH_
 #define JAXCONV_CUDA_IMMA_NCHW32_LOADERS_CUH_
 

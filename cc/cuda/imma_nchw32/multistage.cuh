@@ -3,25 +3,26 @@
 //     y[(n,p), k] = requantise(sum over l of x[gather(n,p,l)] w[k, l])
 //
 // rows are output pixels, columns output channels of a group, and l runs along the packed filter's
-// row: in nhwc over (r, s, c), in nchw32 over (c / 32, r, s, c % 32). The layouts are strides and the
-// order of two loops (params.h); one kernel serves both. x is s8 or u8, w s8, sums are int32, through
-// mma.sync.m16n8k32. The reduction is flat, so a tap or a channel count that does not fill a k-block
-// wastes nothing, and the offsets of the taps come from a table in the parameter block.
+// row: in nhwc over (r, s, c), in nchw32 over (c / 32, r, s, c % 32). The layouts are strides and
+// the order of two loops (params.h); one kernel serves both. x is s8 or u8, w s8, sums are int32,
+// through mma.sync.m16n8k32. The reduction is flat, so a tap or a channel count that does not fill
+// a k-block wastes nothing, and the offsets of the taps come from a table in the parameter block.
 //
 // Tile: up to 256x128 outputs, 64x64 of them a warp, k-blocks of 64 or 128 bytes
-// (common/mma_tile.cuh has the swizzle). Shared memory: 3 or 4 stages of (tile_m + tile_n) k-blocks,
-// 147,456 bytes at 128x256x128, 98,304 at 128x128x128, 49,152 at 128x64x64, and 8 bytes a row for
-// the pixels. Registers, 64x64 a warp: 128 sums, 64 of fragments (two mma steps), 2 for each row
-// that a thread copies; at most 255.
+// (common/mma_tile.cuh has the swizzle). Shared memory: 3 or 4 stages of (tile_m + tile_n)
+// k-blocks, 147,456 bytes at 128x256x128, 98,304 at 128x128x128, 49,152 at 128x64x64, and 8 bytes a
+// row for the pixels. Registers, 64x64 a warp: 128 sums, 64 of fragments (two mma steps), 2 for
+// each row that a thread copies; at most 255.
 //
-// Who waits for whom: MmaMainloop of common/mma_tile.cuh. The epilogue waits for nobody: the filter's
-// rows are permuted on their way into shared memory so that a thread holds 8 neighbouring channels of
-// a pixel, which it requantises and stores as 8 bytes (of 8-bit results); a quad stores a block of 32
-// channels, in nchw32 a warp 256 contiguous bytes.
+// Who waits for whom: MmaMainloop of common/mma_tile.cuh. The epilogue waits for nobody: the
+// filter's rows are permuted on their way into shared memory so that a thread holds 8 neighbouring
+// channels of a pixel, which it requantises and stores as 8 bytes (of 8-bit results); a quad stores
+// a block of 32 channels, in nchw32 a warp 256 contiguous bytes.
 //
 // Refuses: groups of channels that are not multiples of 32, but for x of 4 channels (copies of 4
 // bytes); windows of more than 256 taps, or of more than 31 tap coordinates on padded axes;
-// lhs_dilation; several batches. After: "TensorCore convolution operators in MegEngine" (seeds/003).
+// lhs_dilation; several batches. After: "TensorCore convolution operators in MegEngine"
+// (seeds/003).
 #ifndef JAXCONV_CUDA_IMMA_NCHW32_MULTISTAGE_CUH_
 #define JAXCONV_CUDA_IMMA_NCHW32_MULTISTAGE_CUH_
 

@@ -12,11 +12,11 @@ namespace jaxconv::imma_nchw32 {
 // Taps that the table of the parameter block holds: 16x16 and 6x6x6 do, and the block stays below
 // the 4 KB that every driver takes.
 inline constexpr int kMaxTaps = 256;
-// Columns of a k-block that threads follow on their own: blocks of 32 channels, or of 4 channels the
-// pixels of a k-block of 64 bytes.
+// Columns of a k-block that threads follow on their own: blocks of 32 channels, or of 4 channels
+// the pixels of a k-block of 64 bytes.
 inline constexpr int kMaxColumns = 16;
-// Bits of a pixel's mask: one for each tap coordinate of each axis that has padding. Bit 31 is never
-// set, and stands for the end of the reduction.
+// Bits of a pixel's mask: one for each tap coordinate of each axis that has padding. Bit 31 is
+// never set, and stands for the end of the reduction.
 inline constexpr int kMaxTapBits = 31;
 inline constexpr uint32_t kEnd = uint32_t{1} << 31;
 

@@ -21,9 +21,9 @@
 // Shared memory of 128x128: 4 stages of 17 KB, 8 slots of 16 KB; of 256x64: 4 stages of 33 KB, 9
 // slots of 8 KB. Registers: producer 40, consumers 232.
 //
-// Full(s), Empty(s): as in int8_sm90.cuh, of activations. FullFilter(f), EmptyFilter(f): the same of
-// a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first tile.
-// Named barriers as in int8_sm90.cuh.
+// Full(s), Empty(s): as in int8_sm90.cuh, of activations. FullFilter(f), EmptyFilter(f): the same
+// of a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first
+// tile. Named barriers as in int8_sm90.cuh.
 //
 // Refused beside what int8_sm90.cuh refuses: strides, and filters of one tap in a row or that reach
 // over more than 8 pixels; weight-stationary also groups and filters of more k-blocks or channels

@@ -13,8 +13,8 @@ namespace jaxconv::imma_wgmma {
 inline constexpr int32_t kKBlockBytes = 128;
 inline constexpr int32_t kStepBytes = 32;
 inline constexpr int32_t kSteps = kKBlockBytes / kStepBytes;
-// Filter-row reuse: the distance in pixels from a filter row's first tap to its last, at most. 8 keeps
-// the copies multiples of the swizzle's pattern.
+// Filter-row reuse: the distance in pixels from a filter row's first tap to its last, at most. 8
+// keeps the copies multiples of the swizzle's pattern.
 inline constexpr int32_t kMaxSpan = 8;
 inline constexpr int32_t kMaxRowTaps = kMaxSpan + 1;
 
@@ -25,9 +25,9 @@ struct UnitDigits {
 
 // The kernels' argument. Axes innermost first: w, h, d.
 //
-// A unit is what one TMA copy brings of every pixel of a tile: unit_bytes channels under one tap, or,
-// with filter-row reuse, under a row of taps. 128 / unit_bytes units lie one behind the other in a
-// stage, which meets one k-block of the filter, or row_taps of them.
+// A unit is what one TMA copy brings of every pixel of a tile: unit_bytes channels under one tap,
+// or, with filter-row reuse, under a row of taps. 128 / unit_bytes units lie one behind the other
+// in a stage, which meets one k-block of the filter, or row_taps of them.
 struct Params {
   RequantizeParams requantize;
   int32_t rows = 1;             // of gemm_m: images times walked pixels
@@ -50,8 +50,8 @@ struct Params {
   UnitDigits one_unit, stage_units;  // the next unit; the same unit of the next stage
   UnitDigits first[kSteps];          // the units of the first k-block
   int32_t k_blocks = 1;              // stages of a tile
-  // Stages from full_k_blocks on have fewer instructions: last_steps in all, of which a k-block of the
-  // filter has tail_steps at most.
+  // Stages from full_k_blocks on have fewer instructions: last_steps in all, of which a k-block of
+  // the filter has tail_steps at most.
   int32_t full_k_blocks = 0, last_steps = kSteps, tail_steps = kSteps;
   int32_t row_taps = 1;  // taps of a unit
   // Where the filter's bytes of a k-block begin in a packed row: 128 bytes further each time, or,

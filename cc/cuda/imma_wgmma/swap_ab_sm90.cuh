@@ -6,9 +6,9 @@
 // columns, an instruction reads 2 + 8 KB in 128 cycles. Nor need a tile's pixels be a power of two:
 // 96 of them cut 7x7 maps into as many tiles as there are SMs.
 //
-// The filter's tensor map brings the 16 rows of a warp in the order 0 2 4 .. 14 1 3 .. 15: so a thread,
-// which holds rows g and g + 8, holds two neighbouring channels of its pixels, and their bytes are
-// one 16-bit element. stmatrix transposes those on their way to rows of channels:
+// The filter's tensor map brings the 16 rows of a warp in the order 0 2 4 .. 14 1 3 .. 15: so a
+// thread, which holds rows g and g + 8, holds two neighbouring channels of its pixels, and their
+// bytes are one 16-bit element. stmatrix transposes those on their way to rows of channels:
 //
 //     staging of a warpgroup    pixel p: 64 bytes, 16 of each warp; chunk c at c ^ (p / 2 % 4)
 //
@@ -28,8 +28,8 @@ namespace jaxconv::imma_wgmma {
 template <class Tile>
 struct SwapAbResults;
 
-// A warpgroup multiplies 64 channels by kTileM pixels, of one tile of 128 channels (cooperative) or of a
-// tile of its own (pingpong).
+// A warpgroup multiplies 64 channels by kTileM pixels, of one tile of 128 channels (cooperative) or
+// of a tile of its own (pingpong).
 template <bool kPingpong, int kTileM, int kStages, bool kFilterRow = false, int kFilterSlots = 0,
           int kStationary = 0>
 struct SwapAbTile : TileRing<kPingpong, kTileM, kPingpong ? 64 : 128, kStages, kFilterRow,

@@ -20,8 +20,9 @@ struct RowResults;
 // The ring and the registers of a CTA with two consumer warpgroups, which multiply a tile of kTileM
 // pixels by kTileN channels together (cooperative), or each a tile of its own (pingpong).
 //
-// kFilterRow: a stage holds the activations of a filter row's taps, kTileM pixels and kMaxSpan more,
-// and the filter has kFilterSlots slots of its own, or kStationary k-blocks that stay for good.
+// kFilterRow: a stage holds the activations of a filter row's taps, kTileM pixels and kMaxSpan
+// more, and the filter has kFilterSlots slots of its own, or kStationary k-blocks that stay for
+// good.
 template <bool kPingpong_, int kTileM_, int kTileN_, int kStages_, bool kFilterRow_,
           int kFilterSlots_, int kStationary_>
 struct TileRing {
@@ -158,10 +159,10 @@ __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap
   }
 }
 
-// The products of the first kCount instructions of a k-block, one committed group. They are one piece
-// of straight code: where a branch lies between them and their commit, ptxas closes a group before it,
-// and to wait for all groups but one is to wait for the whole k-block. `pixels`, `filter`: as
-// Tile::Pixels and Tile::Filter give them; `offsets`: of the instructions' pixels.
+// The products of the first kCount instructions of a k-block, one committed group. They are one
+// piece of straight code: where a branch lies between them and their commit, ptxas closes a group
+// before it, and to wait for all groups but one is to wait for the whole k-block. `pixels`,
+// `filter`: as Tile::Pixels and Tile::Filter give them; `offsets`: of the instructions' pixels.
 template <typename T, class Tile, int kCount>
 __device__ __forceinline__ void MultiplySteps(const Params& params, typename Tile::Sums& sums,
                                               uint32_t pixels, uint32_t filter,
@@ -193,8 +194,8 @@ __device__ __forceinline__ void MultiplyKBlock(const Params& params, typename Ti
   }
 }
 
-// The output pixel of row m, or -1. With filter-row reuse the rows are the pixels that TMA walks, some
-// of which lie between the ends of two rows of the output.
+// The output pixel of row m, or -1. With filter-row reuse the rows are the pixels that TMA walks,
+// some of which lie between the ends of two rows of the output.
 template <class Tile>
 __device__ __forceinline__ int32_t OutputPixelOf(const Params& params, int32_t m) {
   if (m >= params.rows) return -1;
@@ -237,8 +238,8 @@ struct TermsOfTiles {
   }
 };
 
-// A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row. The
-// four lanes of a row have the same pixels: each decodes some and gives them to the others.
+// A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row.
+// The four lanes of a row have the same pixels: each decodes some and gives them to the others.
 template <class Tile>
 struct PixelsOf {
   static constexpr int kCount = 2 * Tile::kBlocks;

@@ -6,8 +6,8 @@
 
 namespace jaxconv {
 
-// threadIdx.x % 32, but read every time, so that the compiler moves nothing that depends on it out of
-// a loop: it would keep the epilogue's addresses in registers throughout the mainloop.
+// threadIdx.x % 32, but read every time, so that the compiler moves nothing that depends on it out
+// of a loop: it would keep the epilogue's addresses in registers throughout the mainloop.
 __device__ __forceinline__ int Lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -26,9 +26,9 @@ __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t b
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At a barrier in the shared memory of any CTA of the cluster (AddressInCluster). Release and acquire
-// at the scope of the cluster took a fifth of the rate of a mainloop; the waiter's copies into this
-// CTA's memory need neither.
+// At a barrier in the shared memory of any CTA of the cluster (AddressInCluster). Release and
+// acquire at the scope of the cluster took a fifth of the rate of a mainloop; the waiter's copies
+// into this CTA's memory need neither.
 __device__ __forceinline__ void BarrierArriveInCluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

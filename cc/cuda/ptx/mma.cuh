@@ -4,8 +4,8 @@
 //     A 16 x 32 bytes   a[0] row g, a[1] row g + 8, bytes 4t..; a[2], a[3] the same 16 bytes later
 //     B 32 bytes x 8    b[0] column g, bytes 4t..; b[1] 16 bytes later
 //     D 16 x 8 words    d[0], d[1] row g, columns 2t, 2t + 1; d[2], d[3] row g + 8
-// where bytes run along the reduction: 32 elements of 8 bits, 16 of 16 or 8 of 32. The words of D are
-// float32, of 8-bit operands int32.
+// where bytes run along the reduction: 32 elements of 8 bits, 16 of 16 or 8 of 32. The words of D
+// are float32, of 8-bit operands int32.
 #ifndef JAXCONV_CUDA_PTX_MMA_CUH_
 #define JAXCONV_CUDA_PTX_MMA_CUH_
 

@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return address;
 }
 
-// The same value, of which the compiler does not know it: what is computed from it is computed where it
-// is used, not in front of the loop around, where it would take registers all the time.
+// The same value, of which the compiler does not know it: what is computed from it is computed
+// where it is used, not in front of the loop around, where it would take registers all the time.
 __device__ __forceinline__ int ComputedHere(int value) {
   int same;
   asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));

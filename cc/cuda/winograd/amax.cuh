@@ -1,17 +1,18 @@
-// The power of two by which a tensor is multiplied, so that float16 holds its transform (of bfloat16
-// and float32), or its products too (where M is float16).
+// The power of two by which a tensor is multiplied, so that float16 holds its transform (of
+// bfloat16 and float32), or its products too (where M is float16).
 //
 // A pass over the tensor leaves kMaxPartials partial maxima: of each CTA the float32 bits of its
-// largest finite magnitude, which order as integers do. There is no atomic and no last CTA. A reader's
-// warp takes the largest partial maximum by itself, 2 KB from L1 or L2 and no barrier, and makes
+// largest finite magnitude, which order as integers do. There is no atomic and no last CTA. A
+// reader's warp takes the largest partial maximum by itself, 2 KB from L1 or L2 and no barrier, and
+// makes
 //
 //     scale = 2^e  such that  2^13 <= scale * largest < 2^14,  1 where all is zero.
 //
 // Operands of float16 whose products alone are scaled need no pass: the transforms, which read them
-// anyway, raise the partial maxima (TakeMaximum) that a small kernel has cleared. The largest of a set
-// does not depend on the order. Nor do the activations and filters of bfloat16 whose products are
-// float16: they are multiplied by constants, and once more, by their own powers of two, where the maxima
-// say that the constants do not suit (repair_sm90.cuh).
+// anyway, raise the partial maxima (TakeMaximum) that a small kernel has cleared. The largest of a
+// set does not depend on the order. Nor do the activations and filters of bfloat16 whose products
+// are float16: they are multiplied by constants, and once more, by their own powers of two, where
+// the maxima say that the constants do not suit (repair_sm90.cuh).
 //
 // Infinities and NaN are left out: they stay what they are in the transform, and the finite values
 // beside them keep their accuracy.
@@ -153,9 +154,9 @@ __device__ __forceinline__ float RemainingScale(const ScaleSource& source) {
   return scale * InversePower(AppliedScale(source, scale));
 }
 
-// Divides a result by the scales of both operands. By the larger one first: results are of the order
-// of 2^26 times a root of the reduction, whose product with 2^-126 is a normal number, but with the
-// inverse of a scale of 2^-114 may be none, whatever follows.
+// Divides a result by the scales of both operands. By the larger one first: results are of the
+// order of 2^26 times a root of the reduction, whose product with 2^-126 is a normal number, but
+// with the inverse of a scale of 2^-114 may be none, whatever follows.
 struct Unscale {
   float first, second;
 

@@ -2,24 +2,24 @@
 //
 //     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
 //
-// (m + 2)^2 GEMMs (times groups) of gemm_m = tiles of a chunk, gemm_n = output channels of a group and
-// gemm_k = channels of a group of the input, in one launch. Both operands run along the reduction
-// (K-major), so both are copied by 16 bytes and read by ldmatrix; float16 times float16 in
-// mma.sync.m16n8k16, float32 sums.
+// (m + 2)^2 GEMMs (times groups) of gemm_m = tiles of a chunk, gemm_n = output channels of a group
+// and gemm_k = channels of a group of the input, in one launch. Both operands run along the
+// reduction (K-major), so both are copied by 16 bytes and read by ldmatrix; float16 times float16
+// in mma.sync.m16n8k16, float32 sums.
 //
 //            c ->                                   CTA: 128 x 128 of M, 64 of c a stage
 //     V  [ 128 tiles x 64 ] \                       4 warps of 64 x 64
 //                             >  M [128 x 128]      3 stages
 //     U  [ 128 k     x 64 ] /
 //
-// Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes, 98,304 at 128x128 (two CTAs an SM), 49,152
-// at 64x64 (four). Registers: 128 accumulators (32 at 64x64) and 64 fragments, at most 255. Who waits
-// for whom: common/mma_tile.cuh, one barrier a stage. CTAs: blocks of k fastest, then of tiles, so that
-// neighbours share V; then groups and points.
+// Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes, 98,304 at 128x128 (two CTAs an SM),
+// 49,152 at 64x64 (four). Registers: 128 accumulators (32 at 64x64) and 64 fragments, at most 255.
+// Who waits for whom: common/mma_tile.cuh, one barrier a stage. CTAs: blocks of k fastest, then of
+// tiles, so that neighbours share V; then groups and points.
 //
-// Accumulators go to M from registers: four lanes write the 32 bytes of a sector, so every sector is
-// whole. Rows behind the last tile and columns behind the last channel are neither copied nor stored;
-// the reduction ends at any multiple of 8.
+// Accumulators go to M from registers: four lanes write the 32 bytes of a sector, so every sector
+// is whole. Rows behind the last tile and columns behind the last channel are neither copied nor
+// stored; the reduction ends at any multiple of 8.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_CUH_
 

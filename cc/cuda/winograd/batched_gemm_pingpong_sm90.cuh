@@ -4,26 +4,26 @@
 //     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
 //
 // A CTA has 128 rows (tiles) by 128 or 160 columns of M at a time, of C in blocks of 64, by turns
-// (common/turns_gemm_sm90.cuh). M is 4 bytes for every C multiply-adds: one consumer stores while the
-// other multiplies. Columns are the fastest digit of a tile's index, then rows, groups and points, so
-// that what is under way has few points, whose U and V are read from DRAM once.
+// (common/turns_gemm_sm90.cuh). M is 4 bytes for every C multiply-adds: one consumer stores while
+// the other multiplies. Columns are the fastest digit of a tile's index, then rows, groups and
+// points, so that what is under way has few points, whose U and V are read from DRAM once.
 //
-// A tile of 128x128 takes 64 bytes for every cycle of the tensor cores, and L2 gives an SM about 45.
-// So the CTAs of a cluster have neighbouring tiles that share one operand, the columns of U or the
-// rows of V (whichever pairs leave fewer tiles over): each brings its own part of the other operand
-// and half of the shared one to both, 48 bytes a cycle, with 160 columns 42.
+// A tile of 128x128 takes 64 bytes for every cycle of the tensor cores, and L2 gives an SM about
+// 45. So the CTAs of a cluster have neighbouring tiles that share one operand, the columns of U or
+// the rows of V (whichever pairs leave fewer tiles over): each brings its own part of the other
+// operand and half of the shared one to both, 48 bytes a cycle, with 160 columns 42.
 //
 // A stage is 128 rows of V and 128 or 160 of U by 64 channels, 32 or 36 KB, both K-major with the
-// swizzle of 128 bytes. TMA fills up with zeros where tiles or the reduction end, and a CTA past the
-// last tile multiplies zeros; past a group's last output channel it reads the next group's or point's
-// rows of U, whose columns are not stored. Shared memory: 6 stages, 192 or 216 KB. Registers of a
-// consumer: 128 or 160 accumulators.
+// swizzle of 128 bytes. TMA fills up with zeros where tiles or the reduction end, and a CTA past
+// the last tile multiplies zeros; past a group's last output channel it reads the next group's or
+// point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 or 216 KB.
+// Registers of a consumer: 128 or 160 accumulators.
 //
-// Accumulators go to M from registers. A lane has two neighbouring columns of each eight, so TMA brings
-// sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: a lane then stores 16 bytes,
-// and four lanes a run of 64, of M in float16 half as much: a sector. (An exchange between lanes
-// instead makes the compiler serialise wgmma.)
-// Refused: output channels of a group that are no multiple of 16.
+// Accumulators go to M from registers. A lane has two neighbouring columns of each eight, so TMA
+// brings sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: a lane then stores
+// 16 bytes, and four lanes a run of 64, of M in float16 half as much: a sector. (An exchange
+// between lanes instead makes the compiler serialise wgmma.) Refused: output channels of a group
+// that are no multiple of 16.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
 
@@ -60,8 +60,8 @@ struct PingpongGemmTile {
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
 };
 
-// Of the operand that is the CTA's own, boxes of all its rows, and of the one that a cluster shares, of
-// half of them.
+// Of the operand that is the CTA's own, boxes of all its rows, and of the one that a cluster
+// shares, of half of them.
 struct PingpongGemmMaps {
   // V: (c, tile, group, point, 1). U: (c, 2 rows, 4 steps of 4 rows, 2 steps of 2, 16 rows of all).
   CUtensorMap own, common;

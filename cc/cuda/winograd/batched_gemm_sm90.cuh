@@ -11,15 +11,15 @@
 //
 // A stage is a box of V and one of U, 16 KB each, both K-major with the swizzle of 128 bytes. Their
 // maps have the point, the group and the row as dimensions, so that TMA fills up with zeros where
-// tiles, output channels or the reduction end. Shared memory: 3 stages, 96 KB, so that two CTAs share
-// an SM and one stores while the other multiplies: M is 4 bytes for every C multiply-adds. Registers:
-// 112 a thread, of them 64 accumulators.
+// tiles, output channels or the reduction end. Shared memory: 3 stages, 96 KB, so that two CTAs
+// share an SM and one stores while the other multiplies: M is 4 bytes for every C multiply-adds.
+// Registers: 112 a thread, of them 64 accumulators.
 //
-// Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer warpgroup
-// arrives when its wgmma has retired, one k-block late so that one is always under way.
+// Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer
+// warpgroup arrives when its wgmma has retired, one k-block late so that one is always under way.
 //
-// Accumulators go to M from registers: four lanes write the 32 bytes of a sector, so every sector is
-// whole. Refused: nothing beyond what the family refuses.
+// Accumulators go to M from registers: four lanes write the 32 bytes of a sector, so every sector
+// is whole. Refused: nothing beyond what the family refuses.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_SM90_CUH_
 

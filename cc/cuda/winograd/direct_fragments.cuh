@@ -1,9 +1,10 @@
-// Fragments of mma.sync m16n8k16 that a lane loads by itself, 16 bytes at a time, from rows of float16
-// in global or shared memory: no ldmatrix, no other thread's help, no barrier.
+// Fragments of mma.sync m16n8k16 that a lane loads by itself, 16 bytes at a time, from rows of
+// float16 in global or shared memory: no ldmatrix, no other thread's help, no barrier.
 //
-// The order of the channels along the reduction is free as long as both operands agree. Lane 4 g + t
-// loads channels 8 t to 8 t + 7 of a k-block of 32 channels of row g: four lanes read 64 contiguous
-// bytes of a row, two whole sectors. The 16 bytes are the lane's share of two instructions:
+// The order of the channels along the reduction is free as long as both operands agree. Lane 4 g +
+// t loads channels 8 t to 8 t + 7 of a k-block of 32 channels of row g: four lanes read 64
+// contiguous bytes of a row, two whole sectors. The 16 bytes are the lane's share of two
+// instructions:
 //
 //     instruction   k = 2t, 2t + 1        k = 2t + 8, 2t + 9
 //     0             channels 8t, 8t + 1   channels 8t + 2, 8t + 3

@@ -1,5 +1,5 @@
-// The products of the Winograd domain element by element, on CUDA cores (seeds/004, algorithm 1): the
-// lower baseline of the batched GEMMs.
+// The products of the Winograd domain element by element, on CUDA cores (seeds/004, algorithm 1):
+// the lower baseline of the batched GEMMs.
 //
 //     for c:  M[i, j][tile][k] += V[i, j][tile][c] U[i, j][k][c]    for all points (i, j)
 //
@@ -7,8 +7,8 @@
 // loads serves a second product. CTA: 8 tiles x 16 output channels, a warp 4 x 8, so that the lines
 // of a load meet in L1: a warp's load of a point is 4 rows of V and 8 of U, 16 bytes each.
 //
-// A product of 2 FLOP loads 4 bytes into registers: 0.5 FLOP/B, against (TB_M TB_N) / (TB_M + TB_N) of
-// sync_free.cuh. Of the loads' 8 channels, 16 conversions to float32 and 8 FMA.
+// A product of 2 FLOP loads 4 bytes into registers: 0.5 FLOP/B, against (TB_M TB_N) / (TB_M + TB_N)
+// of sync_free.cuh. Of the loads' 8 channels, 16 conversions to float32 and 8 FMA.
 //
 // Shared memory: none. Registers: 16 or 36 sums, and the loads under way. Nobody waits. Refuses:
 // channels of a group that are not multiples of 8.

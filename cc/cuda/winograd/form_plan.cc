@@ -12,8 +12,8 @@ namespace {
 // output's transform, and batched GEMMs that are bound by it.
 constexpr double kAmaxShare = 0.8, kFilterShare = 0.9, kInputShare = 0.75, kOutputShare = 0.88,
                  kGemmShare = 0.92;
-// Of the output's transform of F(6x6) from products in float16: 64 loads of 4 bytes a thread, and few
-// threads.
+// Of the output's transform of F(6x6) from products in float16: 64 loads of 4 bytes a thread, and
+// few threads.
 constexpr double kHalfOutputShare6 = 0.66;
 
 int64_t AlignUp(int64_t bytes) { return CeilDiv(bytes, 256) * 256; }

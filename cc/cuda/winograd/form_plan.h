@@ -3,9 +3,9 @@
 //
 // A form's plan function gets a problem that the family takes and its geometry. It refuses what the
 // form cannot do, says how many tiles a chunk has and which parts the workspace holds, and predicts
-// the time. The predictions rank Winograd's own instances when a caller names the family or an alias,
-// and nothing else: "auto" and "native" do not choose these instances. They were fitted on an H200
-// (docs/notes/winograd.md).
+// the time. The predictions rank Winograd's own instances when a caller names the family or an
+// alias, and nothing else: "auto" and "native" do not choose these instances. They were fitted on
+// an H200 (docs/notes/winograd.md).
 #ifndef JAXCONV_CUDA_WINOGRAD_FORM_PLAN_H_
 #define JAXCONV_CUDA_WINOGRAD_FORM_PLAN_H_
 
@@ -55,8 +55,8 @@ double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
 // bytes of V and M that move in the time of a byte of DRAM.
 double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate);
 
-// Of the products of all tiles by batched GEMMs of chunk_tiles tiles, each of so many cycles. The time
-// in which U, V and M move through memory hides in part: the root of the sum of squares fits.
+// Of the products of all tiles by batched GEMMs of chunk_tiles tiles, each of so many cycles. The
+// time in which U, V and M move through memory hides in part: the root of the sum of squares fits.
 double GemmMicroseconds(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate);
 
 }  // namespace jaxconv::winograd

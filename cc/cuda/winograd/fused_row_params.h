@@ -35,8 +35,8 @@ struct RowParams {
   // positions, groups.
   FastDivmod n_tiles, m_tiles;
   int32_t tiles = 0;
-  // Blocks of 32 channels of the reduction; rows of kFilterRowBytes of the filter from a group to the
-  // next, and from 128 channels of the output to the next.
+  // Blocks of 32 channels of the reduction; rows of kFilterRowBytes of the filter from a group to
+  // the next, and from 128 channels of the output to the next.
   int32_t reduction_blocks = 0;
   int32_t filter_group = 0, filter_columns = 0;
 };

@@ -10,9 +10,9 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of F(2, 3) and F(4, 3), fitted on an H200 (docs/notes/winograd.md): cycles of a CTA for 16 channels
-// under a filter row, what bfloat16's conversion in the mainloop adds to them, and cycles for a tile
-// beside its products.
+// Of F(2, 3) and F(4, 3), fitted on an H200 (docs/notes/winograd.md): cycles of a CTA for 16
+// channels under a filter row, what bfloat16's conversion in the mainloop adds to them, and cycles
+// for a tile beside its products.
 struct RowCycles {
   double step, scaled, tile;
 };

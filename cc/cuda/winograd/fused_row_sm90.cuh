@@ -12,10 +12,11 @@
 //     slot of U      | point 0: 128 columns x 64 bytes | point 1 | ... m + 1      row_filter.h
 //
 // A stage holds 64 channels of the pixels under one filter row: TMA walks them in steps of m, once
-// for each residue of a pixel within its tile. Input j of the tile at position i is residue j % m of
-// position i + j / m. So a row of the output has a position more than it has tiles, which is computed
-// and dropped: 3 % of rows 112 wide, 12 % of rows 28 wide. ldmatrix of a pixel's 8 positions by 16
-// bytes is a fragment of A, free of conflicts: the swizzle is a function of the position.
+// for each residue of a pixel within its tile. Input j of the tile at position i is residue j % m
+// of position i + j / m. So a row of the output has a position more than it has tiles, which is
+// computed and dropped: 3 % of rows 112 wide, 12 % of rows 28 wide. ldmatrix of a pixel's 8
+// positions by 16 bytes is a fragment of A, free of conflicts: the swizzle is a function of the
+// position.
 //
 // m = 4: 2 stages of 36 KB, 3 slots of 48 KB. Registers: producer 24, consumers 240, of them 192
 // accumulators, 12 of V, 12 of pixels on their way.
@@ -24,8 +25,9 @@
 // slots; a slot is empty when the warpgroups of both CTAs have read it. While a warpgroup builds V
 // for 16 channels, the other's products run. At the end of a tile the warpgroups exchange
 // accumulators in the last slot, so that each has all points of 64 channels, transforms them and
-// stores; meanwhile the other slots and stages fill. Both CTAs fill that slot again when both have read
-// it: behind a fence for copies and a barrier of each warpgroup, its threads 0 and 1 tell one CTA each.
+// stores; meanwhile the other slots and stages fill. Both CTAs fill that slot again when both have
+// read it: behind a fence for copies and a barrier of each warpgroup, its threads 0 and 1 tell one
+// CTA each.
 //
 // Refused (fused_row_plan.cc): what the family refuses, groups whose channels are not a multiple of
 // 64, rows beyond the fields of a tensor map.
@@ -51,8 +53,8 @@
 
 namespace jaxconv::winograd {
 
-// The loads of a tile, in order: channels slowest, so that the filter rows find in L2 what the first
-// of them has read; then filter rows.
+// The loads of a tile, in order: channels slowest, so that the filter rows find in L2 what the
+// first of them has read; then filter rows.
 template <class Tile>
 __device__ __forceinline__ void ProducePixels(const RowParams& params, const CUtensorMap* map,
                                               uint32_t ring, const Barriers<Tile>& barriers) {

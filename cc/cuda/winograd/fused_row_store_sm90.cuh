@@ -45,8 +45,8 @@ struct RowUnscale<__half> {
 };
 
 // Of eight of a thread's columns in one of its rows, all points -> m pixels of the output. A
-// warpgroup's own accumulators are sums.point[p][first + 4 j + e]; the other's lie in shared memory,
-// 16 bytes for every two j.
+// warpgroup's own accumulators are sums.point[p][first + 4 j + e]; the other's lie in shared
+// memory, 16 bytes for every two j.
 template <typename Out, typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowSums<Tile>& sums,
                                              int first, uint32_t others, const RowTarget& target,

@@ -1,5 +1,5 @@
-// The parts of pkf_shmem.cuh, which keeps V in shared memory and M in registers: where tiles lie, the
-// input transform, the products of a point, and the output transform.
+// The parts of pkf_shmem.cuh, which keeps V in shared memory and M in registers: where tiles lie,
+// the input transform, the products of a point, and the output transform.
 #ifndef JAXCONV_CUDA_WINOGRAD_FUSED_TILE_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FUSED_TILE_CUH_
 
@@ -77,9 +77,9 @@ __device__ __forceinline__ void FindScales(const PkfParams& params, Scales* scal
   if (threadIdx.x % 32 == 0) *scales = {input, unscale.first, unscale.second};
 }
 
-// V in shared memory: a k-block of a point has rows of 64 bytes, one a tile, for ldmatrix. The channels
-// of a row are in the order of direct_fragments.cuh's instructions: channels 8 t + 2 h and the next
-// are word t of chunk h.
+// V in shared memory: a k-block of a point has rows of 64 bytes, one a tile, for ldmatrix. The
+// channels of a row are in the order of direct_fragments.cuh's instructions: channels 8 t + 2 h and
+// the next are word t of chunk h.
 template <class Tile>
 using InputOperand = OperandTile<__half, Tile::kTbM, kBlockChannels * 2, false>;
 

@@ -16,8 +16,8 @@
 //     issue slots              71     74     69 %    of an H200, in the time of the tile's bytes at 4.3 TB/s
 //
 // No shared memory, nobody waits. Outside the image the input is zero. T: __half, __nv_bfloat16 or
-// float, of loads of 8 bytes; the latter two are multiplied by their power of two (amax.cuh) as they are
-// loaded.
+// float, of loads of 8 bytes; the latter two are multiplied by their power of two (amax.cuh) as
+// they are loaded.
 #ifndef JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 
@@ -49,8 +49,8 @@ inline constexpr int kInputCtas = m == 6   ? 3
                                   : m == 4 ? 5
                                            : 8;  // of an SM, at least
 
-// The largest finite magnitude of a tile's pairs, as float32 bits: by pairs, and once more by elements
-// where one is infinite. The maximum of a NaN and a number is the number.
+// The largest finite magnitude of a tile's pairs, as float32 bits: by pairs, and once more by
+// elements where one is infinite. The maximum of a NaN and a number is the number.
 template <typename T, int kAlpha>
 __device__ __forceinline__ uint32_t LargestFinite(const uint32_t (&pairs)[kAlpha][kAlpha]) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -147,8 +147,8 @@ __device__ __forceinline__ void TransformInput(const InputTransformParams& param
   }
 }
 
-// The filter's transform in front runs beside it: what that waited for has ended too (launch.cuh). At its
-// end it waits for it, so that what waits for this kernel has U as well.
+// The filter's transform in front runs beside it: what that waited for has ended too (launch.cuh).
+// At its end it waits for it, so that what waits for this kernel has U as well.
 template <int m, typename T, bool kOverlaps>
 __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     InputTransformKernel(const __grid_constant__ InputTransformParams params) {

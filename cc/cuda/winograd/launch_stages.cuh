@@ -1,5 +1,5 @@
-// The stages' launching, of both translation units: stages.cu, for every GPU, and stages_sm90.cu, whose
-// kernels overlap their neighbours in the stream (common/launch.cuh).
+// The stages' launching, of both translation units: stages.cu, for every GPU, and stages_sm90.cu,
+// whose kernels overlap their neighbours in the stream (common/launch.cuh).
 #ifndef JAXCONV_CUDA_WINOGRAD_LAUNCH_STAGES_CUH_
 #define JAXCONV_CUDA_WINOGRAD_LAUNCH_STAGES_CUH_
 
@@ -18,8 +18,8 @@ namespace stages_internal {
 
 inline int64_t Blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
 
-// body(m, element of the operands): both as compile-time constants. No form of F(6x6) takes float32, and
-// none for all GPUs.
+// body(m, element of the operands): both as compile-time constants. No form of F(6x6) takes
+// float32, and none for all GPUs.
 template <int m>
 using Size = std::integral_constant<int, m>;
 template <typename Body>

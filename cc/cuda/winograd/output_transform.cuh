@@ -1,14 +1,15 @@
 // Y = A^T M A: the sums of the Winograd domain to the output's tiles.
 //
-// A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 8 bytes, a column of points
-// at a time, and m^2 stores of 4 bytes (8 of a float32 output). Lanes run along channels, so a warp
-// reads 256 bytes and writes lines of 128. Bound by M's bytes: 4 (m + 2)^2 a channel of a tile, beside
-// 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time. M in float16 is half
-// of that: loads of 4 bytes, all of a tile's ahead of the first column, as many bytes under way.
+// A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 8 bytes, a column of
+// points at a time, and m^2 stores of 4 bytes (8 of a float32 output). Lanes run along channels, so
+// a warp reads 256 bytes and writes lines of 128. Bound by M's bytes: 4 (m + 2)^2 a channel of a
+// tile, beside 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time. M in
+// float16 is half of that: loads of 4 bytes, all of a tile's ahead of the first column, as many
+// bytes under way.
 //
 // Scaled operands were multiplied by powers of two: their inverses follow as two factors, the
-// smaller one first (amax.cuh); of float16 products their own power of two before these. Pixels outside the output are not stored. No shared memory, nobody
-// waits.
+// smaller one first (amax.cuh); of float16 products their own power of two before these. Pixels
+// outside the output are not stored. No shared memory, nobody waits.
 #ifndef JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 

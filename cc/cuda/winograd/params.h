@@ -2,13 +2,13 @@
 // headers.
 //
 // fprop and dgrad are one geometry: an input (images, in_h, in_w, groups * red) and an output
-// (images, out_h, out_w, groups * cols), between them a 3x3 window of stride 1. dgrad's input is dy,
-// its padding 2 - pad, and its filter is turned by 180 degrees and transposed, which is a matter of
-// the filter's strides.
+// (images, out_h, out_w, groups * cols), between them a 3x3 window of stride 1. dgrad's input is
+// dy, its padding 2 - pad, and its filter is turned by 180 degrees and transposed, which is a
+// matter of the filter's strides.
 //
 // Tiles of m x m outputs (1 x m of a one-dimensional transform) are counted along W, then H, then
-// images: t = (image * tiles_h + row) * tiles_w + column. Those at the lower and right edge reach past
-// the output: their inputs outside the image are zeros, their outputs outside are not stored.
+// images: t = (image * tiles_h + row) * tiles_w + column. Those at the lower and right edge reach
+// past the output: their inputs outside the image are zeros, their outputs outside are not stored.
 //
 // In memory (points are counted row by row):
 //     V [point][tile][groups * red]     float16    tiles of a chunk
@@ -25,9 +25,9 @@
 
 namespace jaxconv::winograd {
 
-// float16's largest number is 65504. A tensor of bfloat16 or float32 is multiplied by a power of two
-// that brings its largest magnitude to 2^13 .. 2^14: B^T and G, balanced, enlarge nothing, but rounding
-// may.
+// float16's largest number is 65504. A tensor of bfloat16 or float32 is multiplied by a power of
+// two that brings its largest magnitude to 2^13 .. 2^14: B^T and G, balanced, enlarge nothing, but
+// rounding may.
 inline constexpr int kScaledExponent = 13;
 // Products of two scaled operands are below 2^28 each, so that this many powers of two less bring
 // their sum below 2^15: no M overflows float16.
@@ -63,9 +63,9 @@ struct Geometry {
   }
 };
 
-// Tap (r, s) of reduction channel c and column k of group g lies .first + r * .r + s * .s +
-// c * .red + k * .col + g * .group elements into the filter. dgrad's first tap is the filter's last, and
-// its steps go back. One of .red and .col is 1.
+// Tap (r, s) of reduction channel c and column k of group g lies .first + r * .r + s * .s + c *
+// .red + k * .col + g * .group elements into the filter. dgrad's first tap is the filter's last,
+// and its steps go back. One of .red and .col is 1.
 struct FilterStrides {
   int64_t first = 0, r = 0, s = 0, red = 0, col = 0, group = 0;
 };
@@ -73,9 +73,9 @@ struct FilterStrides {
 // Where a tensor's power of two comes from: from its partial maxima, or a number in memory (of a
 // prepared filter). Where both are null it is 1.
 //
-// The transform multiplies the tensor by this number (assumed == 0), or, where the maxima are taken by the
-// transform itself, by `assumed`. With a repair (kMostAssumedRatio) it is made once more, with the number
-// itself, where the assumption does not hold.
+// The transform multiplies the tensor by this number (assumed == 0), or, where the maxima are taken
+// by the transform itself, by `assumed`. With a repair (kMostAssumedRatio) it is made once more,
+// with the number itself, where the assumption does not hold.
 struct ScaleSource {
   const uint32_t* partials = nullptr;
   const float* value = nullptr;
@@ -83,8 +83,8 @@ struct ScaleSource {
   bool repaired = false;
 };
 
-// bfloat16 operands whose maxima the transforms take are multiplied by these, which suits activations
-// with a largest magnitude between 2^-3 and 2^9, and filters between 2^-7 and 2^5.
+// bfloat16 operands whose maxima the transforms take are multiplied by these, which suits
+// activations with a largest magnitude between 2^-3 and 2^9, and filters between 2^-7 and 2^5.
 inline constexpr float kAssumedInputScale = 32.0f, kAssumedFilterScale = 512.0f;
 // The assumption holds where the tensor's own power of two is between the assumed one and this many
 // times it: no element overflows, and those 2^16 times smaller than the largest are normal numbers.
@@ -118,9 +118,10 @@ struct LaunchParams {
   int32_t alpha() const { return m + 2; }
   int32_t points() const { return one_dimensional ? alpha() : alpha() * alpha(); }
   bool scaled() const { return dtype != DType::kF16 || half_products; }
-  // The transforms take the largest magnitudes while they read the operands, and M is scaled by them.
-  // float16 holds V and U of float16 operands as they are. Activations and filters of bfloat16 it
-  // mostly holds with constant scales; gradients, often below 2^-3, have a pass in front.
+  // The transforms take the largest magnitudes while they read the operands, and M is scaled by
+  // them. float16 holds V and U of float16 operands as they are. Activations and filters of
+  // bfloat16 it mostly holds with constant scales; gradients, often below 2^-3, have a pass in
+  // front.
   bool measured() const { return half_products && (dtype == DType::kF16 || assumes()); }
   bool assumes() const { return half_products && dtype == DType::kBF16 && forward; }
   int32_t element_bytes() const { return dtype == DType::kF32 ? 4 : 2; }  // of the operands

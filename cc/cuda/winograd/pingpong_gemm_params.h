@@ -1,4 +1,5 @@
-// The parameters of batched_gemm_pingpong_sm90.cuh. Plain data, made on the host without CUDA headers.
+// The parameters of batched_gemm_pingpong_sm90.cuh. Plain data, made on the host without CUDA
+// headers.
 #ifndef JAXCONV_CUDA_WINOGRAD_PINGPONG_GEMM_PARAMS_H_
 #define JAXCONV_CUDA_WINOGRAD_PINGPONG_GEMM_PARAMS_H_
 

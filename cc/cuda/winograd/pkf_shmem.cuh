@@ -1,13 +1,13 @@
-// F(m x m, 3x3) in one kernel (seeds/004, algorithm 4, PKF-Shmem): V in shared memory, U from global
-// memory straight into fragments, M in registers.
+// F(m x m, 3x3) in one kernel (seeds/004, algorithm 4, PKF-Shmem): V in shared memory, U from
+// global memory straight into fragments, M in registers.
 //
 //     V[point][tile][c] = B^T d B        into shared memory, all channels of the group at once
 //     M[point][tile][k] = V U^T          a warp's points: no barrier
 //     y[tile][k]        = A^T M A        rows in registers, columns through shared memory
 //
 // A CTA has TB_M tiles of a group and loops over blocks of TB_N output channels, so a tile is
-// transformed once whatever K is. Warp (j, part) has the points of column j and TB_N / parts channels:
-// the sums of all its alpha = m + 2 points stay in registers.
+// transformed once whatever K is. Warp (j, part) has the points of column j and TB_N / parts
+// channels: the sums of all its alpha = m + 2 points stay in registers.
 //
 //     points     0  1  2 .. alpha-1     column j = warp j        V: [C / 32][point][tile][32 channels]
 //         row 0  *  *  *    *                                    exchange: [j][2 rows of y][tile][TB_N]
@@ -18,19 +18,19 @@
 // Shared memory: V 2 alpha^2 TB_M ceil32(C) bytes; the exchange 8 alpha TB_M TB_N. At C = 64
 //     F(2x2)   16x32   32 + 16 KB   two CTAs an SM      F(4x4)   16x32    72 + 24 KB
 //              32x32   64 + 32 KB   two                          32x16   144 + 24 KB
-// TB_M is the seed's 16 or 32. No bank conflicts: a quarter of a warp that stores V covers whole rows
-// of 64 bytes one after the other, as does one that loads fragments (two rows of one point); the
-// exchange swaps the 64-byte halves of odd tiles' 128 bytes (rows of 64 bytes need no swap), so that
-// two tiles stored together take all banks, and four lanes that read 8 channels each begin with the
-// low four, the next four lanes with the high four.
-// Registers: sums 64, 128 (F(2x2)), 48, 96 (F(4x4)); U and V in the loop; at most 252 of 255, or 158 of
-// 168 with 12 warps an SM (F(4x4) 16x32). The transform runs when no sums exist.
+// TB_M is the seed's 16 or 32. No bank conflicts: a quarter of a warp that stores V covers whole
+// rows of 64 bytes one after the other, as does one that loads fragments (two rows of one point);
+// the exchange swaps the 64-byte halves of odd tiles' 128 bytes (rows of 64 bytes need no swap), so
+// that two tiles stored together take all banks, and four lanes that read 8 channels each begin
+// with the low four, the next four lanes with the high four. Registers: sums 64, 128 (F(2x2)), 48,
+// 96 (F(4x4)); U and V in the loop; at most 252 of 255, or 158 of 168 with 12 warps an SM (F(4x4)
+// 16x32). The transform runs when no sums exist.
 //
 // Who waits for whom: one barrier after the transform; then two for each exchange, of two of the m
 // rows of outputs.
 //
-// Refuses: V that does not fit shared memory (pkf_plan.cc); channels of a group that are not multiples
-// of 8.
+// Refuses: V that does not fit shared memory (pkf_plan.cc); channels of a group that are not
+// multiples of 8.
 #ifndef JAXCONV_CUDA_WINOGRAD_PKF_SHMEM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_PKF_SHMEM_CUH_
 
@@ -48,10 +48,10 @@
 
 namespace jaxconv::winograd {
 
-// The lane's rows of U in a point column, as bytes from the first point of a point row: the pointer is
-// then the same for all lanes and takes no registers of theirs. Columns past the last are the last:
-// what becomes of them is not stored. Channels past the last are the last eight of the same filter:
-// V is zero there.
+// The lane's rows of U in a point column, as bytes from the first point of a point row: the pointer
+// is then the same for all lanes and takes no registers of theirs. Columns past the last are the
+// last: what becomes of them is not stored. Channels past the last are the last eight of the same
+// filter: V is zero there.
 template <class Tile>
 class FilterRows {
  public:
@@ -87,8 +87,8 @@ class FilterRows {
   int channel_, last_;
 };
 
-// M of a point column and Tile::kWarpN channels. v: the lane's fragment of the column's first point.
-// first_filter: bytes from U's beginning to that point of the group's first filter.
+// M of a point column and Tile::kWarpN channels. v: the lane's fragment of the column's first
+// point. first_filter: bytes from U's beginning to that point of the group's first filter.
 template <class Tile>
 __device__ __forceinline__ void MultiplyColumn(
     const PkfParams& params, uint32_t v, uint32_t first_filter, int first_column,

@@ -9,8 +9,8 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of FP32 FMA's rate by elementwise.cuh, on an H200: 8 FMA stand beside 16 conversions and two loads
-// of 16 bytes a lane.
+// Of FP32 FMA's rate by elementwise.cuh, on an H200: 8 FMA stand beside 16 conversions and two
+// loads of 16 bytes a lane.
 constexpr double kElementwiseShare = 0.055;
 // Bytes that the sync-free GEMM loads in the time of a byte of DRAM, on an H200: L1 serves what
 // neighbouring CTAs share.
@@ -36,8 +36,8 @@ double Microseconds(const Gpu& gpu, const LaunchParams& launch, double cycles) {
          GemmMicroseconds(launch, gpu, cycles, rate);
 }
 
-// Every CTA loads its rows of V and U from L2, or issues its MMAs, whichever takes longer. All of an
-// SM's CTAs together have its rates.
+// Every CTA loads its rows of V and U from L2, or issues its MMAs, whichever takes longer. All of
+// an SM's CTAs together have its rates.
 double SyncFreeMicroseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
   constexpr int kBlock = 32;  // channels
   const Geometry& g = launch.geometry;

@@ -1,9 +1,9 @@
-// Transforms once more, by its own power of two, what was transformed by a constant that does not suit
-// it (ScaleSource::assumed): activations and filters of bfloat16 of unusual magnitudes. Mostly a warp
-// reads the maxima, 2 KB for each operand, and its CTA ends.
+// Transforms once more, by its own power of two, what was transformed by a constant that does not
+// suit it (ScaleSource::assumed): activations and filters of bfloat16 of unusual magnitudes. Mostly
+// a warp reads the maxima, 2 KB for each operand, and its CTA ends.
 //
-// A few CTAs an SM take the blocks of both transforms in turn, with the transforms' own code. V and U
-// then are what a pass for the maxima in front would have led to.
+// A few CTAs an SM take the blocks of both transforms in turn, with the transforms' own code. V and
+// U then are what a pass for the maxima in front would have led to.
 #ifndef JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
 

@@ -22,8 +22,8 @@ namespace jaxconv::winograd {
 // 8 j + 2 t and the next of every j, so it holds eight neighbouring channels, and stores 16 bytes
 // from registers.
 //
-// Columns and the reduction are filled up to multiples of 128 and 32: with zeros where the reduction
-// ends (the kernel multiplies them), with anything where the columns end.
+// Columns and the reduction are filled up to multiples of 128 and 32: with zeros where the
+// reduction ends (the kernel multiplies them), with anything where the columns end.
 struct RowFilter {
   static constexpr int64_t kColumns = 128, kReduction = 32, kTaps = 3;
   static constexpr int64_t kPointElements = kColumns * kReduction;

@@ -1,6 +1,7 @@
 // The kernels in front of the products and behind them, which all forms share: they are compiled
 // once, for every tile and type: for all GPUs (stages.cu) and, of kernels that overlap their
-// neighbours in the stream, for sm_90a (stages_sm90.cu). Plain functions; pointers are the device's.
+// neighbours in the stream, for sm_90a (stages_sm90.cu). Plain functions; pointers are the
+// device's.
 #ifndef JAXCONV_CUDA_WINOGRAD_STAGES_H_
 #define JAXCONV_CUDA_WINOGRAD_STAGES_H_
 
@@ -40,16 +41,17 @@ struct Products {
 // Of a chunk of `tiles` tiles: the points lie launch.chunk_tiles tiles apart.
 Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t tiles);
 
-// The largest magnitudes of both operands (if they are scaled), and U; of a prepared filter only the
-// input's. Of measured operands the slots of the maxima are cleared, and the filter's are taken.
+// The largest magnitudes of both operands (if they are scaled), and U; of a prepared filter only
+// the input's. Of measured operands the slots of the maxima are cleared, and the filter's are
+// taken.
 template <bool kOverlaps = false>
 Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, void* stream);
 // V of the tiles from `first_tile` on.
 template <bool kOverlaps = false>
 Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int32_t first_tile,
                         int32_t tiles, void* stream);
-// V and U once more, behind both, where constant scales did not suit the operands. Of forms with one
-// chunk and launch.ctas; does nothing unless launch.assumes().
+// V and U once more, behind both, where constant scales did not suit the operands. Of forms with
+// one chunk and launch.ctas; does nothing unless launch.assumes().
 Status LaunchRepairStage(const LaunchParams& launch, const StagePointers& at, void* stream);
 // The output from M.
 template <bool kOverlaps = false>

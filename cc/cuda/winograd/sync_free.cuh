@@ -9,10 +9,10 @@
 //     i = 1        warp 0: point (1, 0)   warp 1: point (1, 1)   ...
 //
 // No two warps share an operand, so no data passes through shared memory and no warp ever waits for
-// another. A warp loads its fragments from global memory, 16 bytes a lane (direct_fragments.cuh); the
-// fragments of the next k-block of 32 channels, across points too, are under way while those of this
-// one are multiplied. The seed's loop over channels is outside of that over rows, with the sums of all
-// rows in registers; here it is inside, because M goes to memory point by point.
+// another. A warp loads its fragments from global memory, 16 bytes a lane (direct_fragments.cuh);
+// the fragments of the next k-block of 32 channels, across points too, are under way while those of
+// this one are multiplied. The seed's loop over channels is outside of that over rows, with the
+// sums of all rows in registers; here it is inside, because M goes to memory point by point.
 //
 // TB_M x TB_N is made of the seed's WMMA shapes, each two m16n8k16:
 //     16x16x16   one block of 16 tiles, two of 8 channels
@@ -101,8 +101,8 @@ __device__ __forceinline__ void LoadFragments(const RowOffsets<Tile>& rows, cons
   for (int i = 0; i < Tile::kBlocksB; ++i) to.b[i] = LoadEightChannels(b + rows.b[i], inside);
 }
 
-// In the order of the WMMA blocks, each k16 of one after the other block's: no two instructions in a
-// row add to the same sums.
+// In the order of the WMMA blocks, each k16 of one after the other block's: no two instructions in
+// a row add to the same sums.
 template <class Tile>
 __device__ __forceinline__ void MultiplyFragments(const typename Tile::Fragments& from,
                                                   float (&acc)[Tile::kBlocksA][Tile::kBlocksB][4]) {

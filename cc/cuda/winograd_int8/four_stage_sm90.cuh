@@ -5,15 +5,15 @@
 //     V, U           -- products -------> M float16
 //     M              -- Y = A^T M A ----> int32 sums -- epilogue --> y
 //
-// The products' epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11 bits
-// show nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's transform
-// multiplies by the tile's scales.
+// The products' epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11
+// bits show nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's
+// transform multiplies by the tile's scales.
 //
-// Bytes of a tile and channel, C = K, written and read: V 2 (m + 2)^2, M 4 (m + 2)^2; int32 sums would
-// double M's.
+// Bytes of a tile and channel, C = K, written and read: V 2 (m + 2)^2, M 4 (m + 2)^2; int32 sums
+// would double M's.
 //
-// Refused, with a reason (plan.cc): groups, other windows than 3x3 of stride 1, channels that are no
-// multiples of 32.
+// Refused, with a reason (plan.cc): groups, other windows than 3x3 of stride 1, channels that are
+// no multiples of 32.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_
 

@@ -1,8 +1,9 @@
 // What the kernels of winograd_int8 know of a problem. Plain data, made on the host without CUDA
 // headers.
 //
-// Tiles of m x m outputs are counted along W, then H, then images. Those at the lower and right edge
-// reach past the output: their inputs outside the image are zeros, their outputs are not stored.
+// Tiles of m x m outputs are counted along W, then H, then images. Those at the lower and right
+// edge reach past the output: their inputs outside the image are zeros, their outputs are not
+// stored.
 //
 // In memory, points counted row by row:
 //     V        [point][tile][C]     int8

@@ -2,19 +2,21 @@
 //
 //     M[point][tile, k] = float16( u_scale[point][k] * sum over c of V[point][tile, c] U[point][k, c] )
 //
-// A CTA has 128 x 128 of M at a time, of C in blocks of 128, by turns (common/turns_gemm_sm90.cuh): one
-// consumer scales, rounds and stores while the other multiplies. A tile takes 64 bytes for every cycle of
-// the tensor cores, and L2 gives an SM about 45: so the two CTAs of a cluster, which have neighbouring
-// rows, bring half of U each to both, 48 bytes a cycle. Columns are the fastest digit of a tile's index,
-// then rows, then points, so that what is under way has few points, whose V and U are read from DRAM once.
+// A CTA has 128 x 128 of M at a time, of C in blocks of 128, by turns (common/turns_gemm_sm90.cuh):
+// one consumer scales, rounds and stores while the other multiplies. A tile takes 64 bytes for
+// every cycle of the tensor cores, and L2 gives an SM about 45: so the two CTAs of a cluster, which
+// have neighbouring rows, bring half of U each to both, 48 bytes a cycle. Columns are the fastest
+// digit of a tile's index, then rows, then points, so that what is under way has few points, whose
+// V and U are read from DRAM once.
 //
 // A stage is 128 rows of V and of U by 128 channels, 16 KB each, with the swizzle of 128 bytes. TMA
 // fills up with zeros where tiles or channels end; past a point's last output channel it reads the
-// next point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers of a
-// consumer: 128 accumulators.
+// next point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers
+// of a consumer: 128 accumulators.
 //
-// The box of U brings 32 rows in the order 0 1 8 9 16 17 24 25 2 3 ..., so that a thread, which holds
-// columns 8 j + 2 t and the next, has the eight neighbouring channels 8 t .. 8 t + 7 and stores 16 bytes.
+// The box of U brings 32 rows in the order 0 1 8 9 16 17 24 25 2 3 ..., so that a thread, which
+// holds columns 8 j + 2 t and the next, has the eight neighbouring channels 8 t .. 8 t + 7 and
+// stores 16 bytes.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_PRODUCTS_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_PRODUCTS_SM90_CUH_
 

@@ -1,10 +1,11 @@
 // Rows of channels in the Winograd domain -> 8 bits, with a scale of each row and point: what the
 // transforms of the input (a row is a tile) and of the filter (a row is an output channel) share.
 //
-// A thread has four neighbouring channels of a row, all points of which it computes in float32, exactly,
-// and holds in float16. The scale is the larger of unit and max / 127, with max the largest magnitude
-// of a row at a point: where it is the unit, nothing was rounded. Eight lanes, which have 32 channels, find their maximum by
-// shuffles that halve the points a lane holds each time; from there on shared memory's atomics.
+// A thread has four neighbouring channels of a row, all points of which it computes in float32,
+// exactly, and holds in float16. The scale is the larger of unit and max / 127, with max the
+// largest magnitude of a row at a point: where it is the unit, nothing was rounded. Eight lanes,
+// which have 32 channels, find their maximum by shuffles that halve the points a lane holds each
+// time; from there on shared memory's atomics.
 //
 // Rows longer than a CTA are transformed twice: for the maximum, and for the bytes.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_QUANTISED_ROWS_CUH_

@@ -1,12 +1,12 @@
 // The transforms of winograd_int8: x -> V, w -> U (quantised_rows.cuh), and M -> y.
 //
-// Input: a thread has four channels of a tile, (m + 2)^2 loads of a word, and a warp stores lines of
-// 128 bytes at each point. Filter: the same of an output channel's nine taps.
+// Input: a thread has four channels of a tile, (m + 2)^2 loads of a word, and a warp stores lines
+// of 128 bytes at each point. Filter: the same of an output channel's nine taps.
 //
-// Output: a thread has two neighbouring channels of a tile, (m + 2)^2 loads of 4 bytes, and leaves its
-// m^2 sums, rounded to int32, in shared memory (16 KB for m = 4, 4 KB for m = 2). Behind a barrier
-// it takes eight neighbouring channels of m^2 / 4 pixels to the epilogue of the int8 families. Where
-// V and U were not rounded, and M neither, these sums are those of the definition.
+// Output: a thread has two neighbouring channels of a tile, (m + 2)^2 loads of 4 bytes, and leaves
+// its m^2 sums, rounded to int32, in shared memory (16 KB for m = 4, 4 KB for m = 2). Behind a
+// barrier it takes eight neighbouring channels of m^2 / 4 pixels to the epilogue of the int8
+// families. Where V and U were not rounded, and M neither, these sums are those of the definition.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_TRANSFORMS_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_TRANSFORMS_CUH_
 
