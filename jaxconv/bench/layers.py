@@ -171,11 +171,16 @@ LAYERS: dict[str, Layer] = {
     "deeplab_d2": _same(16, (64, 64), 256, 256, 3, dilation=2),
     "audio_1d": _same(16, (3000,), 512, 512, 3),
     "video_3d": _same(2, (16, 56, 56), 128, 128, 3),
-    # beyond "all": wide 3x3 layers, a large depthwise window, a patch embedding
+    # beyond "all": wide 3x3 layers, depthwise and grouped layers, an 11x11 stem, a patch embedding
     "sdxl_128": _same(2, (128, 128), 320, 320, 3),
     "sdxl_64": _same(2, (64, 64), 640, 640, 3),
     "sdxl_32": _same(2, (32, 32), 1280, 1280, 3),
+    "mobile_dw_s2": _same(64, (56, 56), 192, 192, 3, stride=2, groups=192),
+    "efficientnet_dw5": _same(32, (28, 28), 240, 240, 5, groups=240),
     "replknet_dw31": _same(16, (56, 56), 128, 128, 31, groups=128),
+    "causal_dw4": Layer(8, (8195,), 2048, 2048, (4,), (1,), (0,), 2048),  # padded before
+    "regnet_g8": _same(64, (28, 28), 256, 256, 3, groups=8),
+    "alexnet_stem": Layer(64, (224, 224), 3, 64, (11, 11), (4, 4), (2, 2)),
     "vit_patchify": Layer(64, (224, 224), 3, 768, (16, 16), (16, 16), (0, 0)),
 }
 
@@ -223,6 +228,13 @@ SETS: dict[str, LayerSet] = {
     "diffusion": LayerSet("U-Net and autoencoder layers", _starting("unet", "vae", "sdxl")),
     "grouped": LayerSet(
         "depthwise and grouped layers", ("convnext_dw", "mobile_dw", "resnext_g32", "replknet_dw31")
+    ),
+    "memory": LayerSet(
+        "depthwise, grouped, few-channel and patch layers, near the time of their bytes",
+        (
+            *("mobile_dw", "mobile_dw_s2", "convnext_dw", "efficientnet_dw5", "replknet_dw31"),
+            *("causal_dw4", "resnext_g32", "regnet_g8", "r50_stem", "alexnet_stem", "vit_patchify"),
+        ),
     ),
     "winograd": LayerSet(
         "dense 3x3 layers, by every variant of Winograd beside the direct kernel",
