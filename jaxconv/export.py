@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxconv._src import fused, int8_primitive, lowering, native
+from jaxconv._src import fused, int8_primitive, lowering, masked_sums, native
 from jaxconv._src.spec import Op
 
 
@@ -17,7 +17,12 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     kernel's name and the problem as text; a process that loads the program must have this version
     of the library, or a newer one that still has that kernel, and says so if it has not.
     """
-    names = [*(lowering.call_target(op) for op in Op), fused.TARGET, int8_primitive.TARGET]
+    names = [
+        *(lowering.call_target(op) for op in Op),
+        fused.TARGET,
+        int8_primitive.TARGET,
+        masked_sums.TARGET,
+    ]
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
 
 

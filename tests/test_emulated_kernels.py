@@ -466,13 +466,14 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def programs() -> dict[bool, pathlib.Path]:
-    """The programs of the instances of 8-bit operands (True) and of the others."""
+def programs() -> dict[bool | str, pathlib.Path]:
+    """The programs of the instances of 8-bit operands (True), of the others, of masked sums."""
     if host_build.compiler() is None:
         pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip(f"the emulator runs on Linux x86-64, not {sys.platform} {os.uname().machine}")
-    sources = [
+    sources: list[tuple[bool | str, pathlib.Path, list[str]]] = [
+        ("masked sums", host_build.EMULATOR / "run_masked_sums.cc", []),
         (True, host_build.TESTS / "cc" / "int8_check.cu", []),
         (False, host_build.EMULATOR / "run_kernels.cc", [*READERS, ASSUMING]),
     ]
@@ -521,6 +522,14 @@ def test_a_kernel_in_the_emulator(programs, case):
         output = (ran.stdout + ran.stderr)[-4000:]
         repro = f"python tests/emulator/run.py {case.instance} '{case.key}' seed={seed}"
         assert ran.returncode == 0, " ".join((repro, *case.options)) + f"\n{output}"
+
+
+def test_masked_sums_in_the_emulator(programs):
+    """Every form of the kernel, of two types, exactly."""
+    ran = subprocess.run(
+        [str(programs["masked sums"])], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0 and "42 cases, 0 wrong" in ran.stdout, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("instance", READERS)

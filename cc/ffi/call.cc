@@ -184,6 +184,41 @@ Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
   return CheckTerm("residual_scale", call.residual_scale, terms.residual, DType::kF32, 1);
 }
 
+Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
+                           int64_t* channels) {
+  const ffi::AnyBuffer::Dimensions found = call.gradient.dimensions();
+  Extents shape;
+  if (found.size() < 2 || found.size() > shape.values.size() || !Present(call.gradient)) {
+    return Status::InvalidArgument(
+        "gradient: expected elements along at least two axes, got shape " +
+        ToText(found, found.size()));
+  }
+  for (const int64_t extent : found) shape.Append(extent);
+  *dtype = call.gradient.element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  *channels = found.back();
+  *rows = static_cast<int64_t>(call.gradient.element_count()) / *channels;
+  JAXCONV_RETURN_IF_ERROR(CheckArray("gradient", call.gradient, *dtype, shape));
+  auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
+    return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
+  };
+  const bool two = Present(call.y2), by_result = Present(call.result);
+  JAXCONV_RETURN_IF_ERROR(check("gradient2", call.gradient2, Present(call.gradient2)));
+  JAXCONV_RETURN_IF_ERROR(check("result", call.result, by_result));
+  JAXCONV_RETURN_IF_ERROR(check("y", call.y, true));
+  JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
+  JAXCONV_RETURN_IF_ERROR(check("masked", call.masked, Present(call.masked)));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("mean", call.mean, true, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("mean2", call.mean2, two, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, !by_result, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, !by_result, DType::kF32, *channels));
+  const ffi::AnyBuffer::Dimensions sums = call.sums.dimensions();
+  Extents parts;
+  parts.Append(sums.size() == 3 && sums[0] > 0 ? sums[0] : 1);
+  parts.Append(two ? 3 : 2);
+  parts.Append(*channels);
+  return CheckArray("sums", call.sums, DType::kF32, parts);
+}
+
 ffi::Error ToError(const Status& status) {
   switch (status.code()) {
     case StatusCode::kOk:

@@ -48,6 +48,19 @@ struct FusedCall {
   Axes lhs_axes, rhs_axes, out_axes;
 };
 
+// The call `jaxconv_masked_sums` (cuda/common/masked_sums.h): arrays of one type and shape with the
+// channels innermost, vectors of float32; an absent one has no elements.
+struct MaskedSumsCall {
+  ffi::AnyBuffer gradient, gradient2, result, y, y2, mean, mean2, scale, offset, masked, sums;
+};
+
+// Compares the buffers with each other. The numbers are those of the rows and of the channels.
+Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
+                           int64_t* channels);
+
+// Whether an operand or a result that a call may leave out is there.
+inline bool Present(const ffi::AnyBuffer& buffer) { return buffer.element_count() > 0; }
+
 // Compares the buffers with the problem that the call carries, and the operation with `op`.
 Status CheckCall(Op op, const Call& call, const ConvProblem& problem);
 
@@ -91,6 +104,23 @@ ffi::Error ToError(const Status& status);
       .Attr<::jaxconv::Axes>("lhs_axes")  \
       .Attr<::jaxconv::Axes>("rhs_axes")  \
       .Attr<::jaxconv::Axes>("out_axes")
+
+// The same of `jaxconv_masked_sums`.
+#define JAXCONV_BIND_MASKED_SUMS_CALL(binding) \
+  (binding)                                    \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
+      .Ret<::xla::ffi::AnyBuffer>()            \
+      .Ret<::xla::ffi::AnyBuffer>()            \
+      .Attr<float>("above")                    \
+      .Attr<float>("below")
 
 // The same of `jaxconv_int8`.
 #define JAXCONV_BIND_INT8_CALL(binding)   \

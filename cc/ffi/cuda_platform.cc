@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "cuda/common/launch_table.h"
+#include "cuda/common/masked_sums.h"
 #include "cuda/common/plan_cache.h"
 #include "cuda/common/query_gpu.h"
 #include "cuda/common/registry.h"
@@ -137,6 +138,39 @@ ffi::Error ExecuteInt8(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyB
                           instance, problem, slices}));
 }
 
+Status RunMaskedSums(void* stream, const MaskedSumsCall& call, float above, float below) {
+  DType dtype;
+  MaskedSums sums = {};
+  JAXCONV_RETURN_IF_ERROR(CheckMaskedSumsCall(call, &dtype, &sums.rows, &sums.channels));
+  auto pointer = [](const ffi::AnyBuffer& buffer) { return PointerIf(Present(buffer), buffer); };
+  auto floats = [](const ffi::AnyBuffer& buffer) { return FloatsIf(Present(buffer), buffer); };
+  sums.parts = call.sums.dimensions()[0];
+  sums.gradient = pointer(call.gradient);
+  sums.gradient2 = pointer(call.gradient2);
+  sums.result = pointer(call.result);
+  sums.arrays[0] = pointer(call.y);
+  sums.arrays[1] = pointer(call.y2);
+  sums.means[0] = floats(call.mean);
+  sums.means[1] = floats(call.mean2);
+  sums.scale = floats(call.scale);
+  sums.offset = floats(call.offset);
+  sums.above = above;
+  sums.below = below;
+  sums.masked = Present(call.masked) ? call.masked.untyped_data() : nullptr;
+  sums.sums = static_cast<float*>(call.sums.untyped_data());
+  return LaunchMaskedSums(dtype, sums, stream);
+}
+
+ffi::Error ExecuteMaskedSums(void* stream, ffi::AnyBuffer gradient, ffi::AnyBuffer gradient2,
+                             ffi::AnyBuffer result, ffi::AnyBuffer y, ffi::AnyBuffer y2,
+                             ffi::AnyBuffer mean, ffi::AnyBuffer mean2, ffi::AnyBuffer scale,
+                             ffi::AnyBuffer offset, ffi::Result<ffi::AnyBuffer> masked,
+                             ffi::Result<ffi::AnyBuffer> sums, float above, float below) {
+  return ToError(RunMaskedSums(
+      stream, {gradient, gradient2, result, y, y2, mean, mean2, scale, offset, *masked, *sums},
+      above, below));
+}
+
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
 // needs no CUDA header.
 #define JAXCONV_CUDA_HANDLER(name, op)                                                   \
@@ -162,12 +196,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaInt8, ExecuteInt8,
                                                          .Ctx<ffi::DeviceOrdinal>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxconvCudaMaskedSums, ExecuteMaskedSums,
+    JAXCONV_BIND_MASKED_SUMS_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
 std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCudaFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCudaDgrad)},
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)},
           {"jaxconv_fused", reinterpret_cast<void*>(JaxconvCudaFused)},
-          {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCudaInt8)}};
+          {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCudaInt8)},
+          {"jaxconv_masked_sums", reinterpret_cast<void*>(JaxconvCudaMaskedSums)}};
 }
 
 // A product or an architecture ("h200", "sm_90a"); empty: this process's first device (JAX wants

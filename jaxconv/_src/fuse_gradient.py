@@ -17,6 +17,8 @@ comparison of its result too:
                                        left has one use, the gradient of y, and becomes part of it.
     several (residual addition)        every use takes it from the result, one array and not two.
 
+Where all that is read lies in memory, one call of ``masked_sums`` does either: ``fuse_masked_sums``.
+
 Where only pooling reads it, XLA computes the mask as part of both passes by itself. Elsewhere the
 sums stay as they are: XLA stores dz as it forms one of them, which is better than dz in a pass of
 its own. A barrier keeps XLA from computing the result again from its operand.
@@ -35,7 +37,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import compat, fuse_activations, fuse_convolution, fused
+from jaxconv._src import compat, fuse_activations, fuse_convolution, fuse_masked_sums, fused
 from jaxconv._src.fuse_graph import Graph, Vector, traced, type_of
 
 _COMPARISONS = {"gt": lax.gt, "lt": lax.lt}
@@ -142,18 +144,18 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     """
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
-    selections: set[int] = set()  # that are replaced: two groups may sum what one gives
+    by_selection: dict[int, list[_Group]] = {}  # two groups may sum what one selection gives
     for group in _groups(graph):
+        by_selection.setdefault(group.mask.position, []).append(group)
+    held: set[Any] = set()  # masked gradients that are stored
+    for position, groups in sorted(by_selection.items()):
         try:
-            replacements = _sums_formed(graph, group)
-            if group.mask.stored and not group.own and group.mask.position not in selections:
-                replacements[group.mask.position] = _selection(graph, group.mask)
+            replacements = _by_call(graph, groups, held) or _by_xla(graph, groups)
         except (TypeError, ValueError, compat.ShardingTypeError):
             continue  # arrays of types that this does not know: the program's own sums
-        if group.mask.stored and not group.own:
-            selections.add(group.mask.position)
-        for position, made in replacements.items():
-            placed.setdefault(position, []).extend(made)
+        held |= {v for e in replacements.get(position, ()) for v in e.outvars}
+        for at, made in replacements.items():
+            placed.setdefault(at, []).extend(made)
     result: list[JaxprEqn] = []
     replaced = {v for made in placed.values() for e in made for v in e.outvars}
     for position, eqn in enumerate(graph.eqns):
@@ -321,8 +323,58 @@ def _branches(graph: Graph, operand: Var) -> set[Any]:
 # --- what becomes of it ---
 
 
-def _sums_formed(graph: Graph, group: _Group) -> dict[int, list[JaxprEqn]]:
-    """Equations of a group's sums, by the position in front of which they come."""
+def _by_call(
+    graph: Graph, groups: list[_Group], held: set[Any]
+) -> dict[int, list[JaxprEqn]] | None:
+    """Equations by a call of ``masked_sums``, or None where there is none.
+
+    By the position in front of which they come, as those of ``_by_xla``.
+    """
+    mask = groups[0].mask
+    if not mask.stored:
+        return None
+    others = [o for g in groups for o in g.others if o is not None]
+    own = len(groups) == 1 and groups[0].own
+    call = fuse_masked_sums.find(
+        graph, mask.position, mask.comparisons, mask.operand, mask.result, others, not own, held
+    )
+    if call is None:
+        return None
+    made: list[tuple[int, Var]] = []
+    placed: dict[int, list[JaxprEqn]] = {}
+    for group in groups:
+        sums = _sum_variables(graph, group)
+        for other, variable in zip(group.others, sums, strict=True):
+            made.append((0 if other is None else 1 + others.index(other), variable))
+        _finish(graph, group, sums, placed)
+    placed.setdefault(mask.position, []).extend(call.equations(graph, made))
+    return placed
+
+
+def _by_xla(graph: Graph, groups: list[_Group]) -> dict[int, list[JaxprEqn]]:
+    """Equations of the sums of groups, and of a selection that takes its mask from the result."""
+    placed: dict[int, list[JaxprEqn]] = {}
+    for group in groups:
+        _sums_formed(graph, group, placed)
+    mask = groups[0].mask
+    if mask.stored and not all(g.own for g in groups):
+        placed[mask.position] = _selection(graph, mask)
+    return placed
+
+
+def _sum_variables(graph: Graph, group: _Group) -> list[Var]:
+    """Where the sums that are formed go. A member that is such a sum is that one."""
+    # Every member has the same type, which its sum takes.
+    out = type_of(graph.eqns[group.first].outvars[0])
+    sums = [compat.variable(out) for _ in group.others]
+    for member in group.members:
+        if member.alone:
+            sums[group.place(member)] = graph.eqns[member.position].outvars[0]
+    return sums
+
+
+def _sums_formed(graph: Graph, group: _Group, placed: dict[int, list[JaxprEqn]]) -> None:
+    """Adds the equations of a group's sums."""
     mask, first = group.mask, group.first
     shape, axis = type_of(group.array).shape, group.members[0].axis
     axes = tuple(a for a in range(len(shape)) if a != axis)
@@ -336,14 +388,18 @@ def _sums_formed(graph: Graph, group: _Group) -> dict[int, list[JaxprEqn]]:
         products = [summed if o is None else summed * next(given) for o in group.others]
         return [lax.reduce_sum(p, axes) for p in products]
 
-    # Every member has the same type, which its sum takes. A member that is such a sum is that one.
-    out = type_of(graph.eqns[first].outvars[0])
-    sums = [compat.variable(out) for _ in group.others]
-    for member in group.members:
-        if member.alone:
-            sums[group.place(member)] = graph.eqns[member.position].outvars[0]
+    sums = _sum_variables(graph, group)
     others = [o for o in group.others if o is not None]
-    placed = {first: traced(form, (summed, others), sums, graph, first)}
+    made = traced(form, (summed, others), sums, graph, first)
+    placed.setdefault(first, []).extend(made)
+    _finish(graph, group, sums, placed)
+
+
+def _finish(
+    graph: Graph, group: _Group, sums: list[Var], placed: dict[int, list[JaxprEqn]]
+) -> None:
+    """Adds the equations of a group's members from the sums that are formed."""
+    channels = type_of(sums[0]).shape[0]
     for member in group.members:
         at = member.position
         if graph.eqns[at].outvars[0] in sums:
@@ -351,7 +407,7 @@ def _sums_formed(graph: Graph, group: _Group) -> dict[int, list[JaxprEqn]]:
 
         def finish(total: Any, vectors: list[Any], member: _Sum = member) -> list[Any]:
             for (vector, power), array in zip(member.vectors, vectors, strict=True):
-                v = vector.read(array, shape[axis])
+                v = vector.read(array, channels)
                 total = total * v if power == 1 else total / v
             # Not the operand itself, which no equation would make a result.
             return [-total if member.negative else jnp.copy(total) if member.alone else total]
@@ -359,7 +415,6 @@ def _sums_formed(graph: Graph, group: _Group) -> dict[int, list[JaxprEqn]]:
         given = sums[group.place(member)], [v.atom for v, _ in member.vectors]
         made = traced(finish, given, graph.eqns[at].outvars, graph, at)
         placed.setdefault(at, []).extend(made)
-    return placed
 
 
 def _selection(graph: Graph, mask: _Mask) -> list[JaxprEqn]:

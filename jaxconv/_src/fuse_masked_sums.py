@@ -1,0 +1,185 @@
+"""Finds where one call of ``masked_sums`` masks a gradient and forms the sums of batch norm.
+
+The call reads memory: its operands must be there anyway. A gradient that is another elementwise
+operation's result would be stored for it, which costs more than the call saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jaxconv._src import fused, masked_sums
+from jaxconv._src.fuse_graph import Graph, Vector, traced, type_of
+from jaxconv._src.masked_sums import Form
+
+# What makes gradients that are in memory.
+_STORED = {
+    "conv_general_dilated",
+    "dot_general",
+    "jaxconv_dgrad",
+    "jaxconv_fprop",
+    fused.conv_fused_p.name,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call in place of a selection and of the sums over it.
+
+    Attributes:
+        position: of the selection.
+        form: what the call computes.
+        arrays: the gradients, then the arrays that the masked gradient is multiplied by.
+        vectors: the arrays' means, then scale and offset of an affine form.
+        result: the activation's.
+    """
+
+    position: int
+    form: Form
+    arrays: tuple[Any, ...]
+    vectors: tuple[Vector, ...]
+    result: Var
+
+    def equations(self, graph: Graph, sums: Sequence[tuple[int, Var]]) -> list[JaxprEqn]:
+        """The call, for sums by their number, and the selection's result where it is stored."""
+        selected = graph.eqns[self.position].outvars
+        channels = type_of(selected[0]).shape[-1]
+        form, vectors = self.form, self.vectors
+
+        def call(arrays: list[jax.Array], given: list[Any], result: jax.Array) -> list[Any]:
+            read = [v.read(a, channels) for v, a in zip(vectors, given, strict=True)]
+            found = masked_sums.masked_sums(*arrays, *read, result, form=form)
+            parts = [lax.index_in_dim(found[-1], i, 0, keepdims=False) for i, _ in sums]
+            return [*found[:-1], *parts]
+
+        operands = list(self.arrays), [v.atom for v in vectors], self.result
+        results = [*selected * form.stores, *(v for _, v in sums)]
+        return traced(call, operands, results, graph, self.position)
+
+
+def find(
+    graph: Graph,
+    position: int,
+    comparisons: Sequence[int],
+    operand: Var,
+    result: Var,
+    others: Sequence[Any],
+    stores: bool,
+    held: set[Any],
+) -> Call | None:
+    """The call for a selection, or None where there is none.
+
+    Args:
+        graph: the program.
+        position: of the selection between an array and zeros, of 16 bits.
+        comparisons: positions of the comparisons whose conjunction it selects by.
+        operand: what they compare, an activation's operand.
+        result: the activation's result, which is in memory.
+        others: what the selected array is multiplied by, an array in float32 for each sum.
+        stores: whether the selected array is used besides.
+        held: arrays that are in memory for other reasons.
+    """
+    _, on_false, gradient = graph.eqns[position].invars
+    aval = type_of(gradient)
+    bounds = _bounds(graph, comparisons, operand)
+    if bounds is None or graph.constant(on_false) != 0.0:
+        return None
+    gradients = _summands(graph, gradient)
+    if not all(_in_memory(graph, g, held) for g in gradients):
+        return None
+    centred = [_centred(graph, other, aval) for other in others]
+    if any(c is None for c in centred):
+        return None
+    arrays, means = zip(*[c for c in centred if c is not None], strict=True)
+    affine: tuple[Vector, ...] = ()
+    if not stores and len(gradients) == len(arrays) == 1:
+        affine = _affine(graph, operand, others[0], aval)
+    form = Form(len(gradients), len(arrays), bool(affine), stores, *bounds)
+    vectors = *means, *affine
+    read = [*gradients, *arrays, *(v.atom for v in vectors), result]
+    made = [graph.index(a) for a in read]
+    if any(at is not None and at >= position for at in made):
+        return None
+    if not masked_sums.accepts(form, aval.shape, aval.dtype):
+        return None
+    return Call(position, form, (*gradients, *arrays), vectors, result)
+
+
+def _bounds(
+    graph: Graph, comparisons: Sequence[int], operand: Var
+) -> tuple[float, float | None] | None:
+    """Between what an operand is where all comparisons hold: one from below, at most one more."""
+    above: list[float] = []
+    below: list[float] = []
+    for position in comparisons:
+        eqn = graph.eqns[position]
+        left, right = eqn.invars
+        number = graph.constant(right if left is operand else left)
+        if number is None:
+            return None
+        greater = (eqn.primitive.name == "gt") == (left is operand)
+        (above if greater else below).append(number)
+    if len(above) != 1 or len(below) > 1:
+        return None
+    return above[0], below[0] if below else None
+
+
+def _summands(graph: Graph, gradient: Any) -> list[Any]:
+    """The two gradients that one is the sum of, or itself."""
+    made = graph.producer(gradient)
+    if made is not None and made.primitive.name in ("add", "add_any"):
+        summands = [graph.source(a) for a in made.invars]
+        if all(type_of(a).shape == type_of(gradient).shape for a in summands):
+            return summands
+    return [graph.source(gradient)]
+
+
+def _in_memory(graph: Graph, atom: Any, held: set[Any]) -> bool:
+    made = graph.producer(atom)
+    return made is None or atom in held or made.primitive.name in _STORED
+
+
+def _centred(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:
+    """The array and the vector whose difference, in float32, an array is."""
+    made = graph.producer(other)
+    if made is None or made.primitive.name != "sub":
+        return None
+    wide, subtracted = made.invars
+    mean = graph.channel_vector(subtracted, like.shape, len(like.shape) - 1)
+    converted = graph.producer(wide)
+    if mean is None or converted is None or converted.primitive.name != "convert_element_type":
+        return None
+    array = graph.source(converted.invars[0])
+    aval = type_of(array)
+    if (aval.shape, aval.dtype) != (like.shape, like.dtype) or not isinstance(array, Var):
+        return None
+    return array, mean
+
+
+def _affine(graph: Graph, operand: Any, centred: Any, like: Any) -> tuple[Vector, ...]:
+    """Scale and offset with operand = centred * scale + offset, computed in float32, or ()."""
+    converted = graph.producer(operand)
+    if converted is None or converted.primitive.name != "convert_element_type":
+        return ()
+    found: list[Vector] = []
+    atom = converted.invars[0]
+    for name in ("add", "mul"):
+        made = graph.producer(atom)
+        if made is None or made.primitive.name != name:
+            return ()
+        if type_of(made.outvars[0]).dtype != np.float32:
+            return ()
+        read = [graph.channel_vector(a, like.shape, len(like.shape) - 1) for a in made.invars]
+        vector = read[1] or read[0]
+        if vector is None:
+            return ()
+        found.insert(0, vector)
+        atom = made.invars[0] if read[1] else made.invars[1]
+    return tuple(found) if graph.source(atom) is graph.source(centred) else ()

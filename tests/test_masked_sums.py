@@ -1,0 +1,156 @@
+"""The primitive masked_sums: its operations in JAX, and its CUDA kernel, which must agree exactly.
+
+``test_emulated_kernels`` runs the kernel without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxconv._src import masked_sums
+from jaxconv._src.masked_sums import Form
+
+FORMS = {
+    "one gradient": Form(1, 1, False, False, 0.0, None),
+    "bounded, stored": Form(1, 1, False, True, 0.0, 2.0),
+    "two gradients": Form(2, 1, False, True, 0.0, None),
+    "two arrays": Form(1, 2, False, True, 0.0, None),
+    "two of each": Form(2, 2, False, True, -1.0, None),
+    "two of each, not stored": Form(2, 2, False, False, 0.0, 1.0),
+    "affine": Form(1, 1, True, False, 0.0, None),
+    "affine, stored": Form(1, 1, True, True, 0.0, 1.0),
+}
+# Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
+SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
+
+
+def drawn(form: Form, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.Array]:
+    """Operands of small integers, with a NaN in the result."""
+    rng = np.random.default_rng(seed)
+
+    def integers(*shape: int, dtype=np.float32):
+        return jnp.asarray(rng.integers(-3, 4, shape), dtype)
+
+    arrays = [integers(*shape, dtype=dtype) for _ in range(form.gradients + form.arrays)]
+    vectors = [integers(shape[-1]) for _ in range(form.arrays + 2 * form.affine)]
+    result = integers(*shape, dtype=dtype).at[(0,) * len(shape)].set(np.nan)
+    if form.affine:
+        mean, scale, offset = vectors
+        result = ((arrays[-1].astype(np.float32) - mean) * scale + offset).astype(dtype)
+    return [*arrays, *vectors, result]
+
+
+def defined(operands, form: Form) -> list[np.ndarray]:
+    """By the definition, in float64."""
+    wide = [np.asarray(o, np.float64) for o in operands]
+    gradients, arrays, means, of_mask = form.split(wide)
+    centred = [y - m for y, m in zip(arrays, means, strict=True)]
+    a = of_mask[-1]
+    kept = (a > form.above) & (True if form.below is None else a < form.below)
+    dz = np.where(kept, sum(gradients), 0)
+    axes = tuple(range(dz.ndim - 1))
+    sums = np.stack([p.sum(axes) for p in (dz, *(dz * c for c in centred))])
+    return [dz, sums] if form.stores else [sums]
+
+
+def assert_equal(actual, expected) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float64), e)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", FORMS)
+def test_operations_of_jax(name, dtype):
+    form = FORMS[name]
+    operands = drawn(form, (2, 3, 5, 8), dtype)
+    bind = functools.partial(masked_sums.masked_sums, form=form)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = bind(*operands)
+        assert_equal(found, defined(operands, form))
+        assert found[0].dtype == (dtype if form.stores else np.float32)
+        mapped = jax.vmap(bind, in_axes=(1, *[None] * (len(operands) - 1)))
+        stacked = jnp.stack([operands[0], 2 * operands[0]], 1)
+        assert_equal(
+            [r[1] for r in mapped(stacked, *operands[1:])],
+            defined([2 * operands[0], *operands[1:]], form),
+        )
+
+
+def test_derivative():
+    """It is linear in the gradients, and differentiated as the operations of JAX are."""
+    form = FORMS["two gradients"]
+    g, h, *rest = drawn(form, (4, 6, 8), jnp.bfloat16)
+    bind = functools.partial(masked_sums.masked_sums, form=form)
+    with jax.default_device(jax.devices("cpu")[0]):
+        primal, tangent = jax.jvp(lambda g: bind(g, h, *rest), (g,), (h,))
+        assert_equal(primal, defined([g, h, *rest], form))
+        assert_equal(tangent, defined([h, 0 * h, *rest], form))
+        back = jax.grad(lambda g: (bind(g, h, *rest)[0].astype(np.float32) ** 2).sum())(g)
+        assert_equal([back], [2 * defined([g, h, *rest], form)[0]])
+
+
+@pytest.mark.parametrize(
+    "form, shape, dtype",
+    [
+        (FORMS["one gradient"], (4, 12), jnp.bfloat16),
+        (FORMS["one gradient"], (4, 8), np.float32),
+        (FORMS["one gradient"], (0, 8), jnp.bfloat16),
+        (Form(2, 1, True, False, 0.0, None), (4, 8), jnp.bfloat16),
+    ],
+)
+def test_what_the_kernel_does_not_take(form, shape, dtype):
+    assert not masked_sums.accepts(form, shape, np.dtype(dtype))
+
+
+def test_parts():
+    """They depend on the shape alone, and every one has rows."""
+    for shape in [*SHAPES, (256, 56, 56, 256), (256, 7, 7, 2048), (1, 8), (10**6, 8)]:
+        parts, rows = masked_sums.parts(shape), int(np.prod(shape[:-1]))
+        assert 1 <= parts <= 65535 and parts <= rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_kernel(name, shape):
+    """Exact on integers; of others the same bits in a second run."""
+    form = FORMS[name]
+    dtype = (jnp.bfloat16, jnp.float16)[(len(shape) + len(name)) % 2]
+    assert masked_sums.accepts(form, shape, np.dtype(dtype))
+    bind = jax.jit(functools.partial(masked_sums.masked_sums, form=form))
+    operands = drawn(form, shape, dtype)
+    assert 'custom_call_target="jaxconv_masked_sums"' in bind.lower(*operands).compile().as_text()
+    assert_equal(bind(*operands), defined(operands, form))
+    operands[0] = jax.random.normal(jax.random.key(0), shape, dtype)
+    first, second = bind(*operands), bind(*operands)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "at, change, said",
+    [
+        (1, lambda a: a[:1], "gradient2: expected shape"),
+        (2, lambda a: a.astype(np.float32), "result: expected dtype"),
+        (5, lambda a: a[:-1], "mean: expected shape"),
+        (7, lambda a: jnp.ones(8), "scale: expected no elements"),
+    ],
+)
+def test_a_handler_names_the_buffer_that_does_not_match(at, change, said):
+    none = jnp.zeros(0)
+    array, vector = jnp.ones((4, 8), jnp.bfloat16), jnp.ones(8)
+    given = [array, array, array, array, none, vector, none, none, none]
+    given[at] = change(given[at])
+    call = jax.ffi.ffi_call(
+        masked_sums.TARGET,
+        (jax.ShapeDtypeStruct((0,), np.float32), jax.ShapeDtypeStruct((1, 2, 8), np.float32)),
+    )
+    bound = dict(above=np.float32(0), below=np.float32(np.nan))
+    with pytest.raises(Exception, match=said):
+        jax.block_until_ready(jax.jit(lambda *a: call(*a, **bound))(*given))
