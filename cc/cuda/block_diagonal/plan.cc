@@ -234,12 +234,10 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64
     }
   }
   if (least == HUGE_VAL) {
-    return Status::Unimplemented(fewest_bytes == INT64_MAX
-                                     ? "the window is wider than 32,767 pixels"
-                                     : "two boxes and the filter need " +
-                                           std::to_string(fewest_bytes) +
-                                           " bytes of shared memory, the GPU has " +
-                                           std::to_string(gpu.smem_per_block_optin));
+    if (fewest_bytes == INT64_MAX) {
+      return Status::Unimplemented("the window is wider than 32,767 pixels");
+    }
+    return RefuseSharedBytes("two boxes and the filter need", fewest_bytes, gpu);
   }
   *params = best;
   return {};

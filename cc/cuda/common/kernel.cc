@@ -91,6 +91,12 @@ Status Refuse(const std::string& expected, int64_t got) {
   return Refuse(expected, std::to_string(got));
 }
 
+Status RefuseSharedBytes(const std::string& what, int64_t bytes, const Gpu& gpu) {
+  return Status::Unimplemented(what + " " + std::to_string(bytes) +
+                               " bytes of shared memory, the GPU has " +
+                               std::to_string(gpu.smem_per_block_optin));
+}
+
 Status CheckOperands(const Plan& plan, const Operands& operands) {
   if (operands.workspace_bytes < plan.workspace_bytes ||
       (plan.workspace_bytes > 0 && operands.workspace == nullptr)) {

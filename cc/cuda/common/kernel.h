@@ -124,6 +124,8 @@ Status RequireOneSlice(int64_t slices);
 // A refusal: "expected <expected>, got <got>".
 Status Refuse(const std::string& expected, const std::string& got);
 Status Refuse(const std::string& expected, int64_t got);
+// A refusal: "<what> <bytes> bytes of shared memory, the GPU has <as many>".
+Status RefuseSharedBytes(const std::string& what, int64_t bytes, const Gpu& gpu);
 
 // Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns
 // buffers to 64 bytes or more.

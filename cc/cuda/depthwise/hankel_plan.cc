@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <string>
 
 #include "cuda/depthwise/hankel_tile.h"
 #include "cuda/depthwise/operands.h"
@@ -172,9 +171,7 @@ Status ShapeTile(const HankelInstance& instance, const Gpu& gpu, HankelParams* p
     }
   }
   if (best->cycles == HUGE_VAL) {
-    return Status::Unimplemented("the smallest tile needs " + std::to_string(fewest_bytes) +
-                                 " bytes of shared memory, the GPU has " +
-                                 std::to_string(gpu.smem_per_block_optin));
+    return RefuseSharedBytes("the smallest tile needs", fewest_bytes, gpu);
   }
   PlaceTile(instance, *best, params);
   return {};

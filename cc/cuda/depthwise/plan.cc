@@ -174,11 +174,10 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
     }
   }
   if (least == HUGE_VAL) {
-    return Status::Unimplemented(fewest_bytes == INT64_MAX
-                                     ? "the window is wider than a box may be"
-                                     : "two boxes of pixels need " + std::to_string(fewest_bytes) +
-                                           " bytes of shared memory, the GPU has " +
-                                           std::to_string(gpu.smem_per_block_optin));
+    if (fewest_bytes == INT64_MAX) {
+      return Status::Unimplemented("the window is wider than a box may be");
+    }
+    return RefuseSharedBytes("two boxes of pixels need", fewest_bytes, gpu);
   }
   *params = best;
   return {};

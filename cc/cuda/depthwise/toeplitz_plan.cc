@@ -155,9 +155,7 @@ Status ShapeTile(const ToeplitzInstance& instance, int64_t planes, const Gpu& gp
     }
   }
   if (*cycles == HUGE_VAL) {
-    return Status::Unimplemented("the smallest tile needs " + std::to_string(fewest_bytes) +
-                                 " bytes of shared memory, the GPU has " +
-                                 std::to_string(gpu.smem_per_block_optin));
+    return RefuseSharedBytes("the smallest tile needs", fewest_bytes, gpu);
   }
   *params = best;
   return {};

@@ -88,11 +88,10 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, Params* params, int64
     *shared_bytes = bytes;
   }
   if (least == HUGE_VAL) {
-    return Status::Unimplemented(fewest_bytes == INT64_MAX
-                                     ? "the window is wider than 32,767 pixels"
-                                     : "two boxes of pixels need " + std::to_string(fewest_bytes) +
-                                           " bytes of shared memory, the GPU has " +
-                                           std::to_string(gpu.smem_per_block_optin));
+    if (fewest_bytes == INT64_MAX) {
+      return Status::Unimplemented("the window is wider than 32,767 pixels");
+    }
+    return RefuseSharedBytes("two boxes of pixels need", fewest_bytes, gpu);
   }
   *params = best;
   return {};

@@ -126,9 +126,7 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
   }
   const TileCost tile = instance.cost();
   if (ResidentCtas(tile, gpu) == 0) {
-    return Status::Unimplemented("a tile needs " + std::to_string(tile.shared_bytes) +
-                                 " bytes of shared memory, the GPU has " +
-                                 std::to_string(gpu.smem_per_block_optin));
+    return RefuseSharedBytes("a tile needs", tile.shared_bytes, gpu);
   }
   return {};
 }
