@@ -10,6 +10,7 @@
 
 #include "cuda/common/instances.h"
 #include "cuda/few_channels/params.h"
+#include "cuda/few_channels/rows_plan.h"
 
 namespace jaxconv::few_channels {
 namespace {
@@ -304,32 +305,6 @@ Status Mirror(const ConvProblem& problem, ConvProblem* mirrored) {
   return {};
 }
 
-Status Check(const KernelDesc& kernel, const ConvProblem& problem) {
-  if (problem.output_dtype() != kernel.dtype) {
-    return Status::Unimplemented(std::string("expected an output of type ") + Name(kernel.dtype) +
-                                 ", got " + Name(problem.output_dtype()));
-  }
-  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
-  if (problem.groups != 1) return Status::Unimplemented("expected one group");
-  if (problem.in[0] != 1 || problem.filter[0] != 1 || problem.out[0] != 1) {
-    return Status::Unimplemented("expected at most two spatial axes");
-  }
-  for (int64_t dilation : problem.lhs_dilation) {
-    if (dilation != 1) return Status::Unimplemented("expected no lhs_dilation");
-  }
-  if (problem.op != Op::kFprop && problem.k % 8 != 0) {
-    return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of 8");
-  }
-  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
-  const int64_t reach = problem.in[2] + problem.out[2] * problem.stride[2] +
-                        problem.filter[2] * problem.dilation[2] + std::abs(problem.pad_lo[2]);
-  if (problem.in_pixels() * problem.c >= int64_t{1} << 31 || reach * problem.c >= int64_t{1}
-                                                                                      << 31) {
-    return Status::Unimplemented("an image, or a row with its padding, of 2^31 elements");
-  }
-  return {};
-}
-
 Status MakeTiling(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                   Tiling* tiling) {
   Params& params = tiling->params;
@@ -436,7 +411,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   if (std::string_view(kernel.name).find("_narrow") != std::string_view::npos) {
     JAXCONV_RETURN_IF_ERROR(Mirror(asked, &problem));
   }
-  JAXCONV_RETURN_IF_ERROR(Check(kernel, problem));
+  JAXCONV_RETURN_IF_ERROR(CheckImages(kernel, problem));
   Tiling tiling;
   JAXCONV_RETURN_IF_ERROR(MakeTiling(instance, problem, gpu, &tiling));
   const bool wgrad = problem.op == Op::kWgrad;
@@ -467,13 +442,53 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   return {};
 }
 
+PlanFunction PlanOf(const Instance&) { return MakePlan; }
+PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
+PlanFunction PlanOf(const RowPairsInstance&) { return PlanRowPairs; }
+// The last compute capability of an instance, and the first.
+int LastOf(const Instance&) { return 1000; }
+int LastOf(const RowsInstance&) { return 90; }
+int FirstOf(const Instance&) { return 80; }
+int FirstOf(const RowsInstance&) { return 90; }
+
+using FpropInstance = Instance;
+using DgradInstance = Instance;
+using WgradInstance = Instance;
+using NarrowWgradInstance = Instance;
+
 }  // namespace
+
+Status CheckImages(const KernelDesc& kernel, const ConvProblem& problem) {
+  if (problem.output_dtype() != kernel.dtype) {
+    return Status::Unimplemented(std::string("expected an output of type ") + Name(kernel.dtype) +
+                                 ", got " + Name(problem.output_dtype()));
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
+  if (problem.groups != 1) return Status::Unimplemented("expected one group");
+  if (problem.in[0] != 1 || problem.filter[0] != 1 || problem.out[0] != 1) {
+    return Status::Unimplemented("expected at most two spatial axes");
+  }
+  for (int64_t dilation : problem.lhs_dilation) {
+    if (dilation != 1) return Status::Unimplemented("expected no lhs_dilation");
+  }
+  if (problem.op != Op::kFprop && problem.k % 8 != 0) {
+    return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of 8");
+  }
+  JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
+  const int64_t reach = problem.in[2] + problem.out[2] * problem.stride[2] +
+                        problem.filter[2] * problem.dilation[2] + std::abs(problem.pad_lo[2]);
+  if (problem.in_pixels() * problem.c >= int64_t{1} << 31 || reach * problem.c >= int64_t{1}
+                                                                                      << 31) {
+    return Status::Unimplemented("an image, or a row with its padding, of 2^31 elements");
+  }
+  return {};
+}
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments)                                \
-  JAXCONV_ADD_KERNELS(all, ops, types, few_channels, variant, 80, 1000, MakePlan, Instance, \
-                      JAXCONV_UNPACK arguments)
+#define KERNEL(ops, types, variant, header, form, arguments)                                       \
+  JAXCONV_ADD_KERNELS(all, ops, types, few_channels, variant, FirstOf(instance), LastOf(instance), \
+                      PlanOf(instance), form##Instance, JAXCONV_UNPACK arguments)
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
   return all;

@@ -5,12 +5,17 @@
 
 #include <vector>
 
+#include "core/conv_problem.h"
+#include "core/status.h"
 #include "cuda/common/kernel.h"
 
 namespace jaxconv::few_channels {
 
 // The instances of kernels.def, in its order.
 std::vector<KernelDesc> Kernels();
+
+// What all instances ask of a problem, of narrow outputs of the mirrored one.
+Status CheckImages(const KernelDesc& kernel, const ConvProblem& problem);
 
 }  // namespace jaxconv::few_channels
 

@@ -1,0 +1,167 @@
+#include "cuda/few_channels/rows_plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "cuda/few_channels/plan.h"
+
+namespace jaxconv::few_channels {
+namespace {
+
+constexpr int64_t kMaxGridY = 65535;
+constexpr double kStartCycles = 4000;
+constexpr double kDramShare = 0.8;
+
+int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
+
+Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
+  if (problem.c > 4) return Status::Unimplemented("expected at most 4 input channels");
+  if (problem.k % 8 != 0) {
+    return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of 8");
+  }
+  if (problem.filter[1] != instance.filter_rows || problem.filter[2] != instance.filter_columns) {
+    return Status::Unimplemented("expected a filter of " + std::to_string(instance.filter_rows) +
+                                 "x" + std::to_string(instance.filter_columns));
+  }
+  for (int a = 1; a < 3; ++a) {
+    if (problem.stride[a] != 2 || problem.dilation[a] != 1) {
+      return Status::Unimplemented("expected strides of 2 and no dilation");
+    }
+  }
+  if (problem.op == Op::kDgrad) {
+    if (problem.k <= kRowChannels) return {};
+    return Status::Unimplemented("expected at most " + std::to_string(kRowChannels) +
+                                 " output channels");
+  }
+  if (problem.in[2] * problem.c % 8 != 0) {
+    return Status::Unimplemented("expected rows of x of a multiple of 8 elements");
+  }
+  const Epilogue& epilogue = problem.epilogue;
+  if (epilogue.residual || epilogue.pre || epilogue.activation > Activation::kRelu6) {
+    return Status::Unimplemented("expected an epilogue of scale, bias and a clamp");
+  }
+  return {};
+}
+
+// Shared memory, the grid, and the time of rows that take so many cycles each.
+template <class Params>
+Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, double cycles_of_row,
+              Params* params, Plan* plan) {
+  if (params->shared_bytes > gpu.smem_per_block_optin) {
+    return Status::Unimplemented("a CTA needs " + std::to_string(params->shared_bytes) +
+                                 " bytes of shared memory");
+  }
+  params->grid_y = parts * problem.batch;
+  if (params->grid_y > kMaxGridY) return Status::Unimplemented("too many batches for the grid");
+  params->grid_x = std::clamp<int64_t>(gpu.sm_count / params->grid_y, 1, params->units);
+  const int64_t waves = CeilDiv(params->grid_x * params->grid_y, gpu.sm_count);
+  const auto rows = static_cast<double>(waves * CeilDiv(params->units, params->grid_x));
+  const double cycles = kStartCycles + rows * cycles_of_row;
+  const double bytes = 2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() +
+                                                 problem.y_elements());
+  plan->microseconds = gpu.launch_us + std::max(cycles / gpu.cycles_per_us(),
+                                                bytes / (gpu.dram_bytes_per_us * kDramShare));
+  plan->slices = 1;
+  return {};
+}
+
+}  // namespace
+
+Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                    int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const RowPairsInstance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  JAXCONV_RETURN_IF_ERROR(CheckImages(kernel, problem));
+  JAXCONV_RETURN_IF_ERROR(CheckRows(instance, problem));
+  if (slices < 0 || slices > 1) {
+    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
+  }
+  auto params = std::make_shared<PairsParams>();
+  params->images = static_cast<int32_t>(problem.batch * problem.n);
+  params->batch_images = static_cast<int32_t>(problem.n);
+  params->w_batch = problem.w_elements() / problem.batch;
+  params->c = static_cast<int32_t>(problem.c);
+  params->k = static_cast<int32_t>(problem.k);
+  params->in_rows = static_cast<int32_t>(problem.in[1]);
+  params->in_columns = static_cast<int32_t>(problem.in[2]);
+  params->dy_rows = static_cast<int32_t>(problem.out[1]);
+  params->dy_columns = static_cast<int32_t>(problem.out[2]);
+  params->pad_rows = static_cast<int32_t>(problem.pad_lo[1]);
+  params->pad_columns = static_cast<int32_t>(problem.pad_lo[2]);
+  // The pair a has rows 2 a - pad and the one before it.
+  const int64_t row = FloorDiv(problem.pad_lo[1] + 1, 2);
+  const int64_t rows = FloorDiv(problem.in[1] + problem.pad_lo[1], 2) - row + 1;
+  const int64_t column = FloorDiv(problem.pad_lo[2] + 1, 2);
+  const int64_t columns = FloorDiv(problem.in[2] + problem.pad_lo[2], 2) - column + 1;
+  params->first_row = static_cast<int32_t>(row);
+  params->first_pair_column = static_cast<int32_t>(column);
+  params->pair_columns = static_cast<int32_t>(columns);
+  // One strip where all of dy's columns fit; else each has the columns of dy that its windows reach.
+  const int64_t reach = instance.filter_columns / 2;
+  const bool one = problem.out[2] <= kRowPixels && columns <= 128 && column - reach >= -kZLead &&
+                   column + columns - 1 < kZPitch - kZLead;
+  const int64_t most = kRowPixels - reach;
+  const int64_t strips = one ? 1 : CeilDiv(columns, most);
+  params->strips = FastDivmod(strips);
+  params->strip_columns = static_cast<int32_t>(CeilDiv(columns, strips));
+  params->first_column = static_cast<int32_t>(one ? 0 : column - reach);
+  params->out_rows = FastDivmod(rows);
+  params->units = static_cast<int32_t>(params->batch_images * strips * rows);
+  params->whole_words =
+      problem.pad_lo[2] % 2 != 0 && problem.in[2] * problem.c % 2 == 0 ? 1 : 0;
+  params->shared_bytes =
+      kPairSlots * kRowPixels * 128 + kRowConsumers * kZFloats * int64_t{sizeof(float)};
+  const double products = (instance.filter_rows / 2 + 1) * (kRowChannels / 16) * 56.0;
+  JAXCONV_RETURN_IF_ERROR(
+      Finish(problem, gpu, 1, products * 1.4, params.get(), plan));
+  plan->kernel = &kernel;
+  plan->params = std::move(params);
+  return {};
+}
+
+Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const RowsInstance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  JAXCONV_RETURN_IF_ERROR(CheckImages(kernel, problem));
+  JAXCONV_RETURN_IF_ERROR(CheckRows(instance, problem));
+  if (slices < 0 || slices > 1) {
+    return Status::InvalidArgument("slices: expected 1, got " + std::to_string(slices));
+  }
+  auto params = std::make_shared<RowsParams>();
+  params->images = static_cast<int32_t>(problem.batch * problem.n);
+  params->batch_images = static_cast<int32_t>(problem.n);
+  params->c = static_cast<int32_t>(problem.c);
+  params->k = static_cast<int32_t>(problem.k);
+  params->in_rows = static_cast<int32_t>(problem.in[1]);
+  params->row_elements = static_cast<int32_t>(problem.in[2] * problem.c);
+  params->out_columns = static_cast<int32_t>(problem.out[2]);
+  params->pad_rows = static_cast<int32_t>(problem.pad_lo[1]);
+  params->pad_columns = static_cast<int32_t>(problem.pad_lo[2]);
+  params->out_rows = FastDivmod(problem.out[1]);
+  const int64_t strips = CeilDiv(problem.out[2], kRowPixels);
+  params->strips = FastDivmod(strips);
+  params->units = static_cast<int32_t>(params->batch_images * strips * problem.out[1]);
+  const int64_t parts = CeilDiv(problem.k, kRowChannels);
+  params->column_parts = FastDivmod(parts);
+  params->w_batch = problem.w_elements() / problem.batch;
+  // All tiles begin at the same place in a chunk: 2 * kRowPixels pixels are whole ones.
+  params->lead = static_cast<int32_t>((8 - problem.pad_lo[2] * problem.c % 8) % 8);
+  const int64_t pairs = RowChunks(instance.filter_columns);
+  params->raw_chunks =
+      static_cast<int32_t>(CeilDiv(params->lead + pairs * 2 * problem.c + 2, 8));
+  params->epilogue = EpilogueParams(problem.epilogue);
+  params->shared_bytes = kRowConsumers * kRowPixels * kRowChannels * 2 +
+                         kPairSlots * 2 * RowBytes(instance.filter_columns) +
+                         kRawPairs * 32 * int64_t{params->raw_chunks};
+  // Of a row of y the products, and what the warpgroups do beside them.
+  const double products = instance.filter_rows * ((instance.filter_columns + 3) / 4) * 56.0;
+  JAXCONV_RETURN_IF_ERROR(
+      Finish(problem, gpu, parts, std::max(products * 1.1, 700.0), params.get(), plan));
+  plan->kernel = &kernel;
+  plan->params = std::move(params);
+  return {};
+}
+
+}  // namespace jaxconv::few_channels

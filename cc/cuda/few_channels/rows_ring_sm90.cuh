@@ -1,0 +1,57 @@
+// What the kernels of rows have in common: which rows a CTA has, and their ring in shared memory.
+#ifndef JAXCONV_CUDA_FEW_CHANNELS_ROWS_RING_SM90_CUH_
+#define JAXCONV_CUDA_FEW_CHANNELS_ROWS_RING_SM90_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/fast_divmod.h"
+#include "cuda/few_channels/rows_plan.h"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+
+namespace jaxconv::few_channels {
+
+// Rows (pairs of rows) below each other that a CTA computes without a gap, of one strip of columns.
+struct Band {
+  int32_t image, strip, row, count;
+
+  __device__ __forceinline__ Band(const FastDivmod& rows, const FastDivmod& strips, int32_t unit,
+                                  int32_t end) {
+    int32_t of_all;
+    rows.Divmod(unit, &of_all, &row);
+    strips.Divmod(of_all, &image, &strip);
+    count = min(static_cast<int32_t>(rows.divisor) - row, end - unit);
+  }
+};
+
+// Slot i % kPairSlots holds element i of all that a CTA loads. Every consumer gives back each.
+template <int kSlotBytes>
+struct RowRing {
+  uint32_t first, barriers;
+
+  __device__ __forceinline__ uint32_t Slot(uint32_t i) const {
+    return first + i % kPairSlots * kSlotBytes;
+  }
+  __device__ __forceinline__ uint32_t Full(uint32_t i) const {
+    return barriers + i % kPairSlots * 8;
+  }
+  __device__ __forceinline__ uint32_t Empty(uint32_t i) const {
+    return barriers + (kPairSlots + i % kPairSlots) * 8;
+  }
+  static __device__ __forceinline__ uint32_t Parity(uint32_t i) { return i / kPairSlots & 1; }
+
+  // The whole CTA, which synchronises afterwards.
+  __device__ __forceinline__ void Init(int writers, int readers) const {
+    if (threadIdx.x != 0) return;
+    for (uint32_t i = 0; i < kPairSlots; ++i) {
+      BarrierInit(Full(i), writers);
+      BarrierInit(Empty(i), readers);
+    }
+    BarrierInitFence();
+  }
+};
+
+}  // namespace jaxconv::few_channels
+
+#endif  // JAXCONV_CUDA_FEW_CHANNELS_ROWS_RING_SM90_CUH_
