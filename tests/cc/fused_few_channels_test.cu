@@ -3,6 +3,8 @@
 #include "cuda/few_channels/dgrad.cuh"
 #include "cuda/few_channels/fprop.cuh"
 #include "cuda/few_channels/plan.h"
+#include "cuda/few_channels/row_pairs_sm90.cuh"
+#include "cuda/few_channels/rows_sm90.cuh"
 #include "cuda/few_channels/wgrad.cuh"
 
 namespace jaxconv {
