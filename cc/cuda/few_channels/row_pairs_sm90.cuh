@@ -98,8 +98,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
   const int32_t image_first = static_cast<int32_t>(blockIdx.y) * params.batch_images;
   const auto first_unit = static_cast<int32_t>(int64_t{params.units} * blockIdx.x / gridDim.x);
   const auto end = static_cast<int32_t>(int64_t{params.units} * (blockIdx.x + 1) / gridDim.x);
-  const auto warpgroup =
-      __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
+  const auto warpgroup = __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
   if (warpgroup == kRowConsumers) {
     LowerRegisters<24>();
     if (threadIdx.x % 128 >= 32) return;
@@ -140,8 +139,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
           const int k = step * 16 + e / 2 * 8 + t * 2;
           const bool valid =
               r >= 0 && s < Tag::kFilterColumns && channel < params.c && k < params.k;
-          const T* from =
-              w + ((r * Tag::kFilterColumns + s) * params.c + channel) * params.k + k;
+          const T* from = w + ((r * Tag::kFilterColumns + s) * params.c + channel) * params.k + k;
           a[j][step][e] = valid ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
         }
       }
@@ -176,8 +174,8 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       int any = 0;
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
-        const bool inside = static_cast<uint32_t>(last - kShared + j) <
-                            static_cast<uint32_t>(params.dy_rows);
+        const bool inside =
+            static_cast<uint32_t>(last - kShared + j) < static_cast<uint32_t>(params.dy_rows);
         const uint64_t descriptor = KMajorDescriptor(ring.Slot(row + i + j));
         if (inside) {
 #pragma unroll
@@ -195,8 +193,8 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       NamedBarrierSync(barrier, 128);  // nobody reads the z before this one
       WgmmaWait<0>();
       if (i + 2 < band.count) free_until(row + i + 2);
-      const bool with_alone = !odd && static_cast<uint32_t>(last) <
-                                          static_cast<uint32_t>(params.dy_rows);
+      const bool with_alone =
+          !odd && static_cast<uint32_t>(last) < static_cast<uint32_t>(params.dy_rows);
 #pragma unroll
       for (int j = 0; j < kRowPixels / 8; ++j) {
 #pragma unroll
@@ -217,8 +215,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
         // Columns outside dy: zeros times an infinite weight are NaN.
         for (int at = threadIdx.x % 128; at < kRowPixels * 64; at += 128) {
           const int line = at / kRowPixels, column = at - line * kRowPixels;
-          if (static_cast<uint32_t>(q_first + column) >=
-              static_cast<uint32_t>(params.dy_columns)) {
+          if (static_cast<uint32_t>(q_first + column) >= static_cast<uint32_t>(params.dy_columns)) {
             z[line * kZPitch + kZLead + column] = 0;
           }
         }

@@ -58,8 +58,8 @@ Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, double 
   const int64_t waves = CeilDiv(params->grid_x * params->grid_y, gpu.sm_count);
   const auto rows = static_cast<double>(waves * CeilDiv(params->units, params->grid_x));
   const double cycles = kStartCycles + rows * cycles_of_row;
-  const double bytes = 2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() +
-                                                 problem.y_elements());
+  const double bytes =
+      2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements());
   plan->microseconds = gpu.launch_us + std::max(cycles / gpu.cycles_per_us(),
                                                 bytes / (gpu.dram_bytes_per_us * kDramShare));
   plan->slices = 1;
@@ -108,13 +108,11 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   params->first_column = static_cast<int32_t>(one ? 0 : column - reach);
   params->out_rows = FastDivmod(rows);
   params->units = static_cast<int32_t>(params->batch_images * strips * rows);
-  params->whole_words =
-      problem.pad_lo[2] % 2 != 0 && problem.in[2] * problem.c % 2 == 0 ? 1 : 0;
+  params->whole_words = problem.pad_lo[2] % 2 != 0 && problem.in[2] * problem.c % 2 == 0 ? 1 : 0;
   params->shared_bytes =
       kPairSlots * kRowPixels * 128 + kRowConsumers * kZFloats * int64_t{sizeof(float)};
   const double products = (instance.filter_rows / 2 + 1) * (kRowChannels / 16) * 56.0;
-  JAXCONV_RETURN_IF_ERROR(
-      Finish(problem, gpu, 1, products * 1.4, params.get(), plan));
+  JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, 1, products * 1.4, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
   return {};
@@ -149,8 +147,7 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   // All tiles begin at the same place in a chunk: 2 * kRowPixels pixels are whole ones.
   params->lead = static_cast<int32_t>((8 - problem.pad_lo[2] * problem.c % 8) % 8);
   const int64_t pairs = RowChunks(instance.filter_columns);
-  params->raw_chunks =
-      static_cast<int32_t>(CeilDiv(params->lead + pairs * 2 * problem.c + 2, 8));
+  params->raw_chunks = static_cast<int32_t>(CeilDiv(params->lead + pairs * 2 * problem.c + 2, 8));
   params->epilogue = EpilogueParams(problem.epilogue);
   params->shared_bytes = kRowConsumers * kRowPixels * kRowChannels * 2 +
                          kPairSlots * 2 * RowBytes(instance.filter_columns) +

@@ -35,11 +35,11 @@ struct RowsParams {
   int32_t in_rows = 1, row_elements = 8;  // of x
   int32_t out_columns = 1;
   int32_t pad_rows = 0, pad_columns = 0;
-  int32_t units = 1;                // rows of y, kRowPixels wide, of a batch
-  FastDivmod out_rows, strips;      // rows of y; tiles of kRowPixels columns across
-  FastDivmod column_parts;          // of kRowChannels output channels
-  int32_t batch_images = 1;         // images of a batch
-  int64_t w_batch = 0;              // elements of a batch's filter
+  int32_t units = 1;            // rows of y, kRowPixels wide, of a batch
+  FastDivmod out_rows, strips;  // rows of y; tiles of kRowPixels columns across
+  FastDivmod column_parts;      // of kRowChannels output channels
+  int32_t batch_images = 1;     // images of a batch
+  int64_t w_batch = 0;          // elements of a batch's filter
   // A row as it lies in x begins with the chunk of the tile's first element, lead elements earlier.
   int32_t lead = 0, raw_chunks = 1;
   EpilogueParams epilogue;

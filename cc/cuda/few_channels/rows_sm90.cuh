@@ -43,8 +43,8 @@
 #include "cuda/few_channels/rows_ring_sm90.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
-#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/min_max.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
@@ -166,8 +166,7 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
   }
   NamedBarrierSync(2, kRowConsumers * 128);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
-  const unsigned char* source =
-      lines + (t / 2 * params.c + t % 2 * 2) * 128 + (warp * 16 + g) * 2;
+  const unsigned char* source = lines + (t / 2 * params.c + t % 2 * 2) * 128 + (warp * 16 + g) * 2;
   const int32_t tap = params.c * 128;
 #pragma unroll
   for (int step = 0; step < Tag::kSteps; ++step) {
@@ -206,11 +205,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   params.column_parts.Divmod(static_cast<int32_t>(blockIdx.y), &batch, &part);
   const int n_first = part * kRowChannels;
   const int32_t image_first = batch * params.batch_images;
-  const auto first_unit =
-      static_cast<int32_t>(int64_t{params.units} * blockIdx.x / gridDim.x);
+  const auto first_unit = static_cast<int32_t>(int64_t{params.units} * blockIdx.x / gridDim.x);
   const auto end = static_cast<int32_t>(int64_t{params.units} * (blockIdx.x + 1) / gridDim.x);
-  const auto warpgroup =
-      __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
+  const auto warpgroup = __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
   if (warpgroup == kRowConsumers) {
     const uint32_t raw = ring.first + kPairSlots * 2 * Tag::kRowBytes;
     SpreadRows<Tag>(params, ring, raw, image_first, first_unit, end);
@@ -237,8 +234,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   }
   // A lane's row of the matrices that it stores: a pixel's 8 channels.
   const uint32_t staged = first + warpgroup * kStagedRowBytes;
-  const uint32_t store = staged + (lane / 16 * 8 + lane % 8) * 128 +
-                         ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+  const uint32_t store =
+      staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
   float acc[kRowPixels / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
@@ -259,8 +256,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       WgmmaFence();
 #pragma unroll
       for (int r = 0; r < Tag::kFilterRows; ++r) {
-        const uint32_t row =
-            ring.Slot(pair + i + r / 2) + r % 2 * Tag::kRowBytes;
+        const uint32_t row = ring.Slot(pair + i + r / 2) + r % 2 * Tag::kRowBytes;
 #pragma unroll
         for (int h = 0; h < Tag::kStepsOfRow; ++h) {
           constexpr uint32_t kFirsts = Tag::kChunks + 1;  // chunks from pair to first
@@ -297,7 +293,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       FenceForCopies();
       NamedBarrierSync(2 + warpgroup, 128);
       if (warp == 0 && ElectOne()) {
-        StoreTile4d(&y_map, staged, n_first, band.strip * kRowPixels, band.row + i, image_first + band.image);
+        StoreTile4d(&y_map, staged, n_first, band.strip * kRowPixels, band.row + i,
+                    image_first + band.image);
         CommitStores();
       }
     }

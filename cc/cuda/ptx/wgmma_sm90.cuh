@@ -142,15 +142,15 @@ __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_
 }
 
 // The same of 16-bit types, 112 columns.
-#define JAXCONV_WGMMA_FROM_REGISTERS_112(type, names)                                        \
-  __device__ __forceinline__ void WgmmaFromRegisters(type, float (&d)[56],                   \
-                                                     const uint32_t (&a)[4], uint64_t b,     \
-                                                     int accumulate) {                       \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %61, 0;\n\t"                         \
-                 "wgmma.mma_async.sync.aligned.m64n112k16.f32." names " {" JAXCONV_R56       \
-                 "}, {%56, %57, %58, %59}, %60, p, 1, 1, 0;\n\t}"                            \
-                 : JAXCONV_D32(0), JAXCONV_D16(32), JAXCONV_D4(48), JAXCONV_D4(52)           \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));     \
+#define JAXCONV_WGMMA_FROM_REGISTERS_112(type, names)                                              \
+  __device__ __forceinline__ void WgmmaFromRegisters(type, float (&d)[56], const uint32_t (&a)[4], \
+                                                     uint64_t b, int accumulate) {                 \
+    asm volatile(                                                                                  \
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %61, 0;\n\t"                                         \
+        "wgmma.mma_async.sync.aligned.m64n112k16.f32." names " {" JAXCONV_R56                      \
+        "}, {%56, %57, %58, %59}, %60, p, 1, 1, 0;\n\t}"                                           \
+        : JAXCONV_D32(0), JAXCONV_D16(32), JAXCONV_D4(48), JAXCONV_D4(52)                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                    \
   }
 JAXCONV_WGMMA_FROM_REGISTERS_112(__nv_bfloat16, "bf16.bf16")
 JAXCONV_WGMMA_FROM_REGISTERS_112(__half, "f16.f16")
