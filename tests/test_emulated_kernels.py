@@ -169,11 +169,6 @@ PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 PATCHES_MANY = problem("patches", (32, 24), (16, 8), n=40, c=3, k=136, stride=(16, 8))
 IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
 # A row of 11 x 3 elements; pairs of channels under taps that lie apart.
-IMAGE_BATCH = problem(
-    "stems", (18, 24), 7, n=2, c=4, k=72, stride=2, padding=((2, 3), (2, 2)), batch=2
-)
-IMAGE_STRIPS = problem("strips", (12, 240), 7, n=1, c=3, k=64, stride=2, padding=3)
-IMAGE_3X3 = problem("3x3", (22, 232), 3, n=1, c=3, k=40, stride=2, padding=((0, 1), (0, 1)))
 IMAGE_WIDE = problem("stem_11x11", (32, 64), 11, n=3, c=3, k=24, stride=4, padding=((2, 2), (3, 2)))
 NARROW = problem("narrow", (20, 70), (3, 2), n=2, c=72, k=3, padding=((1, 1), (0, 2)))
 IMAGE_DILATED = problem("dilated", (20, 40), 3, n=2, c=2, k=24, dilation=(2, 3))
@@ -219,9 +214,8 @@ OTHERS = {
     "wgrad_igemm_wmma_bf16_128x16x64_3stage_align2": [ODD, PATCHES],
     "fprop_few_channels_f16_128x64": [IMAGE],
     "fprop_few_channels_bf16_128x64_chunks": [IMAGE, IMAGE_DILATED],
-    "fprop_few_channels_bf16_7x7_stride2": [IMAGE_BATCH, IMAGE_STRIPS],
-    "fprop_few_channels_f16_3x3_stride2": [IMAGE_3X3],
-    "dgrad_few_channels_bf16_7x7_stride2": [IMAGE, IMAGE_STRIPS],
+    "fprop_few_channels_bf16_7x7_stride2": [IMAGE],
+    "dgrad_few_channels_bf16_7x7_stride2": [IMAGE],
     "dgrad_few_channels_bf16_256x24": [IMAGE],
     "dgrad_few_channels_f16_256x40": [IMAGE_WIDE],
     "wgrad_few_channels_f16_32x64": [IMAGE],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 
 # PTX instruction -> C++ statement; {0}, {1}, ... are its operands, {a}, {b}, ... named groups.
 # An address [x + 4] is the operand x + 4, [map, {c0, c1}] two operands.
@@ -133,6 +134,8 @@ REGISTER_TYPES |= {"s32": "int32_t", "f32": "float", "b64": "uint64_t", "u64": "
 
 # What lies between names: white space, line markers of the preprocessor.
 SPACE = re.compile(r"(?:\s|^#[^\n]*\n)*", re.MULTILINE)
+# CPython 3.11 counts the recursion of all threads' parsers together, and raises SystemError.
+PARSER = threading.Lock()
 LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*\(")
 SHARED = re.compile(
@@ -214,7 +217,8 @@ def assembly(text: str, suffix: str) -> str:
     """What stands between the parentheses of an asm statement as a C++ block."""
     at, code = 0, ""
     while literal := LITERAL.match(text, at := SPACE.match(text, at).end()):
-        code += ast.literal_eval(literal[0])
+        with PARSER:
+            code += ast.literal_eval(literal[0])
         at = literal.end()
     lines, sections = [], 0
     count = 0
