@@ -1,10 +1,11 @@
 // y[n, p, q, k] = sum over r, s, c of x[n, p * stride + r * dilation - pad, ..., c] w[r, s, c, k]
 //
-// A kernel with output channels in its vectors, as oneDNN's, uses K of 16 lanes. Here input channels
-// are the vector: every pair of an output pixel and an output channel has a vector of partial sums,
-// which is added up once, after all taps and channels. A block of neighbouring pixels of a row, with
-// all K channels, has up to 24 sums in registers. For 16 input channels of one tap it loads K vectors
-// of the filter and one of x a pixel: 11 loads for 24 multiply-adds with 8 pixels of 3 channels.
+// A kernel with output channels in its vectors, as oneDNN's, uses K of 16 lanes. Here input
+// channels are the vector: every pair of an output pixel and an output channel has a vector of
+// partial sums, which is added up once, after all taps and channels. A block of neighbouring pixels
+// of a row, with all K channels, has up to 24 sums in registers. For 16 input channels of one tap
+// it loads K vectors of the filter and one of x a pixel: 11 loads for 24 multiply-adds with 8
+// pixels of 3 channels.
 //
 // The filter is stored as (taps, K, C), so that its vectors are contiguous.
 //

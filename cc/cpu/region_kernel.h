@@ -18,9 +18,9 @@ struct RegionKernel {
   int64_t (*packed_elements)(const ConvProblem& problem);
   void (*pack)(const ConvProblem& problem, const float* w, float* packed);
   int64_t (*scratch_bytes)(const ConvProblem& problem);  // of one task
-  // Computes the rows [row_begin, row_end) of one image `to` of the result, y or for a data gradient
-  // x, from an image `from` of the other. Rows count along the outermost of the problem's spatial
-  // axes.
+  // Computes the rows [row_begin, row_end) of one image `to` of the result, y or for a data
+  // gradient x, from an image `from` of the other. Rows count along the outermost of the problem's
+  // spatial axes.
   void (*compute)(const ConvProblem& problem, const float* from, const float* packed, float* to,
                   int64_t row_begin, int64_t row_end, float* scratch);
 };

@@ -3,10 +3,10 @@
 //
 // oneDNN pads such groups to vectors of 16 channels. Here a vector holds 16 / G whole groups. Input
 // channel i of every group is moved to the lanes of all of its group, which two shuffles of the
-// 128-bit parts and within them do, and meets the vector of the filter's 16 output channels. A block
-// of up to 16 pixels of a row has its sums in registers. Where the filter has rows of 3 taps, without
-// stride and dilation, a shuffled input vector meets all three: 12 multiply-adds for 4 shuffles
-// (G = 4), 24 for 10 (G = 8).
+// 128-bit parts and within them do, and meets the vector of the filter's 16 output channels. A
+// block of up to 16 pixels of a row has its sums in registers. Where the filter has rows of 3 taps,
+// without stride and dilation, a shuffled input vector meets all three: 12 multiply-adds for 4
+// shuffles (G = 4), 24 for 10 (G = 8).
 //
 // The windows of a tile, a few rows of up to 64 columns, are first copied to scratch memory, 16
 // channels at a time and with their padding. Blocks then need no bounds, and a pixel's step is one

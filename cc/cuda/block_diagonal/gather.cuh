@@ -1,7 +1,8 @@
 // block_diagonal, fprop and dgrad: groups of 2 to 32 channels on the tensor cores (sm_80), 16-bit
 // operands.
 //
-// The groups of kBlock = 16 or 32 neighbouring channels are one product whose filter is block-diagonal:
+// The groups of kBlock = 16 or 32 neighbouring channels are one product whose filter is
+// block-diagonal:
 //
 //     out[pixel, 16 channels] += sum over taps of gathered[pixel under the tap, 16 channels] F[tap]
 //
@@ -9,15 +10,15 @@
 //            F[tap] 16 x 16         . . . . x x x x . . . .          zeros multiply other groups'
 //                                   . . . . . . . . x x x x ...      channels
 //
-// Zeros waste 3/4 of the products of groups of 4; the bound is memory all the same. dgrad is the same
-// product of dy with the filter turned and transposed; a stride's zeros are made where dy's box is
-// filled.
+// Zeros waste 3/4 of the products of groups of 4; the bound is memory all the same. dgrad is the
+// same product of dy with the filter turned and transposed; a stride's zeros are made where dy's
+// box is filled.
 //
 // Tile: up to 16 kBlocksM positions a strip, of any rows x columns or of several whole maps, and 64
-// channels. Warp w has the block of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A is
-// ldmatrix of the box itself, whose pixels are rows of 128 bytes (tile.cuh); B lies in shared memory as
-// mma.sync takes it, 16 bytes a lane. Its zeros are written once, the groups' elements when the channels
-// change:
+// channels. Warp w has the block of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A
+// is ldmatrix of the box itself, whose pixels are rows of 128 bytes (tile.cuh); B lies in shared
+// memory as mma.sync takes it, 16 bytes a lane. Its zeros are written once, the groups' elements
+// when the channels change:
 //
 //     stage 0: box | stage 1: box | B [block][tap][fragment][lane] | tables
 //
@@ -27,11 +28,11 @@
 //
 // The next item's box is copied while this one is multiplied; two barriers an item.
 //
-// Zeros of F meet the channels of other groups in the block: an Inf or NaN of x spreads to the outputs of
-// its block of channels.
+// Zeros of F meet the channels of other groups in the block: an Inf or NaN of x spreads to the
+// outputs of its block of channels.
 //
-// Refused, with a reason (plan.cc): groups of unlike input and output channels, of sizes that do not
-// divide 16 or 32, channels that are not multiples of 8, boxes beyond the shared memory.
+// Refused, with a reason (plan.cc): groups of unlike input and output channels, of sizes that do
+// not divide 16 or 32, channels that are not multiples of 8, boxes beyond the shared memory.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_GATHER_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_GATHER_CUH_
 
@@ -70,9 +71,9 @@ struct Gather {
 template <class Tag>
 constexpr int kTapBytes = Tag::kPieces * 512;
 
-// B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half` of
-// step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t, of the
-// result's channel g / 2 * 2 kBlocksN + 2 nb + g % 2.
+// B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half`
+// of step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t,
+// of the result's channel g / 2 * 2 kBlocksN + 2 nb + g % 2.
 //
 // A lane has two neighbouring channels of the result; a warp has one or two of the group's pairs of
 // gathered channels, and of 2 to 8 channels a group every second to eighth tap.
@@ -136,9 +137,9 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
   }
 }
 
-// Adds one tap. box: the first pixel of the stage under the tap. base: the lane's pixel and chunk of
-// every 16 positions, in bytes. filter: the lane's piece of the block's tap. kBlocks: of the warp's
-// strip.
+// Adds one tap. box: the first pixel of the stage under the tap. base: the lane's pixel and chunk
+// of every 16 positions, in bytes. filter: the lane's piece of the block's tap. kBlocks: of the
+// warp's strip.
 template <class Tag, int kBlocks>
 __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
                                        const int32_t (&base)[Tag::kBlocksM],
@@ -165,8 +166,8 @@ __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
   }
 }
 
-// Adds the taps of one depth tap, of a strip of `blocks` <= kBlocks. So the loops have no branch but
-// their own.
+// Adds the taps of one depth tap, of a strip of `blocks` <= kBlocks. So the loops have no branch
+// but their own.
 template <class Tag, int kBlocks = Tag::kBlocksM>
 __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32_t box,
                                         uint32_t filter, const int32_t (&base)[Tag::kBlocksM],

@@ -1,21 +1,25 @@
-// block_diagonal, dgrad of 3x3 filters with stride 2 (sm_90a): by the phases of dx's rows and columns, from
-// pixels of dy that are read from shared memory once for the filter rows, as runs_sm90.cuh does.
+// block_diagonal, dgrad of 3x3 filters with stride 2 (sm_90a): by the phases of dx's rows and
+// columns, from pixels of dy that are read from shared memory once for the filter rows, as
+// runs_sm90.cuh does.
 //
-// Rows 2m and 2m + 1 of dx meet dy's rows i = m - pad / 2 and i + 1 under three taps together, two of which
-// belong to one of them; `pad` is that of the gathered tensor:
+// Rows 2m and 2m + 1 of dx meet dy's rows i = m - pad / 2 and i + 1 under three taps together, two
+// of which belong to one of them; `pad` is that of the gathered tensor:
 //
 //     pad odd:   dx[2m]     = dy[i] F1                   pad even:  dx[2m]     = dy[i] F0 + dy[i + 1] F2
 //                dx[2m + 1] = dy[i] F0 + dy[i + 1] F2               dx[2m + 1] = dy[i + 1] F1
 //
-// and the same of columns. Nothing is multiplied by the zeros that stride 2 puts between dy's pixels.
+// and the same of columns. Nothing is multiplied by the zeros that stride 2 puts between dy's
+// pixels.
 //
-// A run is one column of kRows rows m: of an ldmatrix of dy's row y, the three taps of a filter column add
-// to the rows 2y, 2y + 1 and one of row y - 1. A warp has 16 channels and 16 runs; first the columns of dx
-// with the filter columns 0 and 2, then those with filter column 1, 16 kRows sums a lane.
+// A run is one column of kRows rows m: of an ldmatrix of dy's row y, the three taps of a filter
+// column add to the rows 2y, 2y + 1 and one of row y - 1. A warp has 16 channels and 16 runs; first
+// the columns of dx with the filter columns 0 and 2, then those with filter column 1, 16 kRows sums
+// a lane.
 //
 //     stage 0: box | stage 1: box | tile of dx | filter (runs_sm90.cuh) | barriers
 //
-// A tile's boxes, results and filter move as in runs_sm90.cuh, its results through memory of their own.
+// A tile's boxes, results and filter move as in runs_sm90.cuh, its results through memory of their
+// own.
 //
 // Refused, with a reason (runs_plan.cc): other filters and strides, and what runs_sm90.cuh refuses.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_PHASES_SM90_CUH_
@@ -53,7 +57,8 @@ struct Phases : Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_> {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Adds the taps of one filter column to both phases of the rows. box, filter: as AddColumn takes them.
+// Adds the taps of one filter column to both phases of the rows. box, filter: as AddColumn takes
+// them.
 template <class Tag, bool kOddPad>
 __device__ __forceinline__ void AddPhases(uint32_t box, int32_t row_bytes, uint32_t filter,
                                           float (&sums)[2][Tag::kRows][2][4]) {

@@ -14,8 +14,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// Initialises the barriers of the two stages, waits for the grids in front and, by one thread, begins
-// to load the first two boxes: load(item, stage).
+// Initialises the barriers of the two stages, waits for the grids in front and, by one thread,
+// begins to load the first two boxes: load(item, stage).
 template <class Load>
 __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& range,
                                                const Load& load) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& 
   }
 }
 
-// Begins to copy the groups' elements of a tile's channels; zeros lie around them. A thread copies up to
-// 8 channels of a group at a time.
+// Begins to copy the groups' elements of a tile's channels; zeros lie around them. A thread copies
+// up to 8 channels of a group at a time.
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyGroups(const Params& params, const typename Tag::T* filter,
                                            int32_t first_channel, uint32_t to) {

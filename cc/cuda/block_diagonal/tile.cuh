@@ -25,8 +25,8 @@ __device__ __forceinline__ int UniformWarp() {
 }
 
 // Positions of a tile and pixels of a box lie in tables in shared memory, so that no loop over them
-// divides: the row in the upper 16 bits of a word, the column in the lower ones, then a distance from
-// the first. What does not exist is beyond every limit, its distance 0.
+// divides: the row in the upper 16 bits of a word, the column in the lower ones, then a distance
+// from the first. What does not exist is beyond every limit, its distance 0.
 __device__ __forceinline__ void StorePlace(uint32_t table, int32_t i, bool exists, int32_t row,
                                            int32_t column, int32_t distance) {
   const uint32_t row_column = static_cast<uint32_t>(row) << 16 | static_cast<uint32_t>(column);
@@ -34,10 +34,10 @@ __device__ __forceinline__ void StorePlace(uint32_t table, int32_t i, bool exist
   StoreWord(table + i * kPlaceBytes + 4, exists ? static_cast<uint32_t>(distance) : 0);
 }
 
-// outputs: of positions, pixels of the output. boxes: the same positions, bytes of the box under the
-// first tap. gathered: of the box's pixels, pixels of the gathered tensor where nothing dilates it. Of
-// several images, whose boxes lie one behind the other, the rows of `gathered` are counted through all
-// of them, and rows that the tensor does not have are beyond every limit of columns.
+// outputs: of positions, pixels of the output. boxes: the same positions, bytes of the box under
+// the first tap. gathered: of the box's pixels, pixels of the gathered tensor where nothing dilates
+// it. Of several images, whose boxes lie one behind the other, the rows of `gathered` are counted
+// through all of them, and rows that the tensor does not have are beyond every limit of columns.
 struct Tables {
   uint32_t outputs, boxes, gathered;
   __device__ __forceinline__ explicit Tables(uint32_t first)
@@ -70,8 +70,8 @@ __device__ __forceinline__ void FillTables(const Params& params, int32_t row_tap
   }
 }
 
-// The first and the last row and column of a tile or box that a tensor has, beside a bit that smaller or
-// larger ones borrow.
+// The first and the last row and column of a tile or box that a tensor has, beside a bit that
+// smaller or larger ones borrow.
 constexpr uint32_t kBorrowed = 0x80008000u;
 __device__ __forceinline__ uint32_t Limit(int32_t row, int32_t column) {
   return static_cast<uint32_t>(row) << 16 | static_cast<uint32_t>(column);
@@ -84,9 +84,10 @@ __device__ __forceinline__ bool InTile(uint32_t limits, uint32_t row_column) {
   return ((limits - row_column) & kBorrowed) == kBorrowed;
 }
 
-// Begins to copy the box of a tile under a tap of the depth and, where a box has the pixels of one filter
-// row, of the rows; zeros where the gathered tensor has no element. HaloParams::vector holds. The common
-// FillBox, which looks nothing up, spends 21 instructions on a chunk instead of 15.
+// Begins to copy the box of a tile under a tap of the depth and, where a box has the pixels of one
+// filter row, of the rows; zeros where the gathered tensor has no element. HaloParams::vector
+// holds. The common FillBox, which looks nothing up, spends 21 instructions on a chunk instead of
+// 15.
 template <typename T>
 __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& tile,
                                         int32_t depth_tap, int32_t row_tap, uint32_t table,

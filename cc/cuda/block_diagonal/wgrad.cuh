@@ -2,22 +2,22 @@
 //
 //     dw[tap][c, k] = sum over positions of x[position under the tap, c] dy[position, k]
 //
-// for the kBlock = 16 or 32 neighbouring channels of a block, whose products of unlike groups are not
-// stored. A is x transposed, B dy, both by ldmatrix.trans from pixels of 128 bytes (tile.cuh).
+// for the kBlock = 16 or 32 neighbouring channels of a block, whose products of unlike groups are
+// not stored. A is x transposed, B dy, both by ldmatrix.trans from pixels of 128 bytes (tile.cuh).
 //
-// Warp w has 16 channels c, the kBlock channels k of their block, and every second 16 positions of the
-// tile; the sums of kRows x kColumns taps stay in registers (3x3: 72, of kBlock 32 144):
+// Warp w has 16 channels c, the kBlock channels k of their block, and every second 16 positions of
+// the tile; the sums of kRows x kColumns taps stay in registers (3x3: 72, of kBlock 32 144):
 //
 //     stage 0: x box | dy tile | stage 1: x box | dy tile | a pixel of zeros | tables
 //
-// Positions outside of the output have zeros of dy, and of x read that pixel, so that no Inf of x meets
-// a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock / 8
-// products.
+// Positions outside of the output have zeros of dy, and of x read that pixel, so that no Inf of x
+// meets a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock
+// / 8 products.
 //
-// A CTA has 64 channels and walks tiles slice, slice + slices, ...; two barriers a tile. At the end the
-// two warps of equal channels are added in order through shared memory, and the slices' sums by
-// common/splitk_reduce.cuh: the same bits in every run. Filters of other sizes take kColumns taps of a
-// filter row at a time, each part by CTAs of its own.
+// A CTA has 64 channels and walks tiles slice, slice + slices, ...; two barriers a tile. At the end
+// the two warps of equal channels are added in order through shared memory, and the slices' sums by
+// common/splitk_reduce.cuh: the same bits in every run. Filters of other sizes take kColumns taps
+// of a filter row at a time, each part by CTAs of its own.
 //
 // Refused, with a reason (plan.cc): what gather.cuh refuses.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_CUH_
@@ -85,8 +85,8 @@ struct LanePlace {
   uint32_t limits;     // see Limits
 };
 
-// Adds the products of `blocks` times 16 positions, every kStrips-th, and of kColumns taps of each of
-// the CTA's filter rows.
+// Adds the products of `blocks` times 16 positions, every kStrips-th, and of kColumns taps of each
+// of the CTA's filter rows.
 template <class Tag, int kColumns>
 __device__ __forceinline__ void AddPositions(
     const Params& params, LanePlace place, int32_t blocks,
@@ -138,8 +138,8 @@ __device__ __forceinline__ void AddPositions(
   AddPositions<Tag, kColumns>(params, place, blocks, sums);
 }
 
-// Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has two neighbouring
-// channels k, a warp every kWarps-th (tap, channel c of their group).
+// Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has two
+// neighbouring channels k, a warp every kWarps-th (tap, channel c of their group).
 template <class Tag>
 __device__ __forceinline__ void StoreSums(const Params& params, uint32_t sums, int32_t slice,
                                           int32_t filter, int32_t first_channel, const Step& step,
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
   __syncthreads();
 
-  // ldmatrix.trans: lanes 0-7 and 8-15 give eight positions' rows of two chunks, 16-31 the next eight
-  // positions'; of dy, whose chunks are columns of B, lanes 8-15 the next positions.
+  // ldmatrix.trans: lanes 0-7 and 8-15 give eight positions' rows of two chunks, 16-31 the next
+  // eight positions'; of dy, whose chunks are columns of B, lanes 8-15 the next positions.
   const int x_position = strip * 16 + lane % 8 + lane / 16 * 8;
   const int x_chunk = sixteen * 2 + lane / 8 % 2;
   const int y_position = strip * 16 + lane % 16;

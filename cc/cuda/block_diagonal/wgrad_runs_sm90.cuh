@@ -1,21 +1,21 @@
-// block_diagonal, wgrad of 3x3 filters without strides (sm_90a): the products of wgrad.cuh, of pixels that
-// are read from shared memory once for the three filter rows, as runs_sm90.cuh does.
+// block_diagonal, wgrad of 3x3 filters without strides (sm_90a): the products of wgrad.cuh, of
+// pixels that are read from shared memory once for the three filter rows, as runs_sm90.cuh does.
 //
-// A run is one column of kRows output rows; 16 runs are the reduction of a product. At row y of the box x
-// under column tap s meets dy of the rows y, y - 1, y - 2, which a warp keeps in registers:
+// A run is one column of kRows output rows; 16 runs are the reduction of a product. At row y of the
+// box x under column tap s meets dy of the rows y, y - 1, y - 2, which a warp keeps in registers:
 //
 //     for y = 0 ... kRows + 1:  dy of row y                     kBlock / 16 ldmatrix
 //       for s:  x of row y under s                              1 ldmatrix
 //         for r:  dw[r, s] += x dy[y - r]                       kBlock / 8 products
 //
-// Tile: 32 runs and 64 channels. Warp w has 16 channels c, the kBlock channels k of their block, and 16 of
-// the runs; the sums of nine taps: 72 of a lane, of kBlock 32 144. A third warpgroup asks for boxes, and
-// leaves its registers to the others:
+// Tile: 32 runs and 64 channels. Warp w has 16 channels c, the kBlock channels k of their block,
+// and 16 of the runs; the sums of nine taps: 72 of a lane, of kBlock 32 144. A third warpgroup asks
+// for boxes, and leaves its registers to the others:
 //
 //     stages 0, 1, 2: dy box | x box | 8 pixels of zeros || a pixel of zeros | barriers
 //
-// Runs that do not exist read zeros of both tensors, and rows that do not exist take no part, so that no Inf
-// of x meets a zero: a tile whose rows are fewer takes them one by one.
+// Runs that do not exist read zeros of both tensors, and rows that do not exist take no part, so
+// that no Inf of x meets a zero: a tile whose rows are fewer takes them one by one.
 //
 // Slices, and what happens at the end: see wgrad.cuh.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_RUNS_SM90_CUH_

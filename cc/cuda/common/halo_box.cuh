@@ -1,5 +1,6 @@
-// Kernels that compute a tile of window positions from its box of the gathered tensor in shared memory:
-// where a tile lies, and how its box is copied. Each CTA processes a range of neighbouring items.
+// Kernels that compute a tile of window positions from its box of the gathered tensor in shared
+// memory: where a tile lies, and how its box is copied. Each CTA processes a range of neighbouring
+// items.
 #ifndef JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 #define JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 
@@ -17,9 +18,9 @@
 
 namespace jaxconv {
 
-// A pixel of a box: kLanes lanes of kVec channels. A warp reads neighbouring words, so that no layout of
-// the pixels has bank conflicts; halves of a warp read two pixels, whose numbers should differ by an odd
-// number where a pixel has 64 bytes.
+// A pixel of a box: kLanes lanes of kVec channels. A warp reads neighbouring words, so that no
+// layout of the pixels has bank conflicts; halves of a warp read two pixels, whose numbers should
+// differ by an odd number where a pixel has 64 bytes.
 template <typename T, int kVec, int kLanes = 32>
 struct Pixel {
   static constexpr int kChannels = kLanes * kVec;
@@ -75,8 +76,8 @@ struct TilePlace {
   }
 };
 
-// A part of a tile's sum: a tap along the depth, one of the reduced channels, and, where a box holds
-// the pixels of one filter row, that row.
+// A part of a tile's sum: a tap along the depth, one of the reduced channels, and, where a box
+// holds the pixels of one filter row, that row.
 struct Step {
   int32_t depth_tap = 0, channel = 0, row_tap = 0;
 
@@ -90,8 +91,8 @@ struct Step {
   }
 };
 
-// A CTA's place in its items and their steps: the items first to end - 1, whose numbers differ by one at
-// most between CTAs.
+// A CTA's place in its items and their steps: the items first to end - 1, whose numbers differ by
+// one at most between CTAs.
 struct Cursor {
   int32_t item, end;
   Step step;
@@ -108,8 +109,8 @@ struct Cursor {
   }
 };
 
-// The pixels of a box, or of another tile, that a thread copies: every (kHaloThreads / kChunks)-th, by
-// additions alone. P: the pixels' layout.
+// The pixels of a box, or of another tile, that a thread copies: every (kHaloThreads / kChunks)-th,
+// by additions alone. P: the pixels' layout.
 template <class P>
 struct PixelWalk {
   int32_t pixel, row, column;
@@ -143,9 +144,9 @@ __device__ __forceinline__ int32_t ElementAt(const Axis& axis, int32_t u) {
   return u >= 0 && rest == 0 && element < axis.in ? element : -1;
 }
 
-// Begins to copy `box_rows` rows of the box of a tile and a step to `stage`, from row first_box_row on:
-// axis[2].box pixels each from the tile's first u, zeros where the gathered tensor has no element. P:
-// the pixels' layout.
+// Begins to copy `box_rows` rows of the box of a tile and a step to `stage`, from row first_box_row
+// on: axis[2].box pixels each from the tile's first u, zeros where the gathered tensor has no
+// element. P: the pixels' layout.
 template <typename T, class P>
 __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlace& tile,
                                         const Step& step, int32_t first_box_row, int32_t box_rows,
@@ -208,7 +209,8 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
   }
 }
 
-// Begins to copy a tile of the walked tensor, zeros where it has no position. P: the pixels' layout.
+// Begins to copy a tile of the walked tensor, zeros where it has no position. P: the pixels'
+// layout.
 template <typename T, class P>
 __device__ __forceinline__ void FillWalked(const HaloParams& params, const TilePlace& tile,
                                            unsigned char* stage) {

@@ -1,5 +1,5 @@
-// Host and device: the geometry of kernels that compute a tile of window positions from its box of the
-// gathered tensor in shared memory (halo_box.cuh), and what their plans share. Plain C++.
+// Host and device: the geometry of kernels that compute a tile of window positions from its box of
+// the gathered tensor in shared memory (halo_box.cuh), and what their plans share. Plain C++.
 #ifndef JAXCONV_CUDA_COMMON_HALO_BOX_H_
 #define JAXCONV_CUDA_COMMON_HALO_BOX_H_
 
@@ -17,8 +17,8 @@ namespace jaxconv {
 inline constexpr int kHaloThreads = 256;
 
 // One axis: window position o of the walked tensor meets element i of the gathered one under a tap
-// where i * in_dilation = u = o * stride + tap * dilation - pad. In dgrad the walked tensor is dx, the
-// gathered one is dy, its dilation is the convolution's stride, and the taps run backwards.
+// where i * in_dilation = u = o * stride + tap * dilation - pad. In dgrad the walked tensor is dx,
+// the gathered one is dy, its dilation is the convolution's stride, and the taps run backwards.
 struct Axis {
   int32_t in = 1, out = 1;  // extents of the gathered and of the walked tensor
   int32_t taps = 1;
@@ -27,9 +27,9 @@ struct Axis {
   int32_t tile = 1;  // window positions of a tile
   int32_t box = 1;   // u of a tile
   FastDivmod tiles;
-  // Of a kernel that knows that elements lie at even u alone, where in_dilation is 2: a box holds them
-  // without the zeros between (halved is 1, in_dilation 1), and the first tile begins `shift` positions
-  // before 0, so that every tile's first u is even.
+  // Of a kernel that knows that elements lie at even u alone, where in_dilation is 2: a box holds
+  // them without the zeros between (halved is 1, in_dilation 1), and the first tile begins `shift`
+  // positions before 0, so that every tile's first u is even.
   int32_t halved = 0, shift = 0;
 };
 
@@ -50,8 +50,8 @@ struct HaloParams {
   int32_t channels = 1;            // of the result: of y and dw K, of dx C
   int32_t gathered_channels = 1;
   FastDivmod channel_tiles;
-  // Channel o of the result meets channels o / repeat * reduce + j of the gathered tensor, j < reduce:
-  // of K = m C a depthwise fprop and wgrad repeat m times, dgrad reduces m.
+  // Channel o of the result meets channels o / repeat * reduce + j of the gathered tensor, j <
+  // reduce: of K = m C a depthwise fprop and wgrad repeat m times, dgrad reduces m.
   FastDivmod repeat;
   int32_t reduce = 1;
   int32_t vector = 0;  // channels are copied by 16 bytes
@@ -93,15 +93,17 @@ void HalveBoxes(HaloParams* params);
 // row_taps and all its columns. False where a box is wider than any shared memory.
 bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloParams* params);
 
-// The items of tiles of so many channels: fills images, channel_tiles and items of `params`, whose tiles
-// are shaped. A tile's images have the same filter: tile_images is 1 where there is a batch of filters.
+// The items of tiles of so many channels: fills images, channel_tiles and items of `params`, whose
+// tiles are shaped. A tile's images have the same filter: tile_images is 1 where there is a batch
+// of filters.
 Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params);
 
 // How many CTAs, at most `resident`, share the items of an fprop or dgrad, and which each has.
 int64_t ShareItems(int64_t resident, HaloParams* params);
 
-// How a wgrad of `parts` CTAs a slice is cut, whose items are counted: as asked, or into as many slices
-// as fill `resident` CTAs, of min_items at least. Fills plan->slices and the workspace, and the CTAs.
+// How a wgrad of `parts` CTAs a slice is cut, whose items are counted: as asked, or into as many
+// slices as fill `resident` CTAs, of min_items at least. Fills plan->slices and the workspace, and
+// the CTAs.
 Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
                      HaloParams* params, int64_t* ctas, Plan* plan,
                      int64_t min_items = kMinItemsOfSlice);

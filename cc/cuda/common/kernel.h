@@ -94,9 +94,9 @@ struct KernelDesc {
   bool fused = false;
   // Its fused form gives the statistics of plain sums.
   bool statistics = false;
-  // Multiplies float32 operands as three TF32 products, as accurate as float32 (split_tf32.cuh): takes
-  // every precision. "auto", "native" and families take it above "default" only, because one TF32
-  // product is faster.
+  // Multiplies float32 operands as three TF32 products, as accurate as float32 (split_tf32.cuh):
+  // takes every precision. "auto", "native" and families take it above "default" only, because one
+  // TF32 product is faster.
   bool three_tf32 = false;
 };
 
@@ -106,15 +106,16 @@ KernelDesc FusedKernel(const KernelDesc& kernel, const char* name);
 // What every family of float operands asks of a problem before its own conditions: the operation,
 // operands of the instance's type, an output of that type or float32, a filter stored as rsck or
 // krsc, channels-last activations, and for float32 operands that are multiplied in one TF32 product
-// precision "default". Of a fused instance an epilogue, an output of the operands' type and a filter
-// stored as rsck; of any other no epilogue. `tf32`: the family multiplies float32 in TF32.
+// precision "default". Of a fused instance an epilogue, an output of the operands' type and a
+// filter stored as rsck; of any other no epilogue. `tf32`: the family multiplies float32 in TF32.
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
-// What every family of 8-bit operands asks: fprop, x of the instance's type, w of s8 in packed rows.
+// What every family of 8-bit operands asks: fprop, x of the instance's type, w of s8 in packed
+// rows.
 Status CheckInt8Types(const KernelDesc& kernel, const ConvProblem& problem);
 
-// What a convolution of 8-bit operands moves at least, in bytes: for one output, which is written and
-// whose residual is read; and in all, with the activations and the packed filter.
+// What a convolution of 8-bit operands moves at least, in bytes: for one output, which is written
+// and whose residual is read; and in all, with the activations and the packed filter.
 double Int8OutputBytes(const ConvProblem& problem);
 double Int8Bytes(const ConvProblem& problem);
 

@@ -1,13 +1,14 @@
-// The sums over positions of batch norm's backward pass, with the mask of an activation, in one pass:
+// The sums over positions of batch norm's backward pass, with the mask of an activation, in one
+// pass:
 //
 //     g        = gradient [+ gradient2], rounded
 //     dz       = g where above < a (and a < below), else 0
 //     sums[0]  = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 //
-// a is the activation's result, read, or (y_0 - mean_0) * scale + offset, rounded as dz's type. Arrays
-// are (rows, channels), contiguous, of 16 bits; vectors are float32 of `channels` numbers. Each of
-// `parts` CTAs adds its share of the rows in a fixed order, so that the bits of the sums are those of
-// the shape and of `parts` alone.
+// a is the activation's result, read, or (y_0 - mean_0) * scale + offset, rounded as dz's type.
+// Arrays are (rows, channels), contiguous, of 16 bits; vectors are float32 of `channels` numbers.
+// Each of `parts` CTAs adds its share of the rows in a fixed order, so that the bits of the sums
+// are those of the shape and of `parts` alone.
 #ifndef JAXCONV_CUDA_COMMON_MASKED_SUMS_H_
 #define JAXCONV_CUDA_COMMON_MASKED_SUMS_H_
 

@@ -1,5 +1,5 @@
-// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers; launches of
-// these kernels and pairs_sm90.cuh's.
+// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers;
+// launches of these kernels and pairs_sm90.cuh's.
 #ifndef JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 
@@ -16,8 +16,8 @@
 
 namespace jaxconv::depthwise {
 
-// Boxes of `channels` channels: of the gathered tensor, or tiles of the walked one. `images`: of all
-// filters.
+// Boxes of `channels` channels: of the gathered tensor, or tiles of the walked one. `images`: of
+// all filters.
 inline Status EncodeBoxes(const Params& params, DType dtype, const void* address, int32_t channels,
                           int64_t images, bool walked, CUtensorMap* map) {
   DenseTensor tensor;
@@ -35,8 +35,8 @@ inline Status EncodeBoxes(const Params& params, DType dtype, const void* address
   return EncodeTiledMap(tensor, box, map, /*swizzled=*/false);
 }
 
-// One thread, before all others pass a barrier: a stage is full when its bytes are there, and empty when
-// every warp has read it.
+// One thread, before all others pass a barrier: a stage is full when its bytes are there, and empty
+// when every warp has read it.
 __device__ __forceinline__ void InitStages(uint32_t full, uint32_t empty, int32_t stages,
                                            int warps) {
   for (int32_t s = 0; s < stages; ++s) {

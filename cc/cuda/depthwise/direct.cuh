@@ -3,26 +3,26 @@
 //     out[n, o, k] = sum over taps of gathered[n, o stride + tap - pad, k / m] filter[tap, k]
 //
 // There is no reduction over channels, so no matrix product: a lane owns kVec neighbouring channels
-// and sums in float32. dgrad is fprop of dy with the taps reversed. dy's dilation by a stride of 2 is
-// known to instances of stride 2, which do a quarter of the multiplications; otherwise it is made where
-// the box is filled, by zeros between the pixels.
+// and sums in float32. dgrad is fprop of dy with the taps reversed. dy's dilation by a stride of 2
+// is known to instances of stride 2, which do a quarter of the multiplications; otherwise it is
+// made where the box is filled, by zeros between the pixels.
 //
-// Tile: blocks of kRows x kStrip outputs of kLanes kVec channels, a warp each (kLanes 16: half a warp each):
-// blocks_across side by side, blocks_down below each other, and so on in as many images as that leaves. The
-// warp reads each row of its block's window once from shared memory, converts it once, and adds it to every
-// output row that it meets: of a 3x3 filter and a block of 4 x 8, 60 loads and 120 conversions for 576
-// multiply-adds.
+// Tile: blocks of kRows x kStrip outputs of kLanes kVec channels, a warp each (kLanes 16: half a
+// warp each): blocks_across side by side, blocks_down below each other, and so on in as many images
+// as that leaves. The warp reads each row of its block's window once from shared memory, converts
+// it once, and adds it to every output row that it meets: of a 3x3 filter and a block of 4 x 8, 60
+// loads and 120 conversions for 576 multiply-adds.
 //
 //     stage 0 | stage 1 | taps 0 | taps 1        a stage: a box of each image, rows x columns x channels
 //
-// A CTA processes neighbouring items. The next item's box is copied (cp.async, 16 bytes a thread) while
-// this one is computed; two barriers an item. Taps are float32 in shared memory and in registers during
-// an item, and are loaded only when the channels change.
-// Bytes, of 3x3 and 64 channels in 16 bits, 16 x 16 outputs: 2 x 18 x 18 x 128 = 83 KB, taps 4.6 KB.
+// A CTA processes neighbouring items. The next item's box is copied (cp.async, 16 bytes a thread)
+// while this one is computed; two barriers an item. Taps are float32 in shared memory and in
+// registers during an item, and are loaded only when the channels change. Bytes, of 3x3 and 64
+// channels in 16 bits, 16 x 16 outputs: 2 x 18 x 18 x 128 = 83 KB, taps 4.6 KB.
 //
-// kFilterRows = 0 is the general form: any filter, stride and dilation. A step then holds the pixels
-// and the taps of one filter row, and a tile is summed over as many steps; so are the taps along the
-// depth of rank 3, and the channels that dgrad of K = m C reduces.
+// kFilterRows = 0 is the general form: any filter, stride and dilation. A step then holds the
+// pixels and the taps of one filter row, and a tile is summed over as many steps; so are the taps
+// along the depth of rank 3, and the channels that dgrad of K = m C reduces.
 //
 // Refused, with a reason (plan.cc): groups of more than one input channel, boxes beyond the shared
 // memory.
@@ -225,8 +225,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
 }
 
-// kFilterRows x kFilterColumns taps at the convolution's stride; kFilterRows 0: any. dgrad of stride 2
-// has boxes of dy without zeros between the pixels, and adds the taps that meet a pixel alone.
+// kFilterRows x kFilterColumns taps at the convolution's stride; kFilterRows 0: any. dgrad of
+// stride 2 has boxes of dy without zeros between the pixels, and adds the taps that meet a pixel
+// alone.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
           int kRows_, int kStrip_, int kCtasPerSm_, int kLanes_ = 32>
 struct Direct {

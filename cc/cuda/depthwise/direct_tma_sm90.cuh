@@ -2,17 +2,17 @@
 //
 //     stage 0 | ... | stages - 1 | taps | scale and bias of the channels | barriers
 //
-// A stage: the boxes of a tile's images, [image][row][column][channel], one copy each tile; what lies
-// outside of the tensor arrives as zeros. Nothing of it is computed by the warps, which in direct.cuh
-// take a fifth of their instructions, and 40 % of their time, to copy and to store.
+// A stage: the boxes of a tile's images, [image][row][column][channel], one copy each tile; what
+// lies outside of the tensor arrives as zeros. Nothing of it is computed by the warps, which in
+// direct.cuh take a fifth of their instructions, and 40 % of their time, to copy and to store.
 //
-// Full(s): thread 0 announces a stage's bytes, TMA delivers them, every warp waits. Empty(s): every warp
-// arrives when it has read its window; thread 0, having stored its block, waits and copies the item that is
-// `stages` later. So no barrier of the CTA stands between items, unless taps change: then all wait, and
-// fill them.
+// Full(s): thread 0 announces a stage's bytes, TMA delivers them, every warp waits. Empty(s): every
+// warp arrives when it has read its window; thread 0, having stored its block, waits and copies the
+// item that is `stages` later. So no barrier of the CTA stands between items, unless taps change:
+// then all wait, and fill them.
 //
-// Refused, with a reason (plan.cc): what TMA cannot walk (channels that are not a multiple of 8, K other
-// than C, dilated inputs, boxes of more than 256 pixels along an axis), filters with a depth.
+// Refused, with a reason (plan.cc): what TMA cannot walk (channels that are not a multiple of 8, K
+// other than C, dilated inputs, boxes of more than 256 pixels along an axis), filters with a depth.
 #ifndef JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
 

@@ -1,35 +1,36 @@
 // depthwise, wgrad of long filters on the tensor cores (sm_80): 16-bit operands, stride 1.
 //
-// For one channel and one row of x, the sums of 16 filter columns s and 8 filter rows r are a product
+// For one channel and one row of x, the sums of 16 filter columns s and 8 filter rows r are a
+// product
 //
 //     dw[r, s] += sum over q of H[s, q] dy[row - r, q],     H[s, q] = x[row, q + s - pad]
 //
-// with a Hankel matrix: A of mma.m16n8k16, and eight rows of dy as B. Where taps and columns stand in A
-// and B is free as long as both agree. Lane 4 g + t has the columns 8 t ... 8 t + 7 of a strip of 32, and
-// of 16 taps 2 g and 2 g + 1. Then all of its pairs x[q + s], x[q + s + 1] of two instructions lie in
-// five neighbouring words of the row of x, and those of odd columns are made of two words by a prmt: H
-// is never stored. Its words of dy are 16 bytes.
+// with a Hankel matrix: A of mma.m16n8k16, and eight rows of dy as B. Where taps and columns stand
+// in A and B is free as long as both agree. Lane 4 g + t has the columns 8 t ... 8 t + 7 of a strip
+// of 32, and of 16 taps 2 g and 2 g + 1. Then all of its pairs x[q + s], x[q + s + 1] of two
+// instructions lie in five neighbouring words of the row of x, and those of odd columns are made of
+// two words by a prmt: H is never stored. Its words of dy are 16 bytes.
 //
-// A warp has one channel and 8 kRowBlocks x 16 kColumnBlocks taps, whose sums stay in registers over all
-// tiles of the CTA. It steps down x by 8 rows, eight times from another row, because then the block of
-// eight rows of dy that meets filter rows 0-7 now meets 8-15 at the next step: each block is loaded once
-// for all filter rows. Products whose rows of dy are all outside of the tile are left out, and rows of x
-// outside of the tensor are neither stored nor visited.
+// A warp has one channel and 8 kRowBlocks x 16 kColumnBlocks taps, whose sums stay in registers
+// over all tiles of the CTA. It steps down x by 8 rows, eight times from another row, because then
+// the block of eight rows of dy that meets filter rows 0-7 now meets 8-15 at the next step: each
+// block is loaded once for all filter rows. Products whose rows of dy are all outside of the tile
+// are left out, and rows of x outside of the tensor are neither stored nor visited.
 //
 //     x planes: 8 x rows x (32 strips + 16 kColumnBlocks) | dy planes: 8 x rows x 32 strips | zeros
 //
-// The planes are [channel][row][column]. Threads load two neighbouring pixels of 8 channels, 16 bytes
-// each, and store a word to each of 8 planes: neighbouring lanes have neighbouring words, no bank
-// conflict. Rows of dy are an odd number of 16 bytes apart, and column n of B is row n / 2 + n % 2 * 4,
-// so that eight lanes that load 16 bytes each meet different banks. A row of B outside of the tile reads
-// the zeros.
+// The planes are [channel][row][column]. Threads load two neighbouring pixels of 8 channels, 16
+// bytes each, and store a word to each of 8 planes: neighbouring lanes have neighbouring words, no
+// bank conflict. Rows of dy are an odd number of 16 bytes apart, and column n of B is row n / 2 + n
+// % 2 * 4, so that eight lanes that load 16 bytes each meet different banks. A row of B outside of
+// the tile reads the zeros.
 //
-// 31x31 on 56x56, tiles of 28 rows: 98 KB, two CTAs an SM, one of which loads while the other multiplies.
-// Of a row of x and a strip: 11 loads, 14 wavefronts, and up to 16 products.
+// 31x31 on 56x56, tiles of 28 rows: 98 KB, two CTAs an SM, one of which loads while the other
+// multiplies. Of a row of x and a strip: 11 loads, 14 wavefronts, and up to 16 products.
 //
-// A CTA walks tiles slice, slice + slices, ...; the slices are added by common/splitk_reduce.cuh: the
-// same bits in every run. Larger filters, and the taps along the depth of rank 3, are cut into parts,
-// each by CTAs of its own.
+// A CTA walks tiles slice, slice + slices, ...; the slices are added by common/splitk_reduce.cuh:
+// the same bits in every run. Larger filters, and the taps along the depth of rank 3, are cut into
+// parts, each by CTAs of its own.
 //
 // Zeros of dy meet pixels of x: an Inf or NaN of x spreads to all taps of its channel.
 //
@@ -62,7 +63,8 @@ struct Hankel {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr int kRows = HankelRows(kRowBlocks), kColumns = HankelColumns(kColumnBlocks);
   static_assert(kWarps == kHankelChannels);
-  // Pairs of pixels that a thread loads before it stores the first: three CTAs have fewer registers.
+  // Pairs of pixels that a thread loads before it stores the first: three CTAs have fewer
+  // registers.
   static constexpr int kInFlight = kCtasPerSm < 3 ? 4 : 2;
 
   template <class Tag>
@@ -76,8 +78,8 @@ struct PixelPair {
   bool has_first, has_second;
 };
 
-// Eight channels of a pixel. kPlain: they are 16 aligned bytes. ChannelOf: where the pixel has the channel
-// e, or -1.
+// Eight channels of a pixel. kPlain: they are 16 aligned bytes. ChannelOf: where the pixel has the
+// channel e, or -1.
 template <typename T, bool kPlain, class ChannelOf>
 __device__ __forceinline__ uint4 LoadPixel(const T* pixel, bool exists,
                                            const ChannelOf& channel_of) {
@@ -104,7 +106,8 @@ struct Planes {
   const FastDivmod& words;  // of a row
 };
 
-// Fills planes. PairOf: the pixels of a row and word. A thread loads kPairs before it stores the first.
+// Fills planes. PairOf: the pixels of a row and word. A thread loads kPairs before it stores the
+// first.
 template <typename T, bool kPlain, int kPairs, class PairOf, class ChannelOf>
 __device__ __forceinline__ void FillPlanes(const Planes& planes, const PairOf& pair_of,
                                            const ChannelOf& channel_of) {
@@ -146,13 +149,14 @@ __device__ __forceinline__ void FillPlanes(const Planes& planes, const PairOf& p
 struct Strip {
   int32_t first_row, last_row;  // of x, stored
   int32_t dy_rows;              // of the tile
-  // The lane's words of row first_row; of row 0 of dy, advanced to the lane's row of a block; zeros.
+  // The lane's words of row first_row; of row 0 of dy, advanced to the lane's row of a block;
+  // zeros.
   uint32_t x, dy, zeros;
   int32_t x_row_bytes, dy_row_bytes, lane_row;
 };
 
-// The upper half of a word and the lower half of the next. An instruction of ours stays where it is: left
-// to itself the compiler repeats it for every product.
+// The upper half of a word and the lower half of the next. An instruction of ours stays where it
+// is: left to itself the compiler repeats it for every product.
 __device__ __forceinline__ uint32_t OddPair(uint32_t word, uint32_t next) {
   uint32_t pair;
   asm volatile("prmt.b32 %0, %1, %2, 0x5432;" : "=r"(pair) : "r"(word), "r"(next));

@@ -1,5 +1,5 @@
-// depthwise: one filter for each channel, on the FMA pipe of every GPU since sm_80. See direct.cuh and
-// wgrad.cuh for the kernels. Plain C++.
+// depthwise: one filter for each channel, on the FMA pipe of every GPU since sm_80. See direct.cuh
+// and wgrad.cuh for the kernels. Plain C++.
 #ifndef JAXCONV_CUDA_DEPTHWISE_PLAN_H_
 #define JAXCONV_CUDA_DEPTHWISE_PLAN_H_
 

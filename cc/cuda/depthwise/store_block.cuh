@@ -58,8 +58,9 @@ struct LaneClamp {
   }
 };
 
-// Stores a warp's block, whose first output is `first`: finish(sum, v) of the lane's channel v. Both
-// channels of a lane exist or neither. An output takes a rounding, an address, a store and a comparison.
+// Stores a warp's block, whose first output is `first`: finish(sum, v) of the lane's channel v.
+// Both channels of a lane exist or neither. An output takes a rounding, an address, a store and a
+// comparison.
 template <typename T, class Tag, typename Finish>
 __device__ __forceinline__ void StoreInside(const Params& params, const TilePlace& first,
                                             int32_t channel,
@@ -68,8 +69,8 @@ __device__ __forceinline__ void StoreInside(const Params& params, const TilePlac
   constexpr int kVec = Tag::kVec;
   const int32_t height = params.axis[1].out, width = params.axis[2].out;
   const bool exists = first.exists && channel < params.channels;
-  // Columns before `begin` and from `end` on are not stored: a tile of a spread instance may begin before
-  // the first output.
+  // Columns before `begin` and from `end` on are not stored: a tile of a spread instance may begin
+  // before the first output.
   const int32_t begin = Tag::kSpread == 1 ? 0 : -first.column;
   const int32_t end = exists ? width - first.column : 0;
   const int64_t pixel =
@@ -99,8 +100,8 @@ __device__ __forceinline__ void StoreInside(const Params& params, const TilePlac
   }
 }
 
-// Stores the lane's channels of a warp's block, whose first output is `first`, and clears the sums. kPairs:
-// both channels of a lane exist or neither, and are stored together.
+// Stores the lane's channels of a warp's block, whose first output is `first`, and clears the sums.
+// kPairs: both channels of a lane exist or neither, and are stored together.
 template <typename Out, bool kPairs, class Tag, class Epilogue>
 __device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue& epilogue,
                                            const TilePlace& first, int32_t channel,
@@ -152,8 +153,8 @@ __device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue&
 }
 
 // The same with the fused epilogue, a row of the block after another: the loop over them is not
-// unrolled, so that there is one copy of it, and a uniform branch picks the sums. Both channels of a
-// lane exist or neither.
+// unrolled, so that there is one copy of it, and a uniform branch picks the sums. Both channels of
+// a lane exist or neither.
 template <typename T, class Tag>
 __device__ __forceinline__ void StoreFusedBlock(const Params& params, const FusedEpilogue& epilogue,
                                                 const TilePlace& first, int32_t channel,

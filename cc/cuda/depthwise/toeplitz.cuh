@@ -1,15 +1,16 @@
-// depthwise, fprop and dgrad of long filters on the tensor cores (sm_80): 16-bit operands, stride 1.
+// depthwise, fprop and dgrad of long filters on the tensor cores (sm_80): 16-bit operands, stride
+// 1.
 //
 // For one channel and one filter row r, 16 neighbouring outputs q of 8 output rows p are a product
 //
 //     out[q, p] += sum over j of T_r[q, j] x[p + r, q0 + j],     T_r[q, j] = filter[r, j - q]
 //
-// with a banded (Toeplitz) 16 x (15 + S) matrix: A of mma.m16n8k16, its rows q, and x as B, its columns
-// the rows p. A filter of up to 17 columns takes two instructions for 128 outputs, of up to 33 three.
-// In A, the word of lane 4 g + t at column block i is the pair filter[r, 2 t - g + 8 i] and the next:
-// a[0] and a[3] of the first instruction are block 0, a[2] block 1, a[1] zero; the second has blocks
-// 2, 1, 3, 2. So a lane loads as many words a filter row and channel as there are blocks, two to five.
-// Of two blocks the second instruction is m16n8k8, with block 1 alone.
+// with a banded (Toeplitz) 16 x (15 + S) matrix: A of mma.m16n8k16, its rows q, and x as B, its
+// columns the rows p. A filter of up to 17 columns takes two instructions for 128 outputs, of up to
+// 33 three. In A, the word of lane 4 g + t at column block i is the pair filter[r, 2 t - g + 8 i]
+// and the next: a[0] and a[3] of the first instruction are block 0, a[2] block 1, a[1] zero; the
+// second has blocks 2, 1, 3, 2. So a lane loads as many words a filter row and channel as there are
+// blocks, two to five. Of two blocks the second instruction is m16n8k8, with block 1 alone.
 //
 // mma reads x by columns, NHWC stores it by channels. The box arrives as [pixel][channel]; a warp
 // transposes 8 pixels x 8 channels with ldmatrix.trans, which leaves two neighbouring pixels of one
@@ -17,19 +18,20 @@
 //
 //     box: pixels x kChannels | planes: kChannels x (rows x columns) | band: R x kChannels x 2 x kBand
 //
-// Rows of a plane are an odd number of 16 bytes apart and planes 16 bytes modulo 128, so that neither
-// ldmatrix nor the stores conflict. The band lies twice, the second time shifted by one tap, because a
-// word of A starts at an odd tap in odd rows g.
+// Rows of a plane are an odd number of 16 bytes apart and planes 16 bytes modulo 128, so that
+// neither ldmatrix nor the stores conflict. The band lies twice, the second time shifted by one
+// tap, because a word of A starts at an odd tap in odd rows g.
 //
-// Tile: strips of 8 rows x 16 kProducts columns and kChannels channels, blocks_across strips side by side
-// and blocks_down below each other; a warp has one strip and 8 channels. Its products share the taps and
-// the columns of x between them (kMatrices of 8 x 8), and each thread ends with 8 neighbouring channels
-// of a pixel and stores 16 bytes. Where shared memory is short, a box comes in pieces of stage_rows rows.
-// The next item's first piece is copied while this item is multiplied. Two barriers a piece.
+// Tile: strips of 8 rows x 16 kProducts columns and kChannels channels, blocks_across strips side
+// by side and blocks_down below each other; a warp has one strip and 8 channels. Its products share
+// the taps and the columns of x between them (kMatrices of 8 x 8), and each thread ends with 8
+// neighbouring channels of a pixel and stores 16 bytes. Where shared memory is short, a box comes
+// in pieces of stage_rows rows. The next item's first piece is copied while this item is
+// multiplied. Two barriers a piece.
 //
-// Shared memory of 7x7 and 16 channels, 32 x 32 outputs: box and planes 38 x 40 x 32 bytes each, 98 KB,
-// band 11 KB, so that two CTAs share an SM. Of 31x31 and 8 channels, 56 x 64 outputs: planes 86 x 96 x 16
-// bytes, 143 KB, a quarter of a box 34 KB, band 48 KB.
+// Shared memory of 7x7 and 16 channels, 32 x 32 outputs: box and planes 38 x 40 x 32 bytes each, 98
+// KB, band 11 KB, so that two CTAs share an SM. Of 31x31 and 8 channels, 56 x 64 outputs: planes 86
+// x 96 x 16 bytes, 143 KB, a quarter of a box 34 KB, band 48 KB.
 //
 // Of a filter row, channel and strip:
 //                      products   wavefronts of loads   instructions
@@ -38,11 +40,11 @@
 //     33                  6             13                   21
 //     33, wide           12             17                   28
 //
-// Zeros of the band meet pixels outside of an output's window: an Inf or NaN of x spreads to the outputs
-// of its block.
+// Zeros of the band meet pixels outside of an output's window: an Inf or NaN of x spreads to the
+// outputs of its block.
 //
-// Refused, with a reason (toeplitz_plan.cc): other types, strides and dilations, K != C, channels that
-// are not multiples of 8, filters of more columns.
+// Refused, with a reason (toeplitz_plan.cc): other types, strides and dilations, K != C, channels
+// that are not multiples of 8, filters of more columns.
 #ifndef JAXCONV_CUDA_DEPTHWISE_TOEPLITZ_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_TOEPLITZ_CUH_
 
@@ -62,8 +64,8 @@
 
 namespace jaxconv::depthwise {
 
-// A pixel of kChannels 16-bit channels. Of two chunks, every other four pixels have them exchanged: the
-// eight pixels of a transposed matrix then lie in different banks.
+// A pixel of kChannels 16-bit channels. Of two chunks, every other four pixels have them exchanged:
+// the eight pixels of a transposed matrix then lie in different banks.
 template <int kChannels_>
 struct NarrowPixel {
   static constexpr int kBytes = kChannels_ * 2, kChunks = kBytes / 16, kChunkChannels = 8;
@@ -80,7 +82,8 @@ struct Toeplitz {
   using Epilogue = PlainEpilogue;
   static constexpr int kChannels = kChannels_, kBlocks = kBlocks_, kProducts = kProducts_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  // A CTA alone on its SM has the registers for several pieces, and to load ahead outside of the products.
+  // A CTA alone on its SM has the registers for several pieces, and to load ahead outside of the
+  // products.
   static constexpr bool kPieces = kCtasPerSm == 1;
   static constexpr int kUnroll = kPieces ? 4 : 1;
 
@@ -88,8 +91,8 @@ struct Toeplitz {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Channels that a warp sums at a time: independent products hide the latency of each, and more would not
-// leave registers for what is loaded ahead.
+// Channels that a warp sums at a time: independent products hide the latency of each, and more
+// would not leave registers for what is loaded ahead.
 inline constexpr int kPass = 4;
 
 // The band of filter row r and channel c begins at element (r kChannels + c) kBandRow: tap i at
@@ -105,8 +108,8 @@ __device__ __forceinline__ void ClearBand(const Params& params, uint32_t band) {
   for (int32_t i = threadIdx.x * 16; i < bytes; i += kThreads * 16) StoreChunk(band + i, zeros);
 }
 
-// The taps of a tile's channels, in both copies: warps take filter rows, lanes columns and 8 channels.
-// Channels beyond the last keep what they have: nothing reads it.
+// The taps of a tile's channels, in both copies: warps take filter rows, lanes columns and 8
+// channels. Channels beyond the last keep what they have: nothing reads it.
 template <class Tag>
 __device__ __forceinline__ void FillBand(const Params& params, const TilePlace& tile,
                                          const Step& step, typename Tag::T* band) {
@@ -144,8 +147,9 @@ __device__ __forceinline__ void FillBand(const Params& params, const TilePlace& 
   }
 }
 
-// `box_rows` rows of a box [pixel][channel] -> planes [channel][row][column]. Columns are a multiple of
-// 8, eight pixels of a row and eight channels a matrix; a warp takes a row, four matrices a pass.
+// `box_rows` rows of a box [pixel][channel] -> planes [channel][row][column]. Columns are a
+// multiple of 8, eight pixels of a row and eight channels a matrix; a warp takes a row, four
+// matrices a pass.
 template <class Tag>
 __device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_rows, uint32_t box,
                                              uint32_t planes) {
@@ -188,8 +192,8 @@ __device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_r
   }
 }
 
-// B of a filter row and channel: kMatrices 8 x 8 blocks of pixels, 16 bytes from one to the next. The
-// lane's address is that of row lane % 8 of block lane / 8.
+// B of a filter row and channel: kMatrices 8 x 8 blocks of pixels, 16 bytes from one to the next.
+// The lane's address is that of row lane % 8 of block lane / 8.
 template <int kMatrices, int kFirst = 0>
 __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatrices]) {
   constexpr int kLeft = kMatrices - kFirst, kCount = kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1;
@@ -198,9 +202,9 @@ __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatr
 }
 
 // Adds a filter row of kPass channels to a warp's strip. A word of the band has two places in A, in
-// registers of four in a row, so that one of them holds a copy; others are zero. `zero` and `zeros` (two
-// a channel) are 0, which the compiler does not know: operands that it sees to be the same value, it
-// makes anew for each product. As values of their own the zeros stay in their registers.
+// registers of four in a row, so that one of them holds a copy; others are zero. `zero` and `zeros`
+// (two a channel) are 0, which the compiler does not know: operands that it sees to be the same
+// value, it makes anew for each product. As values of their own the zeros stay in their registers.
 template <class Tag>
 __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels,
                                                   int32_t plane_bytes, uint32_t zero,
@@ -217,7 +221,8 @@ __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels
     LoadPixels(pixels + c * plane_bytes, x);
 #pragma unroll
     for (int k = 0; k < kInstructions; ++k) {
-      // Blocks 2 k - 1 to 2 k + 1 of the band; of the second instruction of two blocks only the first.
+      // Blocks 2 k - 1 to 2 k + 1 of the band; of the second instruction of two blocks only the
+      // first.
       if constexpr (kBlocks == 2) {
         if (k == 1) {
           const uint32_t words[2] = {zeros[c][1], block[1] ^ zero};
@@ -279,8 +284,8 @@ __device__ __forceinline__ void StoreStrip(const Params& params, const Epilogue&
   }
 }
 
-// A warp's strip and its eight channels in the tile. Computed anew where it is used: the products need
-// the registers.
+// A warp's strip and its eight channels in the tile. Computed anew where it is used: the products
+// need the registers.
 template <class Tag>
 struct WarpStrip {
   int index;

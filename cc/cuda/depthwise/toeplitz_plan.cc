@@ -15,19 +15,20 @@ namespace {
 constexpr int64_t kWidth = 2;  // bytes of an element
 // Of the rates of shared memory and of mma.sync; an assumption, as kDramShare.
 constexpr double kOnChipShare = 0.75;
-// Of an SM's four instructions a cycle, with sixteen busy warps: 65 M instructions took 129 us (7x7,
-// 64x56x56x96), and with seven warps 70 M took 181 us (31x31, 16x56x56x128).
+// Of an SM's four instructions a cycle, with sixteen busy warps: 65 M instructions took 129 us
+// (7x7, 64x56x56x96), and with seven warps 70 M took 181 us (31x31, 16x56x56x128).
 constexpr double kIssueShare = 0.48, kIssueExponent = 0.3;
 constexpr double kInstructionsOfCycle = 4;
-// Counted in SASS: of 32 lanes' chunks of a box; of a warp for a row of a box and for four matrices of
-// it; for an item, and for the place of each pixel that a lane stores.
+// Counted in SASS: of 32 lanes' chunks of a box; of a warp for a row of a box and for four matrices
+// of it; for an item, and for the place of each pixel that a lane stores.
 constexpr double kFillInstructions = 25, kRowInstructions = 12, kTransposeInstructions = 12;
 constexpr double kItemInstructions = 500, kStoreInstructions = 20;
 constexpr double kSharedBytesOfCycle = 128;
 constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
-// Times measured on an H200 over those of this model, the median of 53 layers: bands of up to 17 columns
-// (from 0.6 on 7x7 maps to 3.3 on maps of 56x56 with 96 channels, where the model says least), of 33.
+// Times measured on an H200 over those of this model, the median of 53 layers: bands of up to 17
+// columns (from 0.6 on 7x7 maps to 3.3 on maps of 56x56 with 96 channels, where the model says
+// least), of 33.
 constexpr double kMeasured17 = 2.2, kMeasured33 = 1.5;
 
 Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance,
@@ -86,8 +87,8 @@ int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down
   return band_offset + BandBytes(instance, *params);
 }
 
-// Cycles of an SM for one item's depth tap, where `ctas` share the SM: those in which its schedulers,
-// shared memory or tensor cores are busy with the products, and with all else.
+// Cycles of an SM for one item's depth tap, where `ctas` share the SM: those in which its
+// schedulers, shared memory or tensor cores are busy with the products, and with all else.
 double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int64_t ctas,
                     const Gpu& gpu) {
   const int64_t warps =
@@ -126,8 +127,8 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   return std::max({tensor, loads + copies, multiply + other}) + waits;
 }
 
-// Shapes the tile that takes the fewest cycles. `planes`: images x channel tiles x depths, each tiled
-// alike.
+// Shapes the tile that takes the fewest cycles. `planes`: images x channel tiles x depths, each
+// tiled alike.
 Status ShapeTile(const ToeplitzInstance& instance, int64_t planes, const Gpu& gpu, Params* params,
                  int64_t* shared_bytes, double* cycles) {
   const int64_t strips = kWarps / (instance.channels / 8);

@@ -2,21 +2,21 @@
 //
 //     dw[tap, k] = sum over n, o of x[n, o stride + tap dilation - pad, k / m] dy[n, o, k]
 //
-// A lane owns kVec neighbouring channels and keeps the sums of all taps in registers, in float32. Tile:
-// kWarps blocks of kRows x kStrip outputs of 32 kVec channels, a warp each. The warp holds its block of
-// dy in registers, reads each row of the block's window of x once, and adds it to every tap that it
-// meets: of a 3x3 filter and a block of 4 x 7, 54 loads of x and 28 of dy for 252 multiply-adds a
-// channel.
+// A lane owns kVec neighbouring channels and keeps the sums of all taps in registers, in float32.
+// Tile: kWarps blocks of kRows x kStrip outputs of 32 kVec channels, a warp each. The warp holds
+// its block of dy in registers, reads each row of the block's window of x once, and adds it to
+// every tap that it meets: of a 3x3 filter and a block of 4 x 7, 54 loads of x and 28 of dy for 252
+// multiply-adds a channel.
 //
 //     stage 0: x box | dy tile | stage 1: x box | dy tile
 //
 // A CTA has one channel tile and walks tiles slice, slice + slices, ...; the next tile is copied
-// (cp.async) while this one is computed, with two barriers a tile. At the end the warps' sums are added
-// in order through the stages' memory, and the slices' by common/splitk_reduce.cuh: the same bits in
-// every run.
+// (cp.async) while this one is computed, with two barriers a tile. At the end the warps' sums are
+// added in order through the stages' memory, and the slices' by common/splitk_reduce.cuh: the same
+// bits in every run.
 //
-// kFilterRows = 0 is the general form: any filter, stride and dilation, kPartTaps taps of a filter row
-// at a time, each part by CTAs of its own. So are the taps along the depth of rank 3.
+// kFilterRows = 0 is the general form: any filter, stride and dilation, kPartTaps taps of a filter
+// row at a time, each part by CTAs of its own. So are the taps along the depth of rank 3.
 //
 // Refused, with a reason (plan.cc): groups of more than one input channel, boxes beyond the shared
 // memory.
@@ -85,8 +85,8 @@ __device__ __forceinline__ void AddToTaps(
   }
 }
 
-// Stores the CTA's sums of kR x kS taps from tap `before` on: those of the warps, in their order, through
-// `shared` as [warp][tap][channel]. Of taps of a row those before `taps` exist.
+// Stores the CTA's sums of kR x kS taps from tap `before` on: those of the warps, in their order,
+// through `shared` as [warp][tap][channel]. Of taps of a row those before `taps` exist.
 template <int kR, int kS, int kVec>
 __device__ __forceinline__ void StoreTaps(const Params& params, const Share& share,
                                           const float (&sums)[kR][kS][kVec], float* shared,
@@ -207,7 +207,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
             kGeneral ? columns.taps - first_tap : kR * kS);
 }
 
-// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any, kFilterColumns at a time.
+// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any, kFilterColumns at a
+// time.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kStride_, int kVec_,
           int kRows_, int kStrip_, int kCtasPerSm_>
 struct Wgrad {

@@ -2,9 +2,9 @@
 //
 //     stage: boxes of x of a tile's images | tiles of dy of them | stage | ... | barriers
 //
-// Two copies a tile; what lies outside of x and dy arrives as zeros, which add nothing. Full(s) and Empty(s)
-// as in direct_tma_sm90.cuh: no barrier of the CTA stands between tiles. The sums of the warps are added in
-// order through the stages' memory, as in wgrad.cuh.
+// Two copies a tile; what lies outside of x and dy arrives as zeros, which add nothing. Full(s) and
+// Empty(s) as in direct_tma_sm90.cuh: no barrier of the CTA stands between tiles. The sums of the
+// warps are added in order through the stages' memory, as in wgrad.cuh.
 //
 // Refused, with a reason (plan.cc): what direct_tma_sm90.cuh refuses.
 #ifndef JAXCONV_CUDA_DEPTHWISE_WGRAD_TMA_SM90_CUH_

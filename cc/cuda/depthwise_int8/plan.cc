@@ -17,8 +17,8 @@ struct Instance {
   bool any() const { return stride == 0; }
 };
 
-// Shares of the DRAM's rate and of issue slots. MobileNetV2's layers on an H200 take 0.97 to 1.04 times
-// the prediction at stride 1, 1.2 to 1.42 times at stride 2.
+// Shares of the DRAM's rate and of issue slots. MobileNetV2's layers on an H200 take 0.97 to 1.04
+// times the prediction at stride 1, 1.2 to 1.42 times at stride 2.
 constexpr double kDramShare = 0.75, kIssueShare = 0.65;
 // Of a warp: for 16 bytes of a box, for an item, and to requantise 8 channels of an output.
 constexpr double kCopyInstructions = 22, kItemInstructions = 250, kRequantizeInstructions = 70;

@@ -1,5 +1,5 @@
-// depthwise_int8: one filter for each channel, 8-bit operands, on every GPU since sm_80. See direct.cuh
-// for the kernel. Plain C++.
+// depthwise_int8: one filter for each channel, 8-bit operands, on every GPU since sm_80. See
+// direct.cuh for the kernel. Plain C++.
 #ifndef JAXCONV_CUDA_DEPTHWISE_INT8_PLAN_H_
 #define JAXCONV_CUDA_DEPTHWISE_INT8_PLAN_H_
 

@@ -7,9 +7,9 @@
 // (One convolution of groups of pixels with a filter full of structural zeros would multiply those
 // with gradients, and a NaN would reach pixels that no window connects with it.)
 //
-// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24, 40 or 48 columns (s, c), 4
-// warps of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and tap
-// by tap inside. The rows of a warp's blocks are of one residue modulo the stride, so that they
+// Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24, 40 or 48 columns (s, c),
+// 4 warps of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and
+// tap by tap inside. The rows of a warp's blocks are of one residue modulo the stride, so that they
 // share their taps. CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB: the
 // halo tile of dy (64 channels) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the
 // filter in the order of fragments; a table with the first term and the number of terms of each
@@ -236,8 +236,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
              ((int64_t{tile.image} * params.rows.in + tile.row) * params.columns.in + tile.column) *
                  params.c;
     const typename Tag::Epilogue epilogue(params.epilogue);
-    // A warp's rows are four apart; two warps share a row of 128 pixels. How many they are is known to
-    // the compiler, which then adds no rows that the tile lacks, at distances that are constants.
+    // A warp's rows are four apart; two warps share a row of 128 pixels. How many they are is known
+    // to the compiler, which then adds no rows that the tile lacks, at distances that are
+    // constants.
     const int32_t row_elements = params.columns.in * params.c;
     auto add_rows = [&](auto log2_across) {
       constexpr int kAcross = decltype(log2_across)::value;

@@ -54,9 +54,9 @@ struct Params {
   int32_t tile_rows = 8, tile_columns = 16;
   // The halo tile: the part of the gathered tensor that a tile needs, in shared memory.
   int32_t halo_rows = 1;
-  // fprop, wgrad: a row of it begins halo_lead elements (0 or 1, of chunks of 16 bytes 0 to 7) before
-  // the tile's first one, so that pairs (chunks) lie in memory as in the halo tile; a pass of the
-  // CTA's threads copies a pair (chunk) each.
+  // fprop, wgrad: a row of it begins halo_lead elements (0 or 1, of chunks of 16 bytes 0 to 7)
+  // before the tile's first one, so that pairs (chunks) lie in memory as in the halo tile; a pass
+  // of the CTA's threads copies a pair (chunk) each.
   int32_t halo_lead = 0;
   int32_t halo_words = 0;      // rows of x are whole pairs
   FastDivmod halo_row_divmod;  // by the pairs (chunks) of a row
@@ -68,8 +68,8 @@ struct Params {
   int32_t pitch = 0;       // elements of a halo row; wgrad: of one channel and residue of it
   int32_t copy_bytes = 0;  // distance of the copy that is shifted by one element; 0: there is none
   int32_t halo_bytes = 0;
-  // fprop: the reduction is runs of neighbouring elements of a halo row, each padded to pairs, which
-  // begin run_lead (0 or 1) elements in front of it.
+  // fprop: the reduction is runs of neighbouring elements of a halo row, each padded to pairs,
+  // which begin run_lead (0 or 1) elements in front of it.
   int32_t runs = 1, run_elements = 1, runs_of_row = 1, run_lead = 0;
   FastDivmod pairs_of_run;
   int32_t k_blocks = 1;  // of 16 elements of the reduction; dgrad: of 16 channels of dy

@@ -19,8 +19,8 @@
 // stored to the other stage of shared memory after seven eighths of them; then one barrier tells
 // every thread that the new stage is full and the old one has been read.
 //
-// Bound by issue slots: 88 to 92 % of the instructions are FMA, and the largest stall is register bank
-// conflicts (docs/notes/igemm_simt.md).
+// Bound by issue slots: 88 to 92 % of the instructions are FMA, and the largest stall is register
+// bank conflicts (docs/notes/igemm_simt.md).
 //
 // wgrad splits the pixels into split-K slices, one CTA each. With several slices each writes its
 // partial sums to the workspace, and common/splitk_reduce.cuh adds them in order; one slice writes

@@ -75,13 +75,14 @@ __device__ __forceinline__ void ProducePart(const Params& params, const Maps& ma
   }
 }
 
-// What a thread stores of its CTA's rows of the tile: four channels of at most kRows rows; of a fused
-// epilogue also the terms and the residual there, which arrive while the products are computed.
+// What a thread stores of its CTA's rows of the tile: four channels of at most kRows rows; of a
+// fused epilogue also the terms and the residual there, which arrive while the products are
+// computed.
 template <Op kOp, typename T, class Tile, class Epilogue>
 struct StoredPart {
   static constexpr int kLanesOfRow = Tile::kTileN / 4;
-  // 256 threads take 16 of the tile's 64 rows at a time: 32 and more in two CTAs, 80 in five. Without
-  // an epilogue a lone CTA stores its tile from the fragments.
+  // 256 threads take 16 of the tile's 64 rows at a time: 32 and more in two CTAs, 80 in five.
+  // Without an epilogue a lone CTA stores its tile from the fragments.
   static_assert(Tile::kTileM * Tile::kTileN == 64 * 64 && Tile::kThreads == 256);
   static constexpr int kRows = Epilogue::kPlain ? 2 : 4;
   int32_t row[kRows], dst[kRows];  // of the tile and, -1 for none, of the output
@@ -156,8 +157,8 @@ __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlac
   }
 }
 
-// A thread's first kRows rows, each summed over at most kRanks ranks in their order -> the output. All
-// sums are loaded before they are added: the additions are ordered, the loads need not be.
+// A thread's first kRows rows, each summed over at most kRanks ranks in their order -> the output.
+// All sums are loaded before they are added: the additions are ordered, the loads need not be.
 template <int kRows, int kRanks, typename T, class Tile, class Epilogue, class Part>
 __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlace& place,
                                             const ResidueClass& of, Part part, uint32_t partial) {

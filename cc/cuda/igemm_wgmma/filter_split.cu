@@ -1,5 +1,5 @@
-// A CTA splits one block of 64 x 64 elements: 16 bytes a thread in and out, through shared memory with
-// the reduction as rows, 65 elements apart.
+// A CTA splits one block of 64 x 64 elements: 16 bytes a thread in and out, through shared memory
+// with the reduction as rows, 65 elements apart.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/split_tf32.cuh"
 #include "cuda/igemm_wgmma/filter_split.h"

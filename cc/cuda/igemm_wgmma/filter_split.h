@@ -1,4 +1,5 @@
-// The filter for 3xTF32 (three_tf32_sm90.cuh): its rows along the reduction, each number in two parts.
+// The filter for 3xTF32 (three_tf32_sm90.cuh): its rows along the reduction, each number in two
+// parts.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_SPLIT_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_SPLIT_H_
 
@@ -8,9 +9,10 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// `matrices` matrices of `rows` by `columns` float32 elements, columns being the reduction. An element
-// lies at matrix * matrix_stride + row * row_stride + column, or, where it is transposed, at
-// matrix * matrix_stride + column * row_stride + row. Rows, columns and strides are multiples of 4.
+// `matrices` matrices of `rows` by `columns` float32 elements, columns being the reduction. An
+// element lies at matrix * matrix_stride + row * row_stride + column, or, where it is transposed,
+// at matrix * matrix_stride + column * row_stride + row. Rows, columns and strides are multiples of
+// 4.
 struct FilterSplit {
   int64_t matrices = 0, rows = 0, columns = 0;
   int64_t matrix_stride = 0, row_stride = 0;
@@ -22,9 +24,9 @@ struct FilterSplit {
   int64_t bytes() const { return 2 * matrices * rows * pitch * int64_t{sizeof(float)}; }
 };
 
-// All matrices of big parts, then those of small parts, into `out`. Of each 16 columns, number 4 t + q
-// lies at 4 q + t: a thread's four neighbouring channels of the other operand are then its fragments
-// of two instructions.
+// All matrices of big parts, then those of small parts, into `out`. Of each 16 columns, number 4 t
+// + q lies at 4 q + t: a thread's four neighbouring channels of the other operand are then its
+// fragments of two instructions.
 Status LaunchFilterSplit(const void* filter, const FilterSplit& split, void* out, void* stream);
 
 }  // namespace jaxconv::igemm_wgmma

@@ -65,8 +65,8 @@ Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, 
       operands.out, launch.output_is_f32 ? DType::kF32 : Tag::kType, stream);
 }
 
-// A form whose operands are im2col boxes of Tag::kPixels, in float32 rounded to TF32 or not, and boxes
-// of the filter.
+// A form whose operands are im2col boxes of Tag::kPixels, in float32 rounded to TF32 or not, and
+// boxes of the filter.
 template <auto kKernel, class Tag, bool kWholeF32 = false>
 Status LaunchForm(const Plan& plan, const Operands& operands, void* stream) {
   return LaunchWithMaps<kKernel, Tag, Maps>(

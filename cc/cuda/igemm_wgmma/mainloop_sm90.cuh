@@ -124,9 +124,9 @@ __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& 
   }
 }
 
-// A consumer warpgroup's products of a tile, of its rows of A from `first_row` on: starts the wgmma of
-// every k-block, and returns the slot of the last one, which is still in flight. A stage is given
-// back one k-block late, so that one wgmma always is.
+// A consumer warpgroup's products of a tile, of its rows of A from `first_row` on: starts the wgmma
+// of every k-block, and returns the slot of the last one, which is still in flight. A stage is
+// given back one k-block late, so that one wgmma always is.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ uint32_t MultiplyKBlocks(int32_t k_blocks, uint32_t first_row,
                                                     uint32_t ring, const Barriers<Tile>& barriers,

@@ -119,8 +119,8 @@ int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const G
       1, std::min({taps / kMinKBlocksPerSlice, kMaxWorkspaceBytes / partial, kMaxSlices}));
 }
 
-// Which tiles' sums the consumers of a CTA join: where a CTA keeps to a range of columns, all tiles that
-// are the CTAs' in turn, and of dynamically scheduled ones so many as no SM is behind with.
+// Which tiles' sums the consumers of a CTA join: where a CTA keeps to a range of columns, all tiles
+// that are the CTAs' in turn, and of dynamically scheduled ones so many as no SM is behind with.
 void JoinTiles(const Params& params, int64_t ctas, bool dynamic, EpilogueParams* epilogue) {
   const int64_t n_tiles = params.n_tiles.divisor, m_tiles = params.m_tiles.divisor;
   if (params.groups.divisor > 1 || ctas % n_tiles != 0) return;
@@ -228,10 +228,10 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// 16-bit results are finished on the fragments, other activations than clamps by a loop, whose turns
-// are shorter where 192 accumulators leave few registers. A residual costs what its
-// loads expose: least where the ring brings it, most where 192 accumulators leave no registers to
-// load ahead and in swap-AB, whose warps meet twice for 32 pixels.
+// 16-bit results are finished on the fragments, other activations than clamps by a loop, whose
+// turns are shorter where 192 accumulators leave few registers. A residual costs what its loads
+// expose: least where the ring brings it, most where 192 accumulators leave no registers to load
+// ahead and in swap-AB, whose warps meet twice for 32 pixels.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   EpilogueCost cost;

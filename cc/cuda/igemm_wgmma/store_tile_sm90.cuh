@@ -205,7 +205,8 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   constexpr bool kPlain = Epilogue::kPlain;
   const PlainEpilogue sums(params.epilogue);
   // Rows of 128 bytes, of a block's columns from c on, through one or two buffers of 2 KB. Whoever
-  // wrote to the buffer last has been read once the warp meets: of two, when the other one was used.
+  // wrote to the buffer last has been read once the warp meets: of two, when the other one was
+  // used.
   auto store_rounded = [&](const float* chunk, int c, const int64_t (&dst)[4]) {
     constexpr int kColumns = 128 / sizeof(T), kBuffers = Tile::kStagingBytes < 4096 ? 1 : 2;
     if (kBuffers == 1 || c == 0) __syncwarp();

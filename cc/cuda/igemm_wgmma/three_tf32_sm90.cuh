@@ -1,6 +1,6 @@
-// igemm_wgmma, 3xTF32: float32 operands as sums of two TF32 numbers each, three products on the tensor
-// cores, more accurate than FP32 FMA in order (sm_90a). The map from convolution to GEMM, the loads of
-// activations and what is refused are those of cooperative_sm90.cuh.
+// igemm_wgmma, 3xTF32: float32 operands as sums of two TF32 numbers each, three products on the
+// tensor cores, more accurate than FP32 FMA in order (sm_90a). The map from convolution to GEMM,
+// the loads of activations and what is refused are those of cooperative_sm90.cuh.
 //
 //     a b = small_a big_b + big_a small_b + big_a big_b      of one k-block, 32 of the reduction
 //     sums += that, by FADD: tensor cores truncate what they add, over a k-block harmlessly
@@ -8,20 +8,20 @@
 //     consumer 0   | 12 wgmma           | FADD; load, split A | 12 wgmma            | ...
 //     consumer 1   | load, split A      | 12 wgmma            | FADD; load, split A | 12 wgmma
 //
-// The filter is split ahead by a kernel of its own (filter_split.h), with its rows along the reduction
-// for both operations. The activations come as they are; each consumer warpgroup loads its fragments
-// to registers and splits them there, and wgmma takes A from registers. Two or three consumer
-// warpgroups share a tile, 64 rows each. The tensor cores take their products in the order in which
-// they come, so that one multiplies while another adds, loads and splits.
+// The filter is split ahead by a kernel of its own (filter_split.h), with its rows along the
+// reduction for both operations. The activations come as they are; each consumer warpgroup loads
+// its fragments to registers and splits them there, and wgmma takes A from registers. Two or three
+// consumer warpgroups share a tile, 64 rows each. The tensor cores take their products in the order
+// in which they come, so that one multiplies while another adds, loads and splits.
 //
 // Fragments: of 16 channels a lane loads four neighbours, 16 bytes, and the filter's columns are
 // ordered so that these are its columns t and t + 4 of two instructions. Eight lanes of a load have
-// two rows, whose chunks the swizzle puts into different banks if the rows' numbers differ in bit 2:
-// row g of a fragment is pixel PixelOf(g).
+// two rows, whose chunks the swizzle puts into different banks if the rows' numbers differ in bit
+// 2: row g of a fragment is pixel PixelOf(g).
 //
 // Persistent, as cooperative. Shared memory of 128x128: 4 stages of (16 + 2 x 16) KB, 32 KB of
-// staging, barriers. Registers: producer 40, consumers 232, of them 64 sums, 64 accumulators and 32 of
-// fragments; with three warpgroups 32 and 160, half as many sums.
+// staging, barriers. Registers: producer 40, consumers 232, of them 64 sums, 64 accumulators and 32
+// of fragments; with three warpgroups 32 and 160, half as many sums.
 //
 // Full(s) and Empty(s) as in cooperative_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_THREE_TF32_SM90_CUH_
@@ -94,8 +94,8 @@ struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
       }
     }
   };
-  // Where a consumer lane's first 16 bytes of A lie in a stage. The other 16 channels are 64 bytes on,
-  // modulo 128.
+  // Where a consumer lane's first 16 bytes of A lie in a stage. The other 16 channels are 64 bytes
+  // on, modulo 128.
   static __device__ __forceinline__ uint32_t FragmentAt() {
     const int lane = Lane();
     const int row = PixelOf(lane / 4);

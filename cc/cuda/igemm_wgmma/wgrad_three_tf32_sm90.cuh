@@ -4,8 +4,8 @@
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
 // Both operands lie across the reduction, a row of shared memory is 32 channels of one pixel, as in
-// wgrad_mma_sync_sm90.cuh, whose producer and order of rows and reduction these are. wgmma takes A from
-// registers, where any order serves, and B out of shared memory along the reduction only:
+// wgrad_mma_sync_sm90.cuh, whose producer and order of rows and reduction these are. wgmma takes A
+// from registers, where any order serves, and B out of shared memory along the reduction only:
 //
 //     producer    one thread. A k-block is 32 pixels: boxes of x under their taps, and of dy
 //     splitters   a warpgroup. A thread reads a column of dy, splits it, and writes both parts as rows
@@ -13,12 +13,13 @@
 //     consumers   two warpgroups of 64 rows. Each loads its fragments of x, splits them, and multiplies;
 //                 one loads and adds while the other keeps the tensor cores busy
 //
-// Reduction index kk of eight pixels is pixel 2 kk, from 4 on 2 (kk - 4) + 1. The products of a k-block
-// are added to the sums by FADD.
+// Reduction index kk of eight pixels is pixel 2 kk, from 4 on 2 (kk - 4) + 1. The products of a
+// k-block are added to the sums by FADD.
 //
-// Full(s): TMA -> splitters and consumers. FullFilter(s): splitters -> consumers. Empty(s): consumers ->
-// producer; the splitters have read a stage before it is multiplied. Shared memory of 128x128: a list
-// of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64, consumers 192.
+// Full(s): TMA -> splitters and consumers. FullFilter(s): splitters -> consumers. Empty(s):
+// consumers -> producer; the splitters have read a stage before it is multiplied. Shared memory of
+// 128x128: a list of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64,
+// consumers 192.
 //
 // Refused: as in wgrad_mma_sync_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_THREE_TF32_SM90_CUH_

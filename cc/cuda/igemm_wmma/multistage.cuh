@@ -11,19 +11,19 @@
 // 3xtf32 instances, at any precision, through three of them (split_mainloop.cuh); all sums are
 // float32.
 //
-// Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a
-// warp (3xtf32: of 64x32); 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output
-// channels (common/mma_tile.cuh has the swizzle). Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes
-// (256x64: 4 of 64), 147,456 bytes at 128x256, 98,304 at 128x128, 73,728 at 128x64, 49,152 at
-// 64x64, plus 1 to 5 KB of row, pixel and tap tables. Registers, 64x64 a warp: 128 accumulators, 64
-// fragments (two mma steps), 16 for the rows' pixels and tap masks; at most 255.
+// Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a warp
+// (3xtf32: of 64x32); 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output
+// channels (common/mma_tile.cuh has the swizzle). Shared memory: 3 stages of (tile_m + tile_n) x
+// 128 bytes (256x64: 4 of 64), 147,456 bytes at 128x256, 98,304 at 128x128, 73,728 at 128x64,
+// 49,152 at 64x64, plus 1 to 5 KB of row, pixel and tap tables. Registers, 64x64 a warp: 128
+// accumulators, 64 fragments (two mma steps), 16 for the rows' pixels and tap masks; at most 255.
 //
 // Who waits for whom: cp.async fills stage s + 2 between the MMAs of stage s. Before the last step
 // of stage s a thread waits for its copies of stage s + 1; one barrier then tells that all copies
 // have arrived and that stage s is in registers. Addresses of a stage are looked up a stage ahead.
 //
-// Bound by mma.sync, whose rate on Hopper is two thirds of wgmma's, and by shared memory: at that rate
-// warp tiles of 64x64 read 85 of its 128 bytes a cycle, and the copies write 32 to 43 more.
+// Bound by mma.sync, whose rate on Hopper is two thirds of wgmma's, and by shared memory: at that
+// rate warp tiles of 64x64 read 85 of its 128 bytes a cycle, and the copies write 32 to 43 more.
 //
 // Copies are 16 bytes where the channels allow, 8 in align8 instances; b_align2 copies any width of
 // B, align2 of both, single 16-bit elements through registers.
@@ -33,11 +33,11 @@
 //
 // Why not nvcuda::wmma: docs/notes/igemm_wmma.md.
 //
-// Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default", except
-// in 3xtf32 instances; outputs other than the operand type or f32; wgrad with lhs_dilation; filters
-// whose extents (of a residue class) add up to more than 31; more than 64 taps, or channel counts
-// that do not suit the copies, except in align2 instances; fprop with lhs_dilation in 8-warp tiles.
-// After: "Implicit GEMM convolution with WMMA" (seeds/000).
+// Refuses: operand types other than f32, f16, bf16 or unequal; f32 above precision "default",
+// except in 3xtf32 instances; outputs other than the operand type or f32; wgrad with lhs_dilation;
+// filters whose extents (of a residue class) add up to more than 31; more than 64 taps, or channel
+// counts that do not suit the copies, except in align2 instances; fprop with lhs_dilation in 8-warp
+// tiles. After: "Implicit GEMM convolution with WMMA" (seeds/000).
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_MULTISTAGE_CUH_
 

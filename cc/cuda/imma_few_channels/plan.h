@@ -1,5 +1,5 @@
-// imma_few_channels: 8-bit convolution of 4 input channels, a network's first layer, on every GPU since
-// sm_80. See halo.cuh for the kernel. Plain C++.
+// imma_few_channels: 8-bit convolution of 4 input channels, a network's first layer, on every GPU
+// since sm_80. See halo.cuh for the kernel. Plain C++.
 #ifndef JAXCONV_CUDA_IMMA_FEW_CHANNELS_PLAN_H_
 #define JAXCONV_CUDA_IMMA_FEW_CHANNELS_PLAN_H_
 

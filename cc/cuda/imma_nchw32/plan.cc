@@ -142,8 +142,9 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
   }
 }
 
-// The slowest of three resources, times the waves, and the epilogue of every CTA. Fitted to 184 times
-// of 28 problems on an H200: the choices lose 2 % on average against the best tile, 15 % at most.
+// The slowest of three resources, times the waves, and the epilogue of every CTA. Fitted to 184
+// times of 28 problems on an H200: the choices lose 2 % on average against the best tile, 15 % at
+// most.
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     int64_t ctas, int64_t k_blocks) {
   // An H200 runs at 1.75 of its 1.97 GHz under this load.

@@ -3,8 +3,8 @@
 //
 //     rows = output pixels, columns = K / groups, reduction = taps x C / groups
 //
-// A k-block is 128 bytes of the packed filter's rows (core/conv_problem.h). Its activations are 1, 2
-// or 4 units of 128, 64 or 32 channels, each an im2col box of tile_m pixels under one tap: TMA
+// A k-block is 128 bytes of the packed filter's rows (core/conv_problem.h). Its activations are 1,
+// 2 or 4 units of 128, 64 or 32 channels, each an im2col box of tile_m pixels under one tap: TMA
 // handles padding, row ends, image ends, strides and dilation. Units of less than 128 channels let
 // a k-block hold several taps, so that 32 or 64 channels fill it. nchw32 has units of 32 channels,
 // interleaved boxes whose walk skips the channel blocks.
@@ -27,8 +27,8 @@
 // barriers 1 and 2 hand the tensor cores over in pingpong; 3 and 4 say, each to one warpgroup, that
 // its tile's scales and biases are there.
 //
-// Bound by the tensor cores on large layers, by the epilogue where the reduction is short, and by TMA
-// in nchw32, whose boxes have rows of 32 bytes (docs/notes/imma_wgmma.md).
+// Bound by the tensor cores on large layers, by the epilogue where the reduction is short, and by
+// TMA in nchw32, whose boxes have rows of 32 bytes (docs/notes/imma_wgmma.md).
 //
 // Refused, with a reason (plan.cc): channels of a group that are not multiples of 32, dilated
 // inputs, batched filters, windows beyond the fields of a tensor map.
@@ -43,7 +43,8 @@
 namespace jaxconv::imma_wgmma {
 
 // The producer: one thread of each of its warps, because a thread takes about 100 cycles to issue a
-// copy. Warp 0 announces a stage and loads the filter; warps 1, 2, 3, 0 load units 0 to 3 of a k-block.
+// copy. Warp 0 announces a stage and loads the filter; warps 1, 2, 3, 0 load units 0 to 3 of a
+// k-block.
 template <class Tile>
 __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps& maps,
                                                uint32_t ring, const Barriers<Tile>& barriers,
@@ -85,8 +86,8 @@ __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps&
   }
 }
 
-// A consumer warpgroup. One copy of its code serves both: the epilogue, which is straight-line code,
-// competes for the instruction cache.
+// A consumer warpgroup. One copy of its code serves both: the epilogue, which is straight-line
+// code, competes for the instruction cache.
 template <typename T, class Tile>
 __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ring,
                                                const Barriers<Tile>& barriers, int warpgroup) {

@@ -172,9 +172,9 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
 // The predicted time, on the model of the GPU. A k-block passes through the tensor cores, through
 // shared memory and, row by row of its boxes, through TMA; the slowest of the three sets the
 // throughput. The epilogue adds to it; in pingpong one consumer stores while the other multiplies.
-// Fitted to 785 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.5 % on
-// average against the best tile, 7 % at most. Terms stand in for each other; only their sum is to
-// be believed.
+// Fitted to 785 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.5 %
+// on average against the best tile, 7 % at most. Terms stand in for each other; only their sum is
+// to be believed.
 constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
 constexpr double kWgmmaShare = 0.798;  // of the rate
 constexpr double kSharedBytesPerCycle = 128;
@@ -189,8 +189,8 @@ constexpr double kReuseCycles = 21.5, kSwapAbReuseCycles = 12.4;  // and with fi
 constexpr double kStationaryShare = 0.972;                        // of such a k-block's cycles
 constexpr double kPingpongTileCycles = 879, kCooperativeTileCycles = 65.2;
 constexpr double kSwapAbPingpongTileCycles = 503, kSwapAbCooperativeTileCycles = 707;
-// Of a thread for one of its outputs; how much more a residual, a wider output or pieces of 32 bytes
-// (nhwc; swapped, of 64) take; for the scales and biases of 32 channels.
+// Of a thread for one of its outputs; how much more a residual, a wider output or pieces of 32
+// bytes (nhwc; swapped, of 64) take; for the scales and biases of 32 channels.
 constexpr double kPingpongOutputCycles = 16.5, kCooperativeOutputCycles = 18.1;
 constexpr double kPingpongResidualExcess = 1.28, kCooperativeResidualExcess = 1.02;
 constexpr double kByteExcess = 0.25, kNhwcExcess = 0.476;

@@ -16,8 +16,8 @@
 namespace jaxconv::winograd {
 namespace {
 
-// An element's offset from the first one of its tile's row fits in 32 bits: tiles have at most eight
-// columns.
+// An element's offset from the first one of its tile's row fits in 32 bits: tiles have at most
+// eight columns.
 constexpr int64_t kMaxChannels = int64_t{1} << 27;
 
 // The layout of a filter that was prepared for the instance.

@@ -77,9 +77,9 @@ Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t point
   return {};
 }
 
-// The predicted time, within a fifth of those of 12 layers on an H200. An SM takes so many cycles for
-// a thread of a transform, four channels of a row, and for an output of the products beside their
-// multiply-adds; the output's transform reaches a share of DRAM's rate.
+// The predicted time, within a fifth of those of 12 layers on an H200. An SM takes so many cycles
+// for a thread of a transform, four channels of a row, and for an output of the products beside
+// their multiply-adds; the output's transform reaches a share of DRAM's rate.
 struct Cost {
   double input_cycles, filter_cycles, output_dram_share;
 };
