@@ -17,7 +17,8 @@ comparison of its result too:
                                        left has one use, the gradient of y, and becomes part of it.
     several (residual addition)        every use takes it from the result, one array and not two.
 
-Where all that is read lies in memory, one call of ``masked_sums`` does either: ``fuse_masked_sums``.
+Where all that is read lies in memory, one call of ``masked_sums`` does either
+(``fuse_masked_sums``).
 
 Where only pooling reads it, XLA computes the mask as part of both passes by itself. Elsewhere the
 sums stay as they are: XLA stores dz as it forms one of them, which is better than dz in a pass of

@@ -212,11 +212,10 @@ def lower(ctx, primitive: Primitive, factors: tuple[Factors, ...], operands, **p
     Returns:
         The lowering's results, or None where the arrays are one device's.
     """
-    mesh = partition.explicit_mesh(*ctx.avals_in)
-    axes = () if mesh is not None else compat.device_axes(ctx)
-    split = axes if mesh is None else mesh.size > 1
-    if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+    devices = partition.devices_of(ctx)
+    if devices is None:
         return None
+    mesh, axes = devices
     bind = functools.partial(primitive.bind, **params)
     if mesh is not None:
         return _map_explicit(mesh, ctx, bind, factors, operands)

@@ -472,6 +472,21 @@ def result_sharding(op: Op, spec: ConvSpec, lhs, rhs) -> NamedSharding | None:
     return NamedSharding(mesh, partition_spec(partitions(spec, op.roles[2], split)))
 
 
+def devices_of(ctx) -> tuple[AbstractMesh | None, tuple[tuple[int, bool], ...]] | None:
+    """What the arrays of an operation that is lowered are, or may be, split over.
+
+    Returns:
+        The explicit mesh, or None and the axes of ``compat.device_axes``; None alone where the
+        arrays are one device's, or one of them has no elements.
+    """
+    mesh = explicit_mesh(*ctx.avals_in)
+    axes = () if mesh is not None else compat.device_axes(ctx)
+    split = axes if mesh is None else mesh.size > 1
+    if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return None
+    return mesh, axes
+
+
 def like(array: jax.Array, aval) -> jax.Array:
     """``array`` with the sharding that the type ``aval`` has on an explicit mesh."""
     if explicit_mesh(aval) is None or jax.typeof(array).sharding == aval.sharding:
@@ -574,11 +589,10 @@ def lower(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype):
         The lowering's results, or None where the arrays are one device's and the operation is to
         be lowered as it stands.
     """
-    mesh = explicit_mesh(*ctx.avals_in)
-    axes = () if mesh is not None else compat.device_axes(ctx)
-    split = axes if mesh is None else mesh.size > 1
-    if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+    devices = devices_of(ctx)
+    if devices is None:
         return None
+    mesh, axes = devices
     if mesh is not None:
         return _map_explicit(mesh, ctx.primitive, op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
     call = _Call(ctx.primitive, op, spec, out_dtype, axes)
