@@ -251,6 +251,9 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
     for (uint32_t i = 1; i <= kWindow; ++i) {
       BarrierWait(ring.Full(row - i), ring.Parity(row - i));
     }
+    // A row may be given back only after all threads have seen it: one that is late would find the
+    // slot a round further.
+    NamedBarrierSync(barrier, 128);
     free_until(row);
     unit += band.count;
   }

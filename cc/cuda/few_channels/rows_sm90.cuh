@@ -299,8 +299,10 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       }
     }
     pair += band.count + kWindowPairs - 1;
-    // A pair may be given back only after it has come.
+    // A pair may be given back only after it has come, and after all threads have seen it: one that
+    // is late would find the slot a round further.
     BarrierWait(ring.Full(pair - 1), ring.Parity(pair - 1));
+    NamedBarrierSync(2 + warpgroup, 128);
     free_until(pair);
     unit += band.count;
   }
