@@ -48,12 +48,12 @@ constexpr Row kRows[] = {
     {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  50  0.81 1.13
     {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  21  0.02 1.18
     {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  34  0.73 1.40
-    {Class::kDepthwise,         kWgrad,  Operands::kFp32,  11.5, Pipe::kFma,     0.50,   1.00},        //  12  0.60 1.38
+    {Class::kDepthwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.50,   0.86},        //  12  0.60 1.38
     {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   3  0.98 1.50
     {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},        //   1  0.95
     {Class::kGrouped,           kGather, Operands::k16Bit,  3.5, Pipe::kMmaSync, 0.23,   0.86},        //  20  0.90 1.12
     {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //  12  0.81 1.59
-    {Class::kGrouped,           kGather, Operands::kTf32,   3,   Pipe::kMmaSync, 0.345,  1.00},        //  10  0.84 1.14
+    {Class::kGrouped,           kGather, Operands::kTf32,  10,   Pipe::kMmaSync, 0.39,   1.00},        //  10  0.84 1.14
     {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   4  1.00 1.14
     {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},        //   6  0.95 1.02
     {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},        //   5  0.38 1.14
@@ -65,12 +65,12 @@ constexpr Row kRows[] = {
     {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},        //   3  1.01 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},        //   2  1.00 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},        //   1  1.00 1.00
-    {Class::kPointwise,         kGather, Operands::k16Bit,  3.1, Pipe::kWgmma,   0.69,   1.01,   0.29}, // 123  0.82 1.29
+    {Class::kPointwise,         kGather, Operands::k16Bit,  3.3, Pipe::kWgmma,   0.743,  1.037,  0.31}, // 123  0.82 1.29
     {Class::kPointwise,         kWgrad,  Operands::k16Bit,  9,   Pipe::kWgmma,   0.90,   0.99},        //  59  0.73 1.28
-    {Class::kPointwise,         kGather, Operands::kTf32,   8.2, Pipe::kWgmma,   0.736,  1.20,   0.61}, //  86  0.80 1.10
+    {Class::kPointwise,         kGather, Operands::kTf32,   8.6, Pipe::kWgmma,   0.761,  1.20,   0.47}, //  86  0.80 1.10
     {Class::kPointwise,         kWgrad,  Operands::kTf32,   8.8, Pipe::kWgmma,   0.40,   1.10},        //  24  0.73 1.14
     {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //  10  0.85 1.09
-    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.23},        //   6  0.96 1.04
+    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.345},        //   6  0.96 1.04
     {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  78  0.78 1.49
     {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  39  0.84 1.53
     {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  33  0.92 1.86
@@ -84,12 +84,15 @@ constexpr Row kRows[] = {
 // of 4.8 TB/s.
 constexpr double kPassShare = 0.83;
 
-// The p of Row: matrix products and depthwise kernels load while they compute; the others wait for a
-// part of what they gather.
-double Overlap(Class problem_class) {
-  const bool waits = problem_class == Class::kFewChannels || problem_class == Class::kDense ||
-                     problem_class == Class::kDilatedWgrad;
-  return waits ? 2 : 4;
+// The p of Row: matrix products and depthwise kernels load while they compute, products that store much
+// least so; the others wait for a part of what they gather.
+double Overlap(const Row& row) {
+  const bool waits = row.problem_class == Class::kFewChannels ||
+                     row.problem_class == Class::kDense ||
+                     row.problem_class == Class::kDilatedWgrad;
+  if (waits) return 2;
+  if (row.problem_class != Class::kPointwise || row.ops == kWgrad) return 4;
+  return row.operands == Operands::k16Bit ? 2.5 : row.operands == Operands::kTf32 ? 3.2 : 4;
 }
 
 // cuBLAS reads fprop's filter as (k, c): a kernel in front transposes it from (c, k), at a share of the
@@ -104,13 +107,17 @@ constexpr double kReducedPerUs = 140e3;
 // The powers of whole tiles of channels, 128x128 of weight gradients, 256 of TF32's fprop and dgrad.
 constexpr double kWgradExcessPower = 0.9, kTf32WgradExcessPower = 0.73, kTf32ExcessPower = 0.54;
 
+// TF32 weight gradients of 64 to 128 channels are no product of cuBLAS's tiles of 64, and cuDNN computes
+// them, so many times slower.
+constexpr double kTf32WgradBetween = 1.6;
+
 // Of the L2, what of a result is written back beside the next kernel's loads: only the rest counts as
 // written.
-constexpr double kWrittenLater = 0.6;
+constexpr double kWrittenLater = 0.64, kTf32WrittenLater = 0.22;
 // 16-bit matrix products whose rows along the reduction are no multiple of a cache line take so much
 // more of DRAM's time.
-constexpr int64_t kLineChannels = 64;
-constexpr double kPartialLines = 1.115;
+constexpr int64_t kLineBytes = 128;
+constexpr double kPartialLines = 1.15, kTf32PartialLines = 1.08;
 
 // A weight gradient of strided depthwise convolution takes so many times longer: its tiles of 4x4
 // pixels read rows of x that the next ones read again.
@@ -295,22 +302,27 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
     us += width * static_cast<double>(problem.n * problem.k) * pixels /
           (kDilateShare * gpu.dram_bytes_per_us);
   }
-  const double beyond = std::max(0.0, written - kWrittenLater * static_cast<double>(gpu.l2_bytes));
+  const double later = row->operands == Operands::kTf32 ? kTf32WrittenLater : kWrittenLater;
+  const double beyond = std::max(0.0, written - later * static_cast<double>(gpu.l2_bytes));
   double memory =
       (bytes + row->written_excess * beyond) / (row->dram_share * gpu.dram_bytes_per_us);
   const bool pointwise = row->problem_class == Class::kPointwise;
   if (pointwise && row->operands != Operands::kFp32 && problem.op == Op::kWgrad) {
     flops *= std::pow(TileExcess(problem.c, 128) * TileExcess(problem.k, 128),
                       width > 2 ? kTf32WgradExcessPower : kWgradExcessPower);
+    const int64_t narrow = std::min(problem.c, problem.k);
+    if (width > 2 && narrow > 64 && narrow < 128) flops *= kTf32WgradBetween;
     const bool split = problem.w_elements() < gpu.sm_count * kSplitTile;
     if (split) us += static_cast<double>(problem.w_elements()) / kReducedPerUs;
-  } else if (pointwise && row->operands == Operands::kTf32) {
-    const int64_t columns = problem.op == Op::kFprop ? problem.k : problem.c;
-    flops *= std::pow(TileExcess(columns, 256), kTf32ExcessPower);
-  } else if (pointwise && row->operands == Operands::k16Bit) {
-    const int64_t reduced = problem.op == Op::kFprop ? problem.c : problem.k;
-    if (reduced % kLineChannels != 0) memory *= kPartialLines;
-    if (problem.op == Op::kFprop && problem.filter_layout == FilterLayout::kRsck) {
+  } else if (pointwise && row->operands != Operands::kFp32) {
+    const bool tf32 = row->operands == Operands::kTf32, fprop = problem.op == Op::kFprop;
+    const int64_t reduced = fprop ? problem.c : problem.k;
+    if (reduced * ByteWidth(problem.lhs_dtype()) % kLineBytes != 0) {
+      memory *= tf32 ? kTf32PartialLines : kPartialLines;
+    }
+    if (tf32) {
+      flops *= std::pow(TileExcess(fprop ? problem.k : problem.c, 256), kTf32ExcessPower);
+    } else if (fprop && problem.filter_layout == FilterLayout::kRsck) {
       us += kTransposeUs + 2 * w / (kTransposeShare * gpu.dram_bytes_per_us);
     }
   }
@@ -319,7 +331,7 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
     memory *= kStridedTiles;
   }
   const double compute = flops / (row->flop_share * FlopsPerUs(*row, gpu));
-  const double overlap = Overlap(row->problem_class);
+  const double overlap = Overlap(*row);
   us += std::pow(std::pow(compute, overlap) + std::pow(memory, overlap), 1 / overlap);
   Epilogue terms = problem.epilogue;
   terms.statistics = false;

@@ -29,6 +29,9 @@ constexpr int64_t kMinBlocksPerSlice = 16;
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
 // Fitted on an H200 (docs/notes/igemm_simt.md).
+// Scalar fprop of a few channels gathers whole lines: a filter row's taps lie beside each other.
+constexpr int64_t kFewChannels = 4;
+constexpr double kFewChannelsShare = 1.7;
 // A kernel's start beyond gpu.launch_us.
 constexpr double kStartUs = 1.345685;
 // Share of the GPU's DRAM rate.
@@ -85,7 +88,11 @@ double RateOfCtas(const Instance& instance, int64_t ctas) {
 // ceil(ctas / SMs) of them, as many at a time as fit.
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     int64_t ctas, int64_t blocks, int64_t slices) {
-  const double share = problem.op == Op::kWgrad ? instance.wgrad_share : instance.gather_share;
+  double share = problem.op == Op::kWgrad ? instance.wgrad_share : instance.gather_share;
+  if (!instance.vec && problem.op == Op::kFprop && problem.groups == 1 &&
+      problem.c <= kFewChannels) {
+    share *= kFewChannelsShare;
+  }
   const auto outputs = static_cast<double>(instance.tile_m * instance.tile_n);
   const double cta_cycles =
       blocks * outputs * kTileK / gpu.fma_per_clock / share + outputs * 4 / kEdgeBytesPerCycle;

@@ -21,65 +21,66 @@ constexpr double kKBlockCycles = 2.79;
 constexpr double kRowCycles = 2.17;
 constexpr double kSectorRowCycles = 3.19;
 constexpr double kUnalignedRowCycles = 3.68;
-constexpr double kRowsExposed = 0.2, kTf32RowsExposed = 0.13, kTf32WgradRowsExposed = 0.52;
+constexpr double kRowsExposed = 0.159, kTf32RowsExposed = 0.12, kTf32WgradRowsExposed = 0.701;
 // The same of the operand that all SMs read, and how many rows of it are so few that SMs queue.
 constexpr double kSharedRowCycles = 1.62;
 constexpr double kSharedSectorRowCycles = 2.67;
 constexpr double kSharedUnalignedRowCycles = 3.77;
 constexpr double kFewRows = 215;
+constexpr double kGroupRowsExcess = 1.5;
 // The producer: next tile; wait, announce, first copy; every further copy.
-constexpr double kTileCycles = 197;
+constexpr double kTileCycles = 222;
 // Of dgrad whose filter is wider than a pixel, in residue classes of a stride: tiles of few taps, stored
 // between the pixels of other classes.
 constexpr double kResidueTileCycles = 1100;
 // Of 16-bit 1x1 filters, whose tiles have few k-blocks; of the 64-pixel tiles of a filter that stays,
 // with one to four; of TF32's filters that stay.
-constexpr double kPointwiseTileCycles = 417;
-constexpr double kStationaryTileCycles = 431, kTf32StationaryTileCycles = 1435;
+constexpr double kPointwiseTileCycles = 614;
+constexpr double kStationaryTileCycles = 448, kTf32StationaryTileCycles = 1255;
 constexpr double kLoadCycles = 100;
 constexpr double kCopyCycles = 200;
 // Of 16-bit wgrad, whose copies are boxes of both operands.
-constexpr double kWgradCopyCycles = 100;
+constexpr double kWgradCopyCycles = 166;
 // The first fill of the ring, of 16-bit 1x1 filters out of DRAM, and the last tile's store.
-constexpr double kPrologueCycles = 500, kPointwisePrologueCycles = 2105;
+constexpr double kPrologueCycles = 500, kPointwisePrologueCycles = 1950;
 constexpr double kEpilogueBytesPerCycle = 32.9;
 // Results of wgrad filter-row: scattered sectors of 32 bytes.
 constexpr double kSectorBytesPerCycle = 3.3;
 // Partial results of split-K: written by all SMs at once, read again by a kernel of its own.
-constexpr double kPartialBytesPerCycle = 500, kTf32PartialBytesPerCycle = 13.3;
-constexpr double kReduceBytesPerCycle = 9.5;
+constexpr double kPartialBytesPerCycle = 477, kTf32PartialBytesPerCycle = 20.1;
+constexpr double kReduceBytesPerCycle = 8.85;
 // Swap-AB, whose result is transposed in the epilogue: of a CTA's only tile, or beside busy tensor
 // cores.
 constexpr double kSwapAbEpilogueBytesPerCycle = 25;
 constexpr double kSwapAbBesideBytesPerCycle = 23.8;
-constexpr double kTf32EpilogueBytesPerCycle = 26.8;
+constexpr double kTf32EpilogueBytesPerCycle = 30.2;
 // Sectors stored one by one take this much more of DRAM's time than whole cache lines, where rows of
 // the output begin in the middle of a line, and where they begin with one or are shorter; rows of the
 // output whose sectors CTAs share, 128 bytes each, this much.
-constexpr double kSectorExcess = 1.14, kAlignedSectorExcess = 0.33;
+constexpr double kSectorExcess = 0.863, kAlignedSectorExcess = 0.366;
 constexpr double kSharedSectorExcess = 1.32;
 // A line that rows of the output share, where they are longer than a line and no multiple of it: with a
 // filter that stays, whose tiles are stored in whole rows; with tiles of several boxes of 64 columns;
 // with swap-AB's of one.
-constexpr double kSharedLineExcess = 0.545;
-constexpr double kSharedLineExcessC128 = 1.125;
-constexpr double kSharedLineExcessRing = 1.92, kSharedLineExcessSwapAb = 2.46;
+constexpr double kSharedLineExcess = 0.524;
+constexpr double kSharedLineExcessC128 = 1.13;
+constexpr double kSharedLineExcessRing = 2, kSharedLineExcessSwapAb = 1.22;
 // Of gpu.dram_bytes_per_us: the model counts every tensor once, and a part of them lies in L2.
-constexpr double kDramShare = 1.05;
+constexpr double kDramShare = 1.1;
 // Of wgrad, which stores little: its loads hide behind the tensor cores, or these behind the loads.
 // Not fitted: SMs that have no tile load nothing, which takes so much more of DRAM's time.
-constexpr double kWgradDramShare = 0.994, kWgradDramExposed = 0.06, kIdleExcess = 0.2;
+constexpr double kWgradDramShare = 1.01, kWgradDramExposed = 0.0567, kIdleExcess = 0.163;
 // Bytes that are written take this much longer than those that are read.
-constexpr double kWrittenExcess = 0.22;
+constexpr double kWrittenExcess = 0.212;
 // Activations that the tiles of other columns read again, of 16-bit 1x1 filters: from L2, all but this share.
 constexpr double kReread = 0.0087;
 // Of DRAM's time, where tiles are scheduled dynamically and no SM is waited for.
-constexpr double kDynamicShare = 0.92;
+constexpr double kDynamicShare = 0.938;
 // Of the shorter of SM and DRAM time.
-constexpr double kDramExposed = 0.18;
+constexpr double kDramExposed = 0.236;
 // Beyond gpu.launch_us: of a persistent kernel, which sets up barriers and tensor maps. The split-K
 // reduction needs neither, but with TF32 operands takes as long.
-constexpr double kStartUs = 4000.0 / 1970 - 1.7;
+constexpr double kStartUs = 0.52, kFurtherStartUs = 4000.0 / 1970 - 1.7;
 
 // The cluster form, fitted to 270 times (ResNet-50 at batch 1 to 16, one to eight CTAs). Its
 // kernels are so short that nothing hides anything: the terms are added. A k-block of a lone CTA,
@@ -186,7 +187,10 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                         kKBlockCycles / ((stationary ? taps_per_load : 1) * taps_per_stage);
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
   const double parts = SplitsFilter(instance, problem) ? 2 : 1;  // of the filter
-  const double few = traffic.filter > 0 ? 1 + kFewRows * 128 / traffic.filter : 1;
+  // In groups, rows of a filter that is not transposed lie far apart: fewer parts of L2 hold them.
+  const bool apart_in_l2 = tf32 && problem.op == Op::kDgrad && problem.groups > 1;
+  const double few = (traffic.filter > 0 ? 1 + kFewRows * 128 / traffic.filter : 1) *
+                     (apart_in_l2 ? kGroupRowsExcess : 1);
   const double rows = rows_a * RowCycles(traffic.pitch_a) +
                       parts * (stationary ? 0 : columns) * few * SharedRowCycles(traffic.pitch_b);
   // Beside one of activations: of the other operand one for 64 columns, of dy in TF32 one in all;
@@ -200,7 +204,10 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                         (taps_per_load > 1 && !stationary ? kLoadCycles / 2 : 0)) /
                        taps_per_stage;
   const double exposed = !tf32 ? kRowsExposed : wgrad ? kTf32WgradRowsExposed : kTf32RowsExposed;
-  const double tap = std::max({tensor, rows, issue}) + (stationary ? 0 : exposed * rows);
+  // Rows that outlast the tensor cores hide those, but in groups, whose tiles share no rows of a filter.
+  const double seen = stationary ? 0 : exposed * rows;
+  const double tap = problem.groups > 1 ? std::max({tensor, rows, issue}) + seen
+                                        : std::max({tensor + seen, rows, issue});
   // With a stationary filter a CTA keeps its columns.
   const int64_t ranges = stationary ? n_tiles : 1;
   const int64_t ctas = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
@@ -214,7 +221,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                                      : wgrad_filter_row      ? kSectorBytesPerCycle
                                                              : kEpilogueBytesPerCycle;
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
-  const double epilogue = tile_m * columns * out_bytes / out_bytes_per_cycle;
+  const double stored_columns = static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
+  const double epilogue = tile_m * stored_columns * out_bytes / out_bytes_per_cycle;
   const bool between = params.residue_classes > 1 && problem.taps() > 1 && !instance.Is(kPatches);
   const double tile_cycles = stationary && tf32                    ? kTf32StationaryTileCycles
                              : between                             ? kResidueTileCycles
@@ -268,12 +276,12 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
       (problem.taps() > 1 || tf32 || wgrad ? kPrologueCycles : kPointwisePrologueCycles);
   double us = gpu.launch_us + kStartUs;
   if (split) {
-    us += gpu.launch_us + (tf32 ? kStartUs : 0);
+    us += gpu.launch_us + (tf32 ? kFurtherStartUs : 0);
     cycles += static_cast<double>(partial_bytes) / (kReduceBytesPerCycle * gpu.sm_count);
   }
   if (TransposesFilter(problem) || parts > 1) {
     // Read and written; the filter comes out of DRAM then, and out of L2 later.
-    us += gpu.launch_us + kStartUs;
+    us += gpu.launch_us + kFurtherStartUs;
     cycles += DramCycles(
         (1 + parts) * static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype)), gpu);
   }
