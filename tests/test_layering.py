@@ -276,3 +276,18 @@ def test_a_banned_name_is_found(name):
     assert banned_in(name)
     assert name in cc_names(f"int {name} = 0;  // {name}") and name in python_names(f"{name} = 0")
     assert name not in cc_names(f'// {name}\nconst char* a = "{name}";')
+
+
+def test_files_can_be_read_at_one_sitting():
+    """At most 600 lines, and 450 where a file is device code."""
+    found = [
+        path
+        for name in ("cc", "jaxconv", "tests", "tools", "examples")
+        for path in (REPOSITORY / name).rglob("*")
+        if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh") and "__pycache__" not in path.parts
+    ]
+    lengths = {path: len(path.read_text().splitlines()) for path in found}
+    assert lengths
+    most = {path: 450 if path.suffix == ".cuh" else 600 for path in lengths}
+    wrong = [f"{p.relative_to(REPOSITORY)}: {n}" for p, n in lengths.items() if n > most[p]]
+    assert not wrong, "\n".join(wrong)
