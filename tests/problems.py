@@ -371,6 +371,18 @@ NARROW = [
     problem("narrow_wide", (7, 33), 3, c=48, k=8, padding=1),
 ]
 
+# Images of up to 4 channels at stride 2, whose rows have whole 16 bytes: strips of 112 columns.
+STEMS = [
+    problem("stem_7x7", (18, 24), 7, c=3, k=40, stride=2, padding=3),
+    problem("stem_7x7_strips", (12, 240), 7, n=1, c=3, k=64, stride=2, padding=3),
+    problem("stem_7x7_even", (21, 40), 7, c=4, k=24, stride=2, padding=((2, 3), (4, 2))),
+    problem("stem_7x7_batched", (19, 28), 7, n=1, c=2, k=16, stride=2, padding=3, batch=2),
+    problem("stem_3x3", (15, 24), 3, c=3, k=40, stride=2, padding=1),
+    problem("stem_3x3_strips", (10, 232), 3, n=1, c=1, k=72, stride=2, padding=((0, 1), (0, 1))),
+    problem("stem_3x3_narrow", (9, 20), 3, c=2, k=24, stride=2, padding=1),
+    problem("stem_3x3_batched", (8, 14), 3, c=4, k=8, stride=2, padding=1, batch=2),
+]
+
 # For kernels of groups of few channels only: 2 to 32 channels, tails of a tile of 64.
 SMALL_GROUPS = [
     problem("groups_of_2", (9, 20), 3, c=40, k=40, groups=20, padding=1),

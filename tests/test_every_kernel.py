@@ -21,6 +21,7 @@ from problems import (
     PROBLEMS,
     REPRESENTATIVE,
     SMALL_GROUPS,
+    STEMS,
     WINOGRAD,
     Problem,
 )
@@ -39,6 +40,7 @@ OF_FAMILY = {
     "few_outputs": FEW_OUTPUTS,
     "patches": PATCHES,
     "narrow": NARROW,
+    "few_channels": STEMS,  # but the narrow ones
 }
 
 # A kernel that takes fewer of the problems than this would pass the test below by refusing.
