@@ -112,6 +112,13 @@ BLOCK_DIAGONAL_RUNS = [
     problem("cropped", (16, 36), 3, c=64, k=64, groups=4, padding=((0, 2), (-1, 3))),
     problem("batched", (7, 7), 3, c=64, k=64, groups=32, padding=1, batch=2),
 ]
+# For rows of 64 pixels: two tiles of columns, several images of which the last tile lacks some,
+# whose rows share their padding or do not.
+BLOCK_DIAGONAL_ROWS = [
+    problem("columns", (5, 70), 3, n=2, c=72, k=72, groups=9, padding=1),
+    problem("images", (6, 13), 3, n=9, c=64, k=64, groups=2, padding=((1, 0), (2, 2))),
+    problem("shared", (7, 7), 3, n=9, c=72, k=72, groups=36, padding=1),
+]
 # For the two phases of stride 2, that padding shifts.
 BLOCK_DIAGONAL_STRIDED = [
     problem("odd", (18, 37), 3, n=3, c=72, k=72, groups=18, padding=1, stride=2),
@@ -373,10 +380,15 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
 
 def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
     op, _, _, _, block, form = instance.split("_", 5)
-    if form in ("7rows", "stride2"):
-        for p in BLOCK_DIAGONAL_STRIDED if form == "stride2" else BLOCK_DIAGONAL_RUNS:
-            yield p, ""
-        if block == "32ch" and form == "7rows":
+    if form == "stride2":
+        yield from ((p, "") for p in BLOCK_DIAGONAL_STRIDED)
+        return
+    if form in ("7rows", "rows"):
+        for p in BLOCK_DIAGONAL_RUNS + (BLOCK_DIAGONAL_ROWS if form == "rows" else []):
+            # A block of 16 channels has no groups of 32.
+            if p.c // p.groups <= int(block.removesuffix("ch")):
+                yield p, ""
+        if block == "32ch":
             yield BLOCK_DIAGONAL[32][0], ""
         if form == "7rows":
             yield BLOCK_DIAGONAL_MAPS, ""

@@ -281,6 +281,14 @@ def block_diagonal_problems(each: Instance) -> list[Problem]:
     block, form = each.variant.split("ch_")
     make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
     problems = []
+    if form == "rows":
+        # Two CTAs an SM, tiles of one image: of a map's row of two tiles, and of a map.
+        images = -(-2 * TILES // 5)
+        problems.append(make("several", (5, 33), 3, n=images, groups=74, padding=1))
+        problems.append(make("columns", (4, 70), 3, n=-(-images // 2), groups=37, padding=1))
+        if block == "32":
+            problems.append(make("wide", (5, 33), 3, n=images, c=288, k=288, groups=9, padding=1))
+        return problems
     if form != "stride2":
         problems.append(make("3x3", (35, 45), 3, groups=37, padding=1))
     if form != "7rows":

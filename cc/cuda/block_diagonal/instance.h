@@ -16,9 +16,10 @@ struct Instance {
   int64_t block, blocks_m;  // blocks_m: of gather.cuh
   int64_t rows, columns;    // taps of a CTA of wgrad.cuh
   int64_t ctas_per_sm;
-  // Of runs_sm90.cuh, phases_sm90.cuh and wgrad_runs_sm90.cuh.
+  // Of runs_sm90.cuh, phases_sm90.cuh, rows_sm90.cuh (1 row) and wgrad_runs_sm90.cuh.
   int64_t run_rows = 0, stride = 1;
   bool phases = false;
+  int64_t stages = 0;  // of rows_sm90.cuh, else 0
   constexpr bool runs() const { return run_rows > 0; }
   constexpr int min_cc() const { return runs() ? 90 : 80; }
   constexpr int max_cc() const { return runs() ? 90 : 1000; }

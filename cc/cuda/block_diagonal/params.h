@@ -19,22 +19,30 @@ inline constexpr int kPixelBytes = kChannels * 2 + 16;
 // Most positions of a tile, and the bytes of an entry of the tables of tile.cuh.
 inline constexpr int kPositions = kThreads, kPlaceBytes = 8;
 
-// runs_sm90.cuh, wgrad_runs_sm90.cuh: bytes of a pixel, runs of a tile, zeros behind a box, and of wgrad the
-// stages and the threads.
+// runs_sm90.cuh, wgrad_runs_sm90.cuh: bytes of a pixel, runs of a tile, zeros behind a box, and of
+// wgrad the stages and the threads.
 inline constexpr int kRunPixelBytes = kChannels * 2, kTileRuns = 32, kRunGuardPixels = 8;
 inline constexpr int kRunStages = 3, kRunThreads = kThreads + 128;
+
+// rows_sm90.cuh: channels of a warpgroup, threads, pixels of a product, bytes of a row of pixels
+// and of a warpgroup's two rows of results, and places of filter rows.
+inline constexpr int kRowChannels = 32, kRowThreads = kThreads + 32, kRowPixels = 64;
+inline constexpr int kRowStageBytes = (kRowPixels + 8) * kRunPixelBytes;
+inline constexpr int kRowStagingBytes = 2 * kRowPixels * kRowChannels * 2, kRowTaps = 5;
 
 struct Params : HaloParams {
   int32_t group = 1;  // channels of a group, of x and of y: a power of 2
   int32_t group_log2 = 0;
-  // Of the filter, in elements: from a tap to the next, from a gathered channel of a group to the next,
-  // from a channel of the result to the next, from a group to the next.
+  // Of the filter, in elements: from a tap to the next, from a gathered channel of a group to the
+  // next, from a channel of the result to the next, from a group to the next.
   int64_t tap_stride = 1, reduction_stride = 1, channel_stride = 1, group_stride = 1;
   int32_t tile_pixels = 1, box_pixels = 1;  // of all the tile's images
-  // From a row of a box to the next, in chunks as many, modulo 8, as a row of the tile has positions: the
-  // last position of a row and the first of the next are neighbours for the banks as well.
+  // From a row of a box to the next, in chunks as many, modulo 8, as a row of the tile has
+  // positions: the last position of a row and the first of the next are neighbours for the banks as
+  // well.
   int32_t box_row_bytes = 0;
-  // wgrad_runs_sm90.cuh: pixels of a row of dy's tile. Filters of a batch that `images` does not count.
+  // wgrad_runs_sm90.cuh: pixels of a row of dy's tile; rows_sm90.cuh: columns of an image that are
+  // stored. Filters of a batch that `images` does not count.
   int32_t walked_columns = 0, run_filters = 1;
   FastDivmod run_groups;     // groups of rows of a tile
   int32_t result_bytes = 0;  // phases_sm90.cuh: of a tile of results

@@ -8,6 +8,7 @@
 
 #include "cuda/block_diagonal/instance.h"
 #include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/rows_plan.h"
 #include "cuda/block_diagonal/runs_plan.h"
 #include "cuda/common/instances.h"
 
@@ -246,6 +247,7 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  if (instance.stages > 0) return MakeRowsPlan(kernel, problem, gpu, slices, plan);
   if (instance.runs()) return MakeRunsPlan(kernel, problem, gpu, slices, plan);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
   auto launch = std::make_shared<LaunchParams>();

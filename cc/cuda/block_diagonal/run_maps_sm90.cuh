@@ -1,4 +1,5 @@
-// The tensor maps and launches of runs_sm90.cuh, phases_sm90.cuh and wgrad_runs_sm90.cuh.
+// The tensor maps and launches of runs_sm90.cuh, phases_sm90.cuh, rows_sm90.cuh and
+// wgrad_runs_sm90.cuh.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_RUN_MAPS_SM90_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_RUN_MAPS_SM90_CUH_
 
@@ -46,6 +47,26 @@ inline Status EncodeWalked(DType dtype, const Params& params, const void* walked
   tensor.extent[2] = params.axis[1].out;
   tensor.extent[3] = int64_t{params.images} * params.run_filters;
   const int32_t box[] = {kChannels, columns, rows, params.tile_images};
+  return EncodeTiledMap(tensor, box, map);
+}
+
+// Single rows of a tile's images, of some columns and channels: the images lie in front of the
+// rows.
+inline Status EncodeRows(DType dtype, const Params& params, const void* address, int32_t rows,
+                         int32_t columns, int32_t box_channels, int32_t box_columns,
+                         CUtensorMap* map) {
+  DenseTensor tensor;
+  tensor.dtype = dtype;
+  tensor.rank = 4;
+  tensor.address = address;
+  tensor.extent[0] = params.channels;
+  tensor.extent[1] = columns;
+  tensor.extent[2] = params.images;
+  tensor.extent[3] = rows;
+  tensor.stride[1] = params.channels;
+  tensor.stride[3] = int64_t{params.channels} * columns;
+  tensor.stride[2] = tensor.stride[3] * rows;
+  const int32_t box[] = {box_channels, box_columns, params.tile_images, 1};
   return EncodeTiledMap(tensor, box, map);
 }
 

@@ -29,34 +29,6 @@ constexpr double kItemInstructions = 120, kRowInstructions = 10;
 // and dgrad for each 16 channels of a block.
 constexpr double kItemCycles = 800, kWgradItemCycles = 200, kStartCycles = 3500;
 
-Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Params& params) {
-  if (problem.filter_layout != FilterLayout::kRsck) {
-    return Status::Unimplemented("expected a filter stored as rsck");
-  }
-  if (problem.op != Op::kWgrad && problem.output_dtype() == DType::kF32) {
-    return Status::Unimplemented("stores 16-bit outputs, got float32");
-  }
-  const Axis& depth = params.axis[0];
-  if (depth.taps != 1 || depth.in != 1 || depth.out != 1 || depth.pad != 0) {
-    return Status::Unimplemented("expected no depth");
-  }
-  for (int a = 1; a < 3; ++a) {
-    const Axis& axis = params.axis[a];
-    if (axis.taps != kTaps) return Status::Unimplemented("expected a filter of 3x3");
-    const bool dgrad = problem.op == Op::kDgrad;
-    const int64_t stride = dgrad ? axis.in_dilation.divisor : axis.stride;
-    const int64_t none = dgrad ? axis.stride : axis.in_dilation.divisor;
-    if (stride != instance.stride || none != 1 || axis.dilation != 1) {
-      return Status::Unimplemented("expected stride " + std::to_string(instance.stride) +
-                                   " and no dilation");
-    }
-  }
-  if (instance.strided() && params.axis[2].in < 2) {
-    return Status::Unimplemented("expected rows of two pixels or more");
-  }
-  return {};
-}
-
 int64_t StageBytes(const Instance& instance, const Params& params) {
   const int64_t walked = instance.wgrad() ? params.tile_pixels : 0;
   const int64_t guard = instance.stride == 1 ? kRunGuardPixels : 0;
@@ -164,6 +136,34 @@ Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& pr
 }
 
 }  // namespace
+
+Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Params& params) {
+  if (problem.filter_layout != FilterLayout::kRsck) {
+    return Status::Unimplemented("expected a filter stored as rsck");
+  }
+  if (problem.op != Op::kWgrad && problem.output_dtype() == DType::kF32) {
+    return Status::Unimplemented("stores 16-bit outputs, got float32");
+  }
+  const Axis& depth = params.axis[0];
+  if (depth.taps != 1 || depth.in != 1 || depth.out != 1 || depth.pad != 0) {
+    return Status::Unimplemented("expected no depth");
+  }
+  for (int a = 1; a < 3; ++a) {
+    const Axis& axis = params.axis[a];
+    if (axis.taps != kTaps) return Status::Unimplemented("expected a filter of 3x3");
+    const bool dgrad = problem.op == Op::kDgrad;
+    const int64_t stride = dgrad ? axis.in_dilation.divisor : axis.stride;
+    const int64_t none = dgrad ? axis.stride : axis.in_dilation.divisor;
+    if (stride != instance.stride || none != 1 || axis.dilation != 1) {
+      return Status::Unimplemented("expected stride " + std::to_string(instance.stride) +
+                                   " and no dilation");
+    }
+  }
+  if (instance.strided() && params.axis[2].in < 2) {
+    return Status::Unimplemented("expected rows of two pixels or more");
+  }
+  return {};
+}
 
 Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                     int64_t slices, Plan* plan) {

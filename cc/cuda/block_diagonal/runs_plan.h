@@ -6,10 +6,15 @@
 
 #include "core/conv_problem.h"
 #include "core/status.h"
+#include "cuda/block_diagonal/instance.h"
+#include "cuda/block_diagonal/params.h"
 #include "cuda/common/gpu.h"
 #include "cuda/common/kernel.h"
 
 namespace jaxconv::block_diagonal {
+
+// Refuses what kernels of 3x3 filters on sm_90 do not take.
+Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Params& params);
 
 Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                     int64_t slices, Plan* plan);

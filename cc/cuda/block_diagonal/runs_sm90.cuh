@@ -1,30 +1,31 @@
-// block_diagonal, fprop and dgrad of 3x3 filters (sm_90a): the products of gather.cuh, of pixels that are read from shared memory once for the three filter rows.
+// block_diagonal, fprop of 3x3 filters with stride 2 (sm_90a): the products of gather.cuh, of
+// pixels that are read from shared memory once for the filter rows that meet them.
 //
-// A run is one column of kRows output rows. A row of operand A is a run: under column tap s and at row
-// y of the box, 16 runs are one ldmatrix, the same pixels for the filter rows r = 0, 1, 2 and so for
-// the output rows y, y - 1, y - 2, whose sums a warp keeps in registers:
+// A run is one column of kRows output rows. A row of operand A is a run: under column tap s and at
+// row y of the box, 16 runs are one ldmatrix, the same pixels for the filter rows 0 and 2, or for
+// row 1 alone:
 //
 //     for s:  B of (0, s), (1, s), (2, s)                      3 kSteps ldmatrix
-//       for y = 0 ... kRows + 1:  A of row y                   kSteps ldmatrix
-//         for r:  out[y - r] += A B(r, s)                      2 kSteps products each
+//       for y = 0 ... 2 kRows:  A of row y                     kSteps ldmatrix
+//         for r with y - r even:  out[(y - r) / 2] += A B(r, s)    2 kSteps products each
 //
-// Tile: 32 runs, of neighbouring columns, groups of kRows rows, and images; 64 channels. Warp w has 16
-// of the runs and 16 channels of the result, 8 kRows sums a lane.
+// Tile: 32 runs, of neighbouring columns, groups of kRows rows, and images; 64 channels. Warp w has
+// 16 of the runs and 16 channels of the result, 8 kRows sums a lane.
 //
 //     stage 0: box | stage 1: box | filter [tap][row of the block][64 channels] | barriers
 //
-// Of stride 2 a row y of the box meets the filter rows 0 and 2, or 1; the columns of even and of odd index
-// are two boxes, so that the pixels of neighbouring runs are neighbours.
+// The columns of even and of odd index are two boxes, so that the pixels of neighbouring runs are
+// neighbours.
 //
-// Boxes come by TMA, which fills in the zeros of the padding, rows of 128 bytes with its swizzle. A box's
-// rows have a multiple of 8 pixels, so the swizzle of a run's pixel is the same in all of them: a row is a
-// constant distance, and only the column tap changes an address otherwise.
-// Results are rounded, stored into the stage whose box has been read, and leave by TMA, which leaves out
-// what lies outside of the output. Meanwhile the next box is multiplied; its successor is asked for when
-// that store has read the stage.
+// Boxes come by TMA, which fills in the zeros of the padding, rows of 128 bytes with its swizzle. A
+// box's rows have a multiple of 8 pixels, so the swizzle of a run's pixel is the same in all of
+// them: a row is a constant distance, and only the column tap changes an address otherwise. Results
+// are rounded, stored into the stage whose box has been read, and leave by TMA, which leaves out
+// what lies outside of the output. Meanwhile the next box is multiplied; its successor is asked for
+// when that store has read the stage.
 //
-// The filter lies as in memory, a tap's rows of channels, rows of other groups zero: ldmatrix gives B,
-// transposed in fprop. Sums of a lane: see ptx/mma.cuh.
+// The filter lies as in memory, a tap's rows of channels, rows of other groups zero: ldmatrix.trans
+// gives B. Sums of a lane: see ptx/mma.cuh.
 //
 // Zeros of the filter meet the channels of other groups, see gather.cuh.
 //
@@ -55,15 +56,14 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kRows: output rows of a run. kStride: 1 or 2.
-template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_, int kStride_ = 1>
+// kBlock: channels of a block. kRows: output rows of a run.
+template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_>
 struct Runs {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr Op kOp = kOp_;
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kRows = kRows_, kCtasPerSm = kCtasPerSm_;
-  static constexpr int kStride = kStride_;
   static constexpr int kSteps = kBlock / 16;
   static constexpr int kTapBytes = kBlock * kRunPixelBytes;
   static constexpr int kFilterBytes = 9 * kTapBytes;
@@ -72,28 +72,25 @@ struct Runs {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Adds the three taps of one filter column, of 16 gathered channels. box: the lane's pixel and chunk of the
-// box's first row under the column. filter: the lane's row and chunk of the tap (0, s).
+// Adds the three taps of one filter column, of 16 gathered channels. box: the lane's pixel and
+// chunk of the box's first row under the column. filter: the lane's row and chunk of the tap (0,
+// s).
 template <class Tag>
 __device__ __forceinline__ void AddColumn(uint32_t box, int32_t row_bytes, uint32_t filter,
                                           float (&sums)[Tag::kRows][2][4]) {
   uint32_t b[3][4];
 #pragma unroll
   for (int r = 0; r < 3; ++r) {
-    if constexpr (Tag::kOp == Op::kFprop) {
-      LoadMatricesTransposed(filter + r * 3 * Tag::kTapBytes, b[r]);
-    } else {
-      LoadMatrices(filter + r * 3 * Tag::kTapBytes, b[r]);
-    }
+    LoadMatricesTransposed(filter + r * 3 * Tag::kTapBytes, b[r]);
   }
 #pragma unroll
-  for (int y = 0; y < (Tag::kRows - 1) * Tag::kStride + 3; ++y, box += row_bytes) {
+  for (int y = 0; y < 2 * Tag::kRows + 1; ++y, box += row_bytes) {
     uint32_t a[4];
     LoadMatrices(box, a);
 #pragma unroll
     for (int r = 0; r < 3; ++r) {
-      const int row = (y - r) / Tag::kStride;
-      if (y < r || (y - r) % Tag::kStride != 0 || row >= Tag::kRows) continue;
+      const int row = (y - r) / 2;
+      if (y < r || (y - r) % 2 != 0 || row >= Tag::kRows) continue;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         MultiplyAdd<typename Tag::T>(sums[row][n], a, b[r][2 * n], b[r][2 * n + 1]);
@@ -109,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                const __grid_constant__ CUtensorMap second_map,
                const __grid_constant__ CUtensorMap out_map) {
   using T = typename Tag::T;
-  constexpr int kRows = Tag::kRows, kStride = Tag::kStride;
+  constexpr int kRows = Tag::kRows;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
@@ -123,24 +120,13 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const uint32_t barrier = barriers + stage * 8;
     BarrierArriveExpect(barrier, params.box_pixels * kRunPixelBytes);
     const uint32_t to = stages + stage * params.stage_bytes;
-    const int32_t row = tile.row * kStride - rows.pad;
-    if constexpr (kStride == 1) {
-      CopyTile4d(to, &gathered_map, barrier, tile.first_channel, tile.column - columns.pad, row,
-                 tile.image);
-    } else {
-      CopyTile4d(to, &gathered_map, barrier, tile.first_channel, tile.column + (-columns.pad >> 1),
-                 row, tile.image);
-      CopyTile4d(to + params.box_pixels / 2 * kRunPixelBytes, &second_map, barrier,
-                 tile.first_channel, tile.column + ((1 - columns.pad) >> 1), row, tile.image);
-    }
+    const int32_t row = tile.row * 2 - rows.pad;
+    CopyTile4d(to, &gathered_map, barrier, tile.first_channel, tile.column + (-columns.pad >> 1),
+               row, tile.image);
+    CopyTile4d(to + params.box_pixels / 2 * kRunPixelBytes, &second_map, barrier,
+               tile.first_channel, tile.column + ((1 - columns.pad) >> 1), row, tile.image);
   };
   LoadFirstBoxes(barriers, range, load);
-  // Behind a box, the padding that its last row shares with a row behind it.
-  for (int32_t i = params.box_pixels * kRunPixelBytes + threadIdx.x * 16; i < params.stage_bytes;
-       i += kThreads * 16) {
-    StoreChunk(stages + i, {0, 0, 0, 0});
-    StoreChunk(stages + params.stage_bytes + i, {0, 0, 0, 0});
-  }
   HeldFilter<Tag> held(params, filter, range.item);
 
   // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
@@ -150,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   params.tile_columns.Divmod(min(run, runs - 1), &piece, &column);
   params.run_groups.Divmod(piece, &image, &group);
   const int32_t first_row = group * kRows;
-  const int32_t box_pixel = (image * rows.box + first_row * kStride) * columns.box + column;
+  const int32_t box_pixel = (image * rows.box + first_row * 2) * columns.box + column;
   const bool exists = run < runs;
   const int32_t out_pixel =
       exists ? (image * rows.tile + first_row) * columns.tile + column : params.tile_pixels;
@@ -159,13 +145,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int out_chunk = slot * 2 + lane / 16;
   const int box_chunk = slot / Tag::kSteps * Tag::kSteps * 2 + lane / 16;
   // Of B: rows of the block and chunks of channels.
-  int b_row, b_chunk;
-  if constexpr (Tag::kOp == Op::kFprop) {
-    b_row = lane % 16, b_chunk = out_chunk;
-  } else {
-    b_row = slot % Tag::kSteps * 16 + lane / 16 * 8 + lane % 8;
-    b_chunk = slot / Tag::kSteps * Tag::kSteps * 2 + lane / 8 % 2;
-  }
+  const int b_row = lane % 16, b_chunk = out_chunk;
   const uint32_t b = filter + b_row * kRunPixelBytes + ((b_chunk ^ (b_row & 7)) << 4);
   CopyAsyncWait<0>();
   __syncthreads();
@@ -179,14 +159,12 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 #pragma unroll
     for (int s = 0; s < 3; ++s) {
       const int32_t second = params.box_pixels / 2;  // of the other columns
-      const int32_t pixel = box_pixel + (kStride == 1 ? s : s == 1 ? second : s >> 1);
+      const int32_t pixel = box_pixel + (s == 1 ? second : s >> 1);
       const uint32_t from = box + pixel * kRunPixelBytes + ((box_chunk ^ (pixel & 7)) << 4);
       const uint32_t taps = b + s * Tag::kTapBytes;
 #pragma unroll
       for (int k = 0; k < Tag::kSteps; ++k) {
-        const uint32_t step =
-            Tag::kOp == Op::kFprop ? taps + k * 16 * kRunPixelBytes : taps ^ k * 32;
-        AddColumn<Tag>(from ^ k * 32, row_bytes, step, sums);
+        AddColumn<Tag>(from ^ k * 32, row_bytes, taps + k * 16 * kRunPixelBytes, sums);
       }
       // The other stage's results have left by now.
       if (s == 0 && warp == 0 && item > range.item && item + 1 < range.end) {
@@ -222,19 +200,18 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   if (warp == 0 && ElectOne()) WaitForStoresToRead();
 }
 
-template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_, int kStride_>
+template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_>
 template <class Tag>
-Status Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_, kStride_>::Launch(const Plan& plan,
-                                                                          const Operands& operands,
-                                                                          void* stream) {
+Status Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_>::Launch(const Plan& plan,
+                                                                const Operands& operands,
+                                                                void* stream) {
   const auto& launch = plan.As<LaunchParams>();
   Params params = launch.kernel;
   params.filter = operands.rhs;
   CUtensorMap gathered, second, out;
-  const int first = -params.axis[2].pad & (kStride - 1);
-  JAXCONV_RETURN_IF_ERROR(EncodeGathered(kType, params, operands.lhs, kStride, first, &gathered));
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeGathered(kType, params, operands.lhs, kStride, first ^ (kStride - 1), &second));
+  const int first = params.axis[2].pad & 1;
+  JAXCONV_RETURN_IF_ERROR(EncodeGathered(kType, params, operands.lhs, 2, first, &gathered));
+  JAXCONV_RETURN_IF_ERROR(EncodeGathered(kType, params, operands.lhs, 2, first ^ 1, &second));
   JAXCONV_RETURN_IF_ERROR(
       EncodeWalked(kType, params, operands.out, params.axis[1].tile, params.axis[2].tile, &out));
   return jaxconv::Launch<RunsKernel<Tag>>(plan.kernel->name,

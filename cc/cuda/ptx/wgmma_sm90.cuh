@@ -12,7 +12,7 @@
 //                 offset); the next instruction's 32 bytes are 32 bytes on
 //     MN-major    a row is 64 columns; 8 rows (8 of the reduction) are 1024 bytes (the stride
 //                 offset), the next 64 columns lie a leading offset on, the next 16 of the
-//                 reduction 2048 bytes on
+//                 reduction 2048 bytes on. With the swizzle of 64 (32) bytes a row is 32 (16) columns
 //     core        the next 16 bytes of the reduction lie a leading offset on, the next 8 rows a
 //                 stride offset
 // Accumulators: warp w of the warpgroup has rows 16 w..; with lane = 4 g + t, d[4 j] and d[4 j + 1]
@@ -86,6 +86,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R90 JAXCONV_R60 ", " JAXCONV_R10(6) ", " JAXCONV_R10(7) ", " JAXCONV_R10(8)
 #define JAXCONV_R120 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", " JAXCONV_R10(11)
 #define JAXCONV_R32 JAXCONV_R30 ", %30, %31"
+#define JAXCONV_R24 JAXCONV_R10() ", " JAXCONV_R10(1) ", " JAXCONV_R4(2)
 #define JAXCONV_R48 JAXCONV_R30 ", " JAXCONV_R10(3) ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define JAXCONV_R56 JAXCONV_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
@@ -115,7 +116,10 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
   JAXCONV_WGMMA(n, __half, "k16.f32.f16.f16", registers, a_at, b_at, p_at,          \
                 ", %" #s_at ", %" #t_at, __VA_ARGS__)                               \
   JAXCONV_WGMMA(n, float, "k8.f32.tf32.tf32", registers, a_at, b_at, p_at, "", __VA_ARGS__)
+JAXCONV_WGMMA_TYPES(48, JAXCONV_R24, 24, 25, 26, 27, 28, JAXCONV_D16(0), JAXCONV_D4(16),
+                    JAXCONV_D4(20))
 JAXCONV_WGMMA_TYPES(64, JAXCONV_R32, 32, 33, 34, 35, 36, JAXCONV_D32(0))
+JAXCONV_WGMMA_TYPES(96, JAXCONV_R48, 48, 49, 50, 51, 52, JAXCONV_D32(0), JAXCONV_D16(32))
 JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
 JAXCONV_WGMMA_TYPES(160, JAXCONV_R80, 80, 81, 82, 83, 84, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D16(64))
@@ -228,6 +232,7 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 #undef JAXCONV_R56
 #undef JAXCONV_R48
 #undef JAXCONV_R32
+#undef JAXCONV_R24
 #undef JAXCONV_R120
 #undef JAXCONV_R90
 #undef JAXCONV_R60
@@ -240,9 +245,12 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 
 template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 160 || kN == 192 || kN == 224 || kN == 256);
+  static_assert(kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 192 ||
+                kN == 224 || kN == 256);
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "TF32 operands are K-major");
+  if constexpr (kN == 48) Wgmma48<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 96) Wgmma96<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 160) Wgmma160<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);

@@ -1,0 +1,104 @@
+#include "cuda/block_diagonal/rows_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "cuda/block_diagonal/instance.h"
+#include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/runs_plan.h"
+
+namespace jaxconv::block_diagonal {
+namespace {
+
+constexpr int64_t kHalo = 2;
+
+// Shares of the rates of the DRAM and of wgmma: with them the plan gives the times of an H200.
+constexpr double kDramShare = 0.75, kWgmmaShare = 0.85;
+// Cycles of a warpgroup for a row beside its products; and from the start to the first product and
+// from the last one to the end, for each 16 channels of a block.
+constexpr double kRowCycles = 500, kStartCycles = 2500;
+
+int64_t SharedBytes(const Instance& instance) {
+  const int64_t filter = kChannels * instance.block * 2 * 3 * kRowTaps;
+  return instance.stages * (kRowStageBytes + 2 * 8) + filter + 2 * kRowStagingBytes;
+}
+
+// Cycles of the tensor cores for a row of 64 pixels and 64 channels: A of an instruction costs 16,
+// its B a fourth of its columns, its products half of them.
+double CyclesOfRow(const Instance& instance) {
+  const auto columns = static_cast<double>(3 * instance.block);
+  const auto products = static_cast<double>(3 * kChannels / 16);
+  return products * std::max(columns / 2, 16 + columns / 4);
+}
+
+// The columns and images of a tile, its rows of least time.
+void ShapeRows(const ConvProblem& problem, int64_t resident, Params* params) {
+  Axis &rows = params->axis[1], &columns = params->axis[2];
+  const int64_t column_tiles = CeilDiv(columns.out, kRowPixels);
+  const int64_t tile_columns = CeilDiv(columns.out, column_tiles);
+  // The first pixel of a row is the padding behind the row in front of it, too.
+  const bool shares =
+      column_tiles == 1 && columns.pad >= 1 && columns.out + 1 - columns.pad >= columns.in;
+  const int64_t box_columns = tile_columns + (shares ? 1 : kHalo);
+  const int64_t most = column_tiles == 1 && problem.batch == 1 ? kRowPixels / box_columns : 1;
+  const int64_t images = std::clamp<int64_t>(most, 1, problem.n);
+  columns.tile = static_cast<int32_t>(tile_columns);
+  columns.box = static_cast<int32_t>(box_columns);
+  columns.tiles = FastDivmod(column_tiles);
+  params->tile_images = static_cast<int32_t>(images);
+  params->box_pixels = static_cast<int32_t>(images * box_columns);
+  // Of several images the pixels between them are stored outside of the output.
+  params->walked_columns = static_cast<int32_t>(images > 1 ? box_columns : tile_columns);
+  const int64_t strips = CeilDiv(problem.n, images) * problem.batch * column_tiles *
+                         CeilDiv(params->channels, kChannels);
+  double least = HUGE_VAL;
+  for (int64_t tile = rows.out; tile > 0; --tile) {
+    const int64_t row_tiles = CeilDiv(rows.out, tile);
+    if (CeilDiv(rows.out, row_tiles) != tile) continue;
+    const int64_t items = strips * row_tiles;
+    const double work = static_cast<double>(CeilDiv(items, resident) * (tile + kHalo));
+    if (work >= least) continue;
+    least = work;
+    rows.tile = static_cast<int32_t>(tile);
+    rows.tiles = FastDivmod(row_tiles);
+  }
+  rows.box = rows.tile + kHalo;
+}
+
+}  // namespace
+
+Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                    int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const Instance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
+  auto launch = std::make_shared<LaunchParams>();
+  Params& params = launch->kernel;
+  DescribeOperands(problem, &params);
+  JAXCONV_RETURN_IF_ERROR(CheckRuns(instance, problem, params));
+  launch->shared_bytes = SharedBytes(instance);
+  const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
+  if (ctas_of_sm == 0) return Status::Unimplemented("the rows and the filter do not fit");
+  const int64_t resident = gpu.sm_count * ctas_of_sm;
+  ShapeRows(problem, resident, &params);
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  launch->ctas = ShareItems(resident, &params);
+  launch->out_dtype = problem.output_dtype();
+  const auto rows =
+      static_cast<double>(CeilDiv(params.items, launch->ctas) * int64_t{params.axis[1].box});
+  const double multiply = CyclesOfRow(instance);
+  const double cycles = rows * std::max(static_cast<double>(ctas_of_sm) * multiply / kWgmmaShare,
+                                        multiply / 2 + kRowCycles);
+  const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  plan->microseconds =
+      gpu.launch_us +
+      kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us() +
+      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), cycles / gpu.cycles_per_us());
+  plan->kernel = &kernel;
+  plan->params = std::move(launch);
+  return {};
+}
+
+}  // namespace jaxconv::block_diagonal

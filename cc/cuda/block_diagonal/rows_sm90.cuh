@@ -1,0 +1,344 @@
+// block_diagonal, fprop and dgrad of 3x3 filters (sm_90a): wgmma whose columns are the three filter
+// rows.
+//
+// A of a product is a row of 64 pixels of the gathered tensor, under one of three column taps, and
+// 16 of its channels. It meets the filter rows r = 0, 1, 2 at once, side by side as columns of B,
+// and so adds to the output rows y, y - 1, y - 2, the three rows of sums that a warpgroup has in
+// registers. An output row o has the place o % 3 for as long as it is summed, so B's filter rows
+// take turns from one row to the next:
+//
+//     sums      place 0   place 1   place 2        filter rows in shared memory, a column tap:
+//     row 3 i   F[0]      F[2]      F[1]
+//       3 i + 1 F[1]      F[0]      F[2]                 F[2] F[1] F[0] F[2] F[1]
+//       3 i + 2 F[2]      F[1]      F[0]   row 3 i + 2:  [------------]
+//                                          row 3 i:                [------------]
+//
+// After row y the output row y - 2 is complete: rounded, staged and stored by TMA, its sums begun
+// anew.
+//
+// A block of 32 channels is m64n96k16: 48 cycles, for which 5 KB of shared memory are read in 40.
+// With a filter row alone, m64n32k16, they would be 24 cycles a row instead of 16.
+//
+// Tile: 64 pixels, the columns of one or of several images one behind the other; some rows; 64
+// channels, 32 for each of two consumer warpgroups. Where a tile has whole rows, one column of
+// padding serves the end of an image's row and the beginning of the next image's.
+//
+//     kStages rows of 72 pixels, the last ones zeros | filter of both warpgroups | results | barriers
+//
+// A ninth warp asks for rows, by TMA, which fills in the zeros of the padding; a box is one row of
+// the tile's images, so the map has the images in front of the rows. A column tap is a pixel
+// further on in the same row: a descriptor may start at any pixel, because the swizzle is a
+// function of the address. Pixels between two images' outputs are multiplied too, and fall outside
+// of the output, where TMA stores nothing.
+//
+// The filter lies as in memory, a tap's rows of a block's channels with the swizzle of as many
+// bytes, zeros between groups: MN-major in fprop, K-major in dgrad.
+//
+// Full(s), Empty(s): stages, as in common/ring_sm90.cuh. Named barriers 1 and 2: of a warpgroup.
+//
+// Refused, with a reason: as by runs_sm90.cuh, and strides.
+#ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_ROWS_SM90_CUH_
+#define JAXCONV_CUDA_BLOCK_DIAGONAL_ROWS_SM90_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/block_diagonal/params.h"
+#include "cuda/block_diagonal/run_loads_sm90.cuh"
+#include "cuda/block_diagonal/run_maps_sm90.cuh"
+#include "cuda/block_diagonal/tile.cuh"
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/halo_box.cuh"
+#include "cuda/common/kernel.h"
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/grid_dependency_sm90.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+
+namespace jaxconv::block_diagonal {
+
+// kBlock: channels of a block. kStages: rows of pixels in shared memory.
+template <Op kOp_, DType kType_, int kBlock_, int kStages_, int kCtasPerSm_>
+struct Rows {
+  using T = typename ElementOf<kType_>::Type;
+  using Epilogue = PlainEpilogue;
+  static constexpr Op kOp = kOp_;
+  static constexpr DType kType = kType_;
+  static constexpr int kBlock = kBlock_, kStages = kStages_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kFilterSlots = 0, kStationary = 0;  // common/ring_sm90.cuh
+  static constexpr int kParts = kRowChannels / kBlock;     // blocks of a warpgroup
+  // Bytes of a row of a block, of its filter under one tap, of all that of a warpgroup.
+  static constexpr int kLineBytes = kBlock * 2, kTapBytes = kBlock * kLineBytes;
+  static constexpr int kFilterBytes = kParts * 3 * kRowTaps * kTapBytes;
+  static constexpr int kFilterAt = kStages * kRowStageBytes;
+  static constexpr int kStagingAt = kFilterAt + 2 * kFilterBytes;
+  static constexpr int kBarriersAt = kStagingAt + 2 * kRowStagingBytes;
+
+  template <class Tag>
+  static Status Launch(const Plan& plan, const Operands& operands, void* stream);
+};
+
+// What a tile asks of the box's rows.
+__device__ __forceinline__ int32_t BoxRows(const Params& params, const TilePlace& tile) {
+  return min(params.axis[1].tile, params.axis[1].out - tile.row) + 2;
+}
+
+// The producer, one thread.
+template <class Tag>
+__device__ __forceinline__ void ProduceRows(const Params& params, const CUtensorMap* map,
+                                            uint32_t ring, const Barriers<Tag>& barriers) {
+  RingPlace<Tag::kStages> stage;
+  for (Cursor range(params); !range.Done(); ++range.item) {
+    const TilePlace tile(params, range.item, kChannels);
+    const int32_t column = tile.column - params.axis[2].pad;
+    int32_t row = tile.row - params.axis[1].pad;
+    for (int32_t left = BoxRows(params, tile); left > 0; --left, ++row) {
+      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
+      BarrierArriveExpect(barriers.Full(stage.slot), params.box_pixels * kRunPixelBytes);
+      CopyTile4d(ring + stage.slot * kRowStageBytes, map, barriers.Full(stage.slot),
+                 tile.first_channel, column, tile.image, row);
+      stage.Next();
+    }
+  }
+}
+
+// Begins to copy the groups' elements of a warpgroup's channels, up to 8 channels of a group at a
+// time. Filter rows 1 and 2 have two places each.
+template <class Tag, int kBytes>
+__device__ __forceinline__ void CopyRowGroups(const Params& params, const typename Tag::T* filter,
+                                              int32_t first_channel, uint32_t to) {
+  constexpr int kCount = kBytes / 2, kOfRow = kRowChannels / kCount;
+  const int32_t group = params.group, group_log2 = params.group_log2;
+  const int32_t channel = static_cast<int32_t>(threadIdx.x) % kOfRow * kCount;
+  if (first_channel + channel >= params.channels) return;
+  const int32_t in_block = channel % Tag::kBlock, first_row = in_block & ~(group - 1);
+  to += channel / Tag::kBlock * (3 * kRowTaps * Tag::kTapBytes) + channel % 8 * 2;
+  filter += first_channel + channel;
+  for (int32_t i = static_cast<int32_t>(threadIdx.x) % 128 / kOfRow; i < 9 * group;
+       i += 128 / kOfRow) {
+    const int32_t tap = i >> group_log2, row = first_row + (i & (group - 1));
+    const int32_t r = tap / 3, s = tap - r * 3;
+    const int32_t source = Tag::kOp == Op::kDgrad ? i + (8 - 2 * tap) * group : i;
+    const auto* from = filter + int64_t{source} * params.channels;
+    // The chunks of a row of kLineBytes are swizzled by the address's bits from 7 on.
+    const int32_t line = row * Tag::kLineBytes;
+    const int32_t chunk = in_block / 8 ^ (line >> 7 & (Tag::kLineBytes / 16 - 1));
+    const uint32_t at = to + s * (kRowTaps * Tag::kTapBytes) + line + chunk * 16;
+    CopyAsync<kBytes>(at + (2 - r) * Tag::kTapBytes, from, true);
+    if (r > 0) CopyAsync<kBytes>(at + (5 - r) * Tag::kTapBytes, from, true);
+  }
+}
+
+// A warpgroup's filter, which several tiles share.
+template <class Tag>
+struct HeldRowFilter {
+  const Params& params;
+  const uint32_t shared;
+  const int warpgroup;
+  int32_t held = -1;
+
+  __device__ __forceinline__ HeldRowFilter(const Params& params, uint32_t shared, int warpgroup)
+      : params(params), shared(shared), warpgroup(warpgroup) {
+    // The zeros between groups are those of every filter.
+    if (params.group == Tag::kBlock) return;
+    for (int32_t i = threadIdx.x % 128 * 16; i < Tag::kFilterBytes; i += 128 * 16) {
+      StoreChunk(shared + i, {0, 0, 0, 0});
+    }
+    NamedBarrierSync(1 + warpgroup, 128);
+  }
+  // Waits for a tile's where it is another. By all threads, when none reads the one before.
+  __device__ __forceinline__ void Exchange(const TilePlace& tile) {
+    const int32_t wanted = FilterOf(params, tile);
+    if (wanted == held) return;
+    held = wanted;
+    const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
+                         params.images_divmod.Div(tile.image) * params.filter_stride;
+    const int32_t channel = tile.first_channel + warpgroup * kRowChannels;
+    if (params.group >= 8) {
+      CopyRowGroups<Tag, 16>(params, filter, channel, shared);
+    } else if (params.group == 4) {
+      CopyRowGroups<Tag, 8>(params, filter, channel, shared);
+    } else {
+      CopyRowGroups<Tag, 4>(params, filter, channel, shared);
+    }
+    CopyAsyncCommit();
+    CopyAsyncWait<0>();
+    FenceForCopies();
+    NamedBarrierSync(1 + warpgroup, 128);
+  }
+};
+
+// The sums of 64 pixels and a warpgroup's channels, of three output rows: of each block the three
+// places.
+template <class Tag>
+using RowSums = float[Tag::kParts][Tag::kBlock * 3 / 2];
+
+// Adds a row of pixels, the kPhase-th of three. a, b: low words of descriptors of the row's first
+// pixel and of the filter.
+template <class Tag, int kPhase>
+__device__ __forceinline__ void AddRow(uint32_t a, uint32_t b, RowSums<Tag>& sums) {
+  constexpr bool kMnMajor = Tag::kOp == Op::kFprop;
+  constexpr int kStepBytes = kMnMajor ? 16 * Tag::kLineBytes : 32;
+  constexpr uint32_t kHighA = KMajorDescriptorHigh();
+  constexpr uint32_t kHighB = KMajorDescriptorHigh<Tag::kLineBytes>();
+  // What was written to the sums is written in front of the fence.
+#pragma unroll
+  for (int part = 0; part < Tag::kParts; ++part) {
+#pragma unroll
+    for (float& sum : sums[part]) sum = WgmmaResult(sum);
+  }
+  WgmmaFence();
+#pragma unroll
+  for (int s = 0; s < 3; ++s) {
+#pragma unroll
+    for (int k = 0; k < Tag::kBlock / 16; ++k) {
+#pragma unroll
+      for (int part = 0; part < Tag::kParts; ++part) {
+        const int from = s * kRunPixelBytes + part * Tag::kLineBytes + k * 32;
+        const int filter = ((part * 3 + s) * kRowTaps + 2 - kPhase) * Tag::kTapBytes;
+        Wgmma<3 * Tag::kBlock, typename Tag::T, false, kMnMajor>(
+            sums[part], DescriptorOf(a + (from >> 4), kHighA),
+            DescriptorOf(b + ((filter + k * kStepBytes) >> 4), kHighB), 1);
+      }
+    }
+  }
+  WgmmaCommit();
+}
+
+// A place's sums -> a row of results, 64 bytes a pixel; to: the lane's pixel and chunk.
+template <class Tag, int kPlace>
+__device__ __forceinline__ void StageRow(const RowSums<Tag>& sums, uint32_t to) {
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = q * 16 + i / 2 * 8;
+      const int at = (kPlace * Tag::kBlock + column % Tag::kBlock) / 2 + i % 2 * 2;
+      const auto& of = sums[column / Tag::kBlock];
+      word[i] = PackPair<typename Tag::T>(WgmmaResult(of[at]), WgmmaResult(of[at + 1]));
+    }
+    StoreMatrices(to ^ q * 32, word[0], word[1], word[2], word[3]);
+  }
+}
+
+// A consumer warpgroup.
+template <class Tag>
+__device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensorMap* out_map,
+                                            uint32_t shared, int warpgroup,
+                                            const Barriers<Tag>& barriers) {
+  const int lane = threadIdx.x % 32, warp = UniformWarp() % 4;
+  const Release release;
+  const uint32_t filter = shared + Tag::kFilterAt + warpgroup * Tag::kFilterBytes;
+  const uint32_t results = shared + Tag::kStagingAt + warpgroup * kRowStagingBytes;
+  const uint32_t pixel = warp * 16 + lane % 16;
+  const uint32_t of_lane = pixel * 64 + ((lane / 16 ^ (pixel >> 1 & 3)) << 4);
+  // Low words of descriptors.
+  const uint32_t ring = KMajorDescriptorLow(shared + warpgroup * kRowChannels * 2);
+  const uint32_t b = (filter & 0x3ffff) >> 4 | Tag::kTapBytes >> 4 << 16;
+  HeldRowFilter<Tag> held(params, filter, warpgroup);
+  RingPlace<Tag::kStages> stage;
+  uint32_t buffer = 0;
+  for (Cursor range(params); !range.Done(); ++range.item) {
+    const TilePlace tile(params, range.item, kChannels);
+    held.Exchange(tile);
+    const int32_t rows = BoxRows(params, tile);
+    RowSums<Tag> sums = {};
+    auto turn = [&](auto phase, int32_t y) {
+      constexpr int kPhase = phase.value, kPlace = (kPhase + 1) % 3;
+      BarrierWait(barriers.Full(stage.slot), stage.parity);
+      AddRow<Tag, kPhase>(ring + stage.slot * (kRowStageBytes >> 4), b, sums);
+      WgmmaWait<0>();
+      release(barriers.Empty(stage.slot));
+      stage.Next();
+      if (y >= 2) {
+        const uint32_t to = results + buffer;
+        StageRow<Tag, kPlace>(sums, to + of_lane);
+        FenceForCopies();
+        // The row before has left: the next one takes its place.
+        if (warp == 0 && ElectOne()) WaitForStoresToRead();
+        NamedBarrierSync(1 + warpgroup, 128);
+        if (warp == 0 && ElectOne()) {
+          StoreTile4d(out_map, to, tile.first_channel + warpgroup * kRowChannels, tile.column,
+                      tile.image, tile.row + y - 2);
+          CommitStores();
+        }
+        buffer ^= kRowStagingBytes / 2;
+      }
+#pragma unroll
+      for (int part = 0; part < Tag::kParts; ++part) {
+#pragma unroll
+        for (int i = 0; i < Tag::kBlock / 2; ++i) sums[part][kPlace * Tag::kBlock / 2 + i] = 0;
+      }
+    };
+    // A tile ends behind any of the three: the branches out leave the sums where they are.
+    for (int32_t y = 0;;) {
+      turn(std::integral_constant<int, 0>(), y);
+      if (++y == rows) break;
+      turn(std::integral_constant<int, 1>(), y);
+      if (++y == rows) break;
+      turn(std::integral_constant<int, 2>(), y);
+      if (++y == rows) break;
+    }
+  }
+  if (warp == 0 && ElectOne()) WaitForStoresToRead();
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(kRowThreads, Tag::kCtasPerSm)
+    RowsKernel(const __grid_constant__ Params params,
+               const __grid_constant__ CUtensorMap gathered_map,
+               const __grid_constant__ CUtensorMap out_map) {
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const uint32_t shared = SharedAddress(dynamic);
+  const Barriers<Tag> barriers{shared + Tag::kBarriersAt};
+  const int warpgroup = UniformWarp() / 4;
+  if (warpgroup == 2) {
+    if (ElectOne()) barriers.Init(2);
+    __syncwarp();
+  } else {
+    // Behind a row, the padding that its last image shares with one behind it.
+    const int32_t zeros = kRowStageBytes - params.box_pixels * kRunPixelBytes;
+    for (int32_t i = threadIdx.x * 16; i < Tag::kStages * zeros; i += 256 * 16) {
+      const int32_t slot = i / zeros;
+      StoreChunk(shared + (slot + 1) * kRowStageBytes - zeros + (i - slot * zeros), {0, 0, 0, 0});
+    }
+    FenceForCopies();
+  }
+  __syncthreads();
+  WaitForInputs();
+  if (warpgroup == 2) {
+    if (ElectOne()) ProduceRows<Tag>(params, &gathered_map, shared, barriers);
+  } else {
+    ConsumeRows<Tag>(params, &out_map, shared, warpgroup, barriers);
+  }
+}
+
+template <Op kOp_, DType kType_, int kBlock_, int kStages_, int kCtasPerSm_>
+template <class Tag>
+Status Rows<kOp_, kType_, kBlock_, kStages_, kCtasPerSm_>::Launch(const Plan& plan,
+                                                                  const Operands& operands,
+                                                                  void* stream) {
+  const auto& launch = plan.As<LaunchParams>();
+  Params params = launch.kernel;
+  params.filter = operands.rhs;
+  const Axis &rows = params.axis[1], &columns = params.axis[2];
+  CUtensorMap gathered, out;
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.lhs, rows.in, columns.in, kChannels,
+                                     columns.box, &gathered));
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.out, rows.out, columns.out,
+                                     kRowChannels, params.walked_columns, &out));
+  return jaxconv::Launch<RowsKernel<Tag>>(plan.kernel->name,
+                                          RunConfig(launch, kRowThreads, /*overlaps=*/true), stream,
+                                          params, gathered, out);
+}
+
+}  // namespace jaxconv::block_diagonal
+
+#endif  // JAXCONV_CUDA_BLOCK_DIAGONAL_ROWS_SM90_CUH_
