@@ -15,6 +15,9 @@
 // k-blocks of 8 KB, 64 KB of staging, a tile of each consumer, which TMA stores; 128x128: 6 stages
 // of (16 + 16) KB, 32 KB. Registers: producer 40, consumers 232.
 //
+// A residual comes through slots of its own, over which the results are written
+// (over_residual_sm90.cuh): the ring of k-blocks is shorter then.
+//
 // Full(s), Empty(s), named barriers: as in pingpong_sm90.cuh. Stationary(k): k-block k of the
 // filter has arrived, waited for in a consumer's first tile. Refused, beside what
 // cooperative_sm90.cuh refuses: filters of more than one tap, strided dgrad; where the filter
@@ -22,11 +25,14 @@
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
 
+#include <type_traits>
+
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/over_residual_sm90.cuh"
 #include "cuda/igemm_wgmma/statistics_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
@@ -85,29 +91,54 @@ struct TileOrder {
   __device__ __forceinline__ void Next() { index = next; }
 };
 
-// Whether a tile's residual comes through the ring, a stage for 64 columns, behind the tile's
-// k-blocks: loads as far ahead as the ring is deep keep memory busy, which the consumers' own do not.
-// Where a stage also holds the filter, the few there are wait too long for the consumer that stores
-// (128x128, 2,048 channels of 7x7: 69 us instead of 59).
-template <class Tile>
-inline constexpr bool kHasRingResidual = !Tile::kSwapAb && Tile::kStationary > 0;
+// Whether results are written over a tile's residual: 16-bit ones in the output's rows, of all columns.
+template <Op kOp, typename T, class Tile, class Epilogue>
+inline constexpr bool kHasOverResidual =
+    !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 && !Tile::kSwapAb;
 
-template <class Tile, class Epilogue>
-__device__ __forceinline__ bool ResidualInRing(const Params& params) {
-  if constexpr (Epilogue::kPlain || !kHasRingResidual<Tile>) return false;
-  return params.epilogue.residual != nullptr && Clamps(params.epilogue) && params.dense_rows;
+__device__ __forceinline__ bool StoresOverResidual(const Params& params) {
+  return params.epilogue.residual != nullptr && Clamps(params.epilogue) && params.dense_rows &&
+         params.groups.divisor == 1 && params.batches.divisor == 1;
 }
 
+// Calls run(std::true_type) where results are written over a residual, or run(std::false_type): loops of
+// their own, whose rings differ.
+template <Op kOp, typename T, class Tile, class Epilogue, class Run>
+__device__ __forceinline__ void OverResidualOrNot(const Params& params, const Run& run) {
+  if constexpr (kHasOverResidual<kOp, T, Tile, Epilogue>) {
+    if (StoresOverResidual(params)) {
+      run(std::true_type());
+      return;
+    }
+  }
+  run(std::false_type());
+}
+
+// Where a tile is.
+template <bool kOverResidual>
+__device__ __forceinline__ TilePlace PointwisePlace(const Params& params, int32_t index) {
+  if constexpr (kOverResidual) return TilePlace::OfRows(params, index);
+  return TilePlace(params, index);
+}
+
+// Stages of k-blocks.
+template <class Tile, bool kOverResidual>
+inline constexpr int kKBlockStages =
+    kOverResidual ? ResidualRing<Tile>::kKBlockStages : Tile::kStages;
+
 // The producer, one thread.
-template <Op kOp, typename T, class Tile, class Epilogue>
+template <Op kOp, typename T, class Tile, class Epilogue, bool kOverResidual>
 __device__ __forceinline__ void ProducePointwise(const Params& params, const Maps& maps,
                                                  uint32_t ring,
-                                                 const PointwiseBarriers<Tile>& barriers) {
-  RingPlace<Tile::kStages> stage;
-  for (TileOrder<Tile, Epilogue> order; order.index < params.tiles; order.Next()) {
+                                                 const PointwiseBarriers<Tile>& barriers,
+                                                 const ResidualRing<Tile>& residual) {
+  const std::conditional_t<kOverResidual, ResidualQueue<Tile>, NoQueue> queue{residual};
+  RingPlace<kKBlockStages<Tile, kOverResidual>> stage;
+  TileOrder<Tile, Epilogue> order;
+  for (; order.index < params.tiles; order.Next()) {
     const int32_t index = order.index;
-    const TilePlace place(params, index);
-    ProducedTile<kOp, T, Tile> tile(params, maps, place);
+    queue.Push(order.turn, index);
+    ProducedTile<kOp, T, Tile> tile(params, maps, PointwisePlace<kOverResidual>(params, index));
     if (index == blockIdx.x) tile.Prefetch();
     // So late, because nothing before reads what the kernel in front may write.
     WaitForPrecedingGrids();
@@ -132,47 +163,40 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
           tile.LoadB(ring + Tile::kFilterAt + at * Tile::kBytesB, barriers.Stationary(at), t);
         }
       }
-      tile.k_block.Next(tile.of);
-    }
-    if (!ResidualInRing<Tile, Epilogue>(params)) continue;
-    if constexpr (kHasRingResidual<Tile>) {
-      const int32_t channel = place.group * params.gemm_n + place.n_tile * Tile::kTileN;
-      for (int32_t c = 0; c < Tile::kTileN; c += 64) {
-        BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
-        const uint32_t barrier = barriers.Full(stage.slot);
-        BarrierArriveExpect(barrier, Tile::kBytesA);
-        for (int32_t block = 0; block < Tile::kBlocks; ++block) {
-          CopyTile2d(ring + stage.slot * Tile::kStageBytes + block * 8192, &maps.residual, barrier,
-                     channel + c, place.m_tile * Tile::kTileM + block * 64);
-        }
-        stage.Next();
+      if constexpr (kOverResidual) {
+        ++tile.k_block.channel_block;  // of one tap, as the registers for three axes are short
+      } else {
+        tile.k_block.Next(tile.of);
       }
     }
   }
   BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
   StoreWord(barriers.TileAt(stage.slot), params.tiles);
   BarrierArrive(barriers.Full(stage.slot));
+  queue.Push(order.turn, params.tiles);
 }
 
 // A consumer warpgroup: all tiles have the same number of k-blocks. A tile's index is read before
 // the product that gives its stage back.
-template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, int kWarpgroup>
+template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, bool kOverResidual,
+          int kWarpgroup>
 __device__ __forceinline__ void ConsumePointwise(const Params& params, const Maps& maps,
                                                  uint32_t ring,
-                                                 const PointwiseBarriers<Tile>& barriers) {
+                                                 const PointwiseBarriers<Tile>& barriers,
+                                                 const ResidualRing<Tile>& residual) {
   constexpr bool kBoxes = Tile::kSwapAb;  // 16-bit tiles stored by TMA
   const ResidueClass& of = params.residue_class[0];
   const int32_t k_blocks = of.k_blocks;
-  const bool residual_in_ring = ResidualInRing<Tile, Epilogue>(params);
-  const int32_t stages_of_tile = k_blocks + (residual_in_ring ? Tile::kTileN / 64 : 0);
   const bool signals = threadIdx.x % 32 == 0;
-  RingPlace<Tile::kStages> stage;
-  constexpr bool kCounts = kHasMoments<kOp, T, Tile, Epilogue>;
+  RingPlace<kKBlockStages<Tile, kOverResidual>> stage;
+  constexpr bool kCounts = !kOverResidual && kHasMoments<kOp, T, Tile, Epilogue>;
+  std::conditional_t<kOverResidual, OverResidual<T, Tile, kWarpgroup>, NoOverResidual> over(
+      params, &maps.out, residual);
   ConsumerSums<kCounts, T, Tile> sums(ring + Tile::kStagingAt +
                                       kWarpgroup * 4 * Tile::kStagingBytes);
   if (kWarpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
-    stage.Skip(stages_of_tile);
+    stage.Skip(k_blocks);
   }
   for (bool first = true;; first = false) {
     NamedBarrierSync(1 + kWarpgroup, 256);
@@ -203,12 +227,16 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       stage.Next();
     }
     NamedBarrierArrive(2 - kWarpgroup, 256);
+    if constexpr (kOverResidual) over.Begin(__shfl_sync(0xffffffff, index, 0));
     WgmmaWait<0>();
     if (signals) BarrierArrive(barriers.Empty(last));
     index = __shfl_sync(0xffffffff, index, 0);
-    const TilePlace place(params, index);
+    const TilePlace place = PointwisePlace<kOverResidual>(params, index);
     const Epilogue epilogue(params.epilogue);
-    if constexpr (Tile::kSwapAb) {
+    if constexpr (kOverResidual) {
+      over.Store(place, acc);
+      FinishTile<Tile>(params, place, of, epilogue);
+    } else if constexpr (Tile::kSwapAb) {
       const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
       auto store_boxes = [&](const auto& round) {
         StoreSwapAbBoxes<3 + kWarpgroup, Tile::kTileM>(round, staging, &maps.out, place.n_tile * 64,
@@ -245,21 +273,11 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
               ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes, &sums);
           sums.template EndTile<kWarpgroup>(params, place);
         }
-      } else if constexpr (!Epilogue::kPlain && kHasRingResidual<Tile>) {
-        RingResidual<Tile, PointwiseBarriers<Tile>> residual{barriers, ring, stage};
-        if (residual_in_ring) {
-          StoreClampedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue,
-                                         residual);
-          stage = residual.stage;
-        } else {
-          StoreFusedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
-        }
-        FinishTile<Tile>(params, place, of, epilogue);
       } else {
         StoreTile<kOp, T, Tile, kWholeRows>(params, place, of, acc, m_first, staging, epilogue);
       }
     }
-    stage.Skip(stages_of_tile);
+    stage.Skip(k_blocks);
   }
   if constexpr (kBoxes) WaitForStoresToRead();
 }
@@ -271,10 +289,15 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   using T = typename ElementOf<Tag::kType>::Type;
   using Epilogue = typename Tag::Epilogue;
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[PointwiseBarriers<Tile>::kWords];
+  constexpr bool kHasRing = kHasOverResidual<Tag::kOp, T, Tile, Epilogue>;
+  constexpr int kWords = PointwiseBarriers<Tile>::kWords;
+  __shared__ __align__(8)
+      uint64_t barrier_words[kWords + (kHasRing ? ResidualRing<Tile>::kWords : 0)];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
   const PointwiseBarriers<Tile> barriers{SharedAddress(barrier_words)};
+  const ResidualRing<Tile> residual{barriers.first + kWords * 8, ring};
   if (threadIdx.x == 0) {
+    if constexpr (kHasRing) residual.Init();
     barriers.Init();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
@@ -283,19 +306,28 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProducePointwise<Tag::kOp, T, Tile, Epilogue>(params, maps, ring, barriers);
-    }
+    auto warp = [] { return __shfl_sync(0xffffffff, Thread() / 32, 0); };
+    OverResidualOrNot<Tag::kOp, T, Tile, Epilogue>(params, [&](auto over) {
+      if (warp() == 0 && ElectOne()) {
+        ProducePointwise<Tag::kOp, T, Tile, Epilogue, over.value>(params, maps, ring, barriers,
+                                                                  residual);
+      }
+      if constexpr (over.value) {
+        if (warp() == 1 && ElectOne()) ProduceResidual(params, &maps.residual, residual);
+      }
+    });
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();
-    if (warpgroup == 1) {
-      ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, 0>(params, maps, ring,
-                                                                        barriers);
-    } else {
-      ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, 1>(params, maps, ring,
-                                                                        barriers);
-    }
+    OverResidualOrNot<Tag::kOp, T, Tile, Epilogue>(params, [&](auto over) {
+      if (warpgroup == 1) {
+        ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, over.value, 0>(
+            params, maps, ring, barriers, residual);
+      } else {
+        ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, over.value, 1>(
+            params, maps, ring, barriers, residual);
+      }
+    });
   }
 }
 
@@ -323,11 +355,14 @@ struct PointwiseForm : Tile_ {
           out.extent[0] = params.out_channels;
           out.extent[1] = params.residue_class[0].rows;
           const int32_t box[2] = {kKBlockChannels<typename ElementOf<kType>::Type>, kStoredPixels};
-          if (Tile::kSwapAb && !params.out_is_f32) {
+          const bool over = !Tile::kSwapAb && params.epilogue.residual != nullptr;
+          if ((Tile::kSwapAb && !params.out_is_f32) || over) {
+            // Over a residual, of a warp.
+            const int32_t stored[2] = {box[0], over ? 16 : kStoredPixels};
             out.address = params.out;
-            JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, box, &maps->out));
+            JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, stored, &maps->out));
           }
-          if (kHasRingResidual<Tile> && params.epilogue.residual != nullptr) {
+          if (over) {
             out.address = params.epilogue.residual;
             JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, box, &maps->residual));
           }

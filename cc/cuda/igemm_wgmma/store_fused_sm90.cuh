@@ -74,13 +74,13 @@ struct StagedTerms {
 
 // Where a tile's residual comes from: StoreClampedTile asks for 16 rows by 64 or 32 columns at a time.
 struct NoResidual {
-  static constexpr bool kPresent = false, kInRing = false;
+  static constexpr bool kPresent = false;
 };
 
 // From global memory, in rows, and through the staging of the results.
 template <typename T, class Rows>
 struct LoadedResidual {
-  static constexpr bool kPresent = true, kInRing = false;
+  static constexpr bool kPresent = true;
   const EpilogueParams& params;
   uint4 ahead[Rows::kVectors];
 
@@ -100,28 +100,6 @@ struct LoadedResidual {
     for (int i = 0; i < Rows::kVectors; ++i) {
       StoreChunk(rows.Vector(lane, i), {ahead[i].x, ahead[i].y, ahead[i].z, ahead[i].w});
     }
-  }
-};
-
-// From stages of the ring, a stage for 64 columns of all rows, in whose swizzle rows of 128 bytes
-// lie as in RoundedRows. Each warp gives a stage back.
-template <class Tile, class Barriers>
-struct RingResidual {
-  static constexpr bool kPresent = true, kInRing = true;
-  const Barriers& barriers;
-  const uint32_t ring;
-  RingPlace<Tile::kStages> stage;
-
-  // Where the warp's sixteen rows of a block are.
-  __device__ __forceinline__ uint32_t Wait(int block) const {
-    if (block == 0) BarrierWait(barriers.Full(stage.slot), stage.parity);
-    return ring + stage.slot * Tile::kStageBytes + block * 8192 + threadIdx.x / 32 % 4 * 2048;
-  }
-  __device__ __forceinline__ void Release(int block) {
-    if (block + 1 < Tile::kBlocks) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) BarrierArrive(barriers.Empty(stage.slot));
-    stage.Next();
   }
 };
 
@@ -148,7 +126,7 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
                                                  int32_t m_first, uint32_t staging,
                                                  const FusedEpilogue& epilogue,
                                                  Residual& residual) {
-  constexpr bool kLoads = Residual::kPresent && !Residual::kInRing;
+  constexpr bool kLoads = Residual::kPresent;
   using Steps = ClampedSteps<Tile, kLoads>;
   using Rows = typename Steps::Rows;
   constexpr int kColumns = Steps::kColumns, kPart = Steps::kPart, kChunks = kPart / kColumns;
@@ -180,20 +158,17 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
 #pragma unroll
   for (int part = 0; part < Tile::kTileN; part += kPart) {
     if (part > 0 && part >= columns) break;
-    // Blocks of a part, one after another; the ring has all blocks of 64 columns in a stage.
+    // Blocks of a part, one after another.
 #pragma unroll
     for (int step = 0; step < Tile::kBlocks * kChunks; ++step) {
-      const int block = Residual::kInRing ? step % Tile::kBlocks : step / kChunks;
-      const int c = part + (Residual::kInRing ? step / Tile::kBlocks : step % kChunks) * kColumns;
-      if (c >= Tile::kTileN || (!Residual::kInRing && c >= columns)) continue;
-      const bool first = Residual::kInRing ? Tile::kBlocks > 1 || step == 0 : c == part;
-      if (first) {
+      const int block = step / kChunks, c = part + step % kChunks * kColumns;
+      if (c >= Tile::kTileN || c >= columns) continue;
+      if (c == part) {
         find_rows(block);
         if constexpr (kLoads && kAhead) residual.Load(row, inside(c), offset(c));
       }
       __syncwarp();
       if (step == 0) terms.Load(epilogue, channel0 + part, columns - part);
-      uint32_t added_at = staging;
       if constexpr (kLoads) {
         if (!kAhead) residual.Load(row, inside(c), offset(c));
         residual.Stage(rows, lane);
@@ -201,14 +176,13 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
           residual.Load(row, inside(c + kColumns), offset(c + kColumns));
         }
       }
-      if constexpr (Residual::kInRing) added_at = residual.Wait(block);
       if (kLoads || step == 0) __syncwarp();
       const float* sums = acc.Columns(block, c);
 #pragma unroll
       for (int j = 0; j < kColumns / 8; j += 2) {
         [[maybe_unused]] uint32_t added[4];
         uint32_t rounded[4];
-        if constexpr (Residual::kPresent) LoadMatrices(Rows{added_at}.Matrices(lane, j), added);
+        if constexpr (Residual::kPresent) LoadMatrices(rows.Matrices(lane, j), added);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float term[4];
@@ -224,7 +198,6 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
         // In place of a loaded residual's matrices, which the warp has just read.
         StoreMatrices(rows.Matrices(lane, j), rounded[0], rounded[1], rounded[2], rounded[3]);
       }
-      if constexpr (Residual::kInRing) residual.Release(block);
       __syncwarp();
       // As many vectors at once as there are registers for.
       constexpr int kAtOnce = kAhead ? Rows::kVectors : 1;

@@ -12,7 +12,7 @@ namespace jaxconv::igemm_wgmma {
 
 // A tile index as its digits.
 struct TilePlace {
-  int32_t n_tile, m_tile, slice, group, batch, residue_class;
+  int32_t n_tile = 0, m_tile = 0, slice = 0, group = 0, batch = 0, residue_class = 0;
 
   __device__ __forceinline__ TilePlace(const Params& params, int32_t index) {
     params.n_tiles.Divmod(index, &index, &n_tile);
@@ -21,11 +21,20 @@ struct TilePlace {
     params.groups.Divmod(index, &index, &group);
     params.batches.Divmod(index, &residue_class, &batch);
   }
+  // Where there is one slice, group, batch and residue class.
+  static __device__ __forceinline__ TilePlace OfRows(const Params& params, int32_t index) {
+    TilePlace place;
+    params.n_tiles.Divmod(index, &place.m_tile, &place.n_tile);
+    return place;
+  }
   // Of the output's first element in the tile's first column.
   __device__ __forceinline__ int64_t OutputOffset(const Params& params, int32_t n_first) const {
     return slice * params.slice_elements + batch * params.out_batch +
            int64_t{group} * params.out_group + n_first;
   }
+
+ private:
+  TilePlace() = default;
 };
 
 // The source pixel of a tile's row, as TMA wants it.

@@ -179,9 +179,11 @@ __device__ __forceinline__ void StoreTile4d(const CUtensorMap* map, uint32_t sha
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until shared memory may be overwritten, or given up: the writes themselves end with the grid.
+// Until the shared memory of all stores but the kPending last commits may be overwritten, or given up:
+// the writes themselves end with the grid.
+template <int kPending = 0>
 __device__ __forceinline__ void WaitForStoresToRead() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace jaxconv

@@ -1,0 +1,232 @@
+// Results written over a tile's residual, in the shared memory that TMA has brought it to, and stored
+// from there by TMA (pointwise, sm_90a).
+//
+// A residual is bound by how many of its bytes are under way, so it has a ring of its own beside that
+// of the k-blocks, whose slots no product holds, and a thread of its own that fills it:
+//
+//     residual thread     waits for Empty(slot), loads 64 rows by 64 columns, TMA arrives at Full(slot)
+//     a consumer's warp   waits for Full(slot), adds its sixteen rows to the sums, writes the results
+//                         over them, stores them by TMA, and arrives at Empty(slot) when TMA has read
+//                         them
+//
+// The ring takes stages of the k-blocks' ring and most of the staging, which nothing else needs:
+// 64x256 5 slots of 8 KB and 6 stages of k-blocks, c128 13 and 6, 128x128 7 and 5. The rest of the
+// staging holds scale and bias.
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_OVER_RESIDUAL_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_OVER_RESIDUAL_SM90_CUH_
+
+#include <cstdint>
+
+#include "cuda/common/element.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/ring_sm90.cuh"
+#include "cuda/igemm_wgmma/store_fused_sm90.cuh"
+#include "cuda/igemm_wgmma/tensor_maps.h"
+#include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/ptx/lane.cuh"
+#include "cuda/ptx/mbarrier_sm90.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_memory.cuh"
+#include "cuda/ptx/tma_sm90.cuh"
+
+namespace jaxconv::igemm_wgmma {
+
+// The residual's slots, their mbarriers, and a queue of tiles from the thread that schedules them to
+// the one that loads their residual.
+template <class Tile>
+struct ResidualRing {
+  static constexpr int kSlotBytes = 64 * 128;
+  static constexpr int kKBlockStages = Tile::kStationary > 0 ? 6 : Tile::kStages - 1;
+  static constexpr int kOfRing = (Tile::kStages - kKBlockStages) * Tile::kStageBytes / kSlotBytes;
+  static constexpr int kTermsBytes = kSlotBytes;
+  static constexpr int kSlots =
+      kOfRing + (Tile::kWarpgroups * 4 * Tile::kStagingBytes - kTermsBytes) / kSlotBytes;
+  static constexpr int kOfTile = Tile::kTileM * Tile::kTileN * 2 / kSlotBytes;
+  static constexpr int kQueue = 4;
+  static constexpr int kWords = 2 * kSlots + 2 * kQueue + kQueue / 2;
+
+  uint32_t first, ring;
+
+  __device__ __forceinline__ uint32_t Full(uint32_t slot) const { return first + slot * 8; }
+  __device__ __forceinline__ uint32_t Empty(uint32_t slot) const {
+    return first + (kSlots + slot) * 8;
+  }
+  __device__ __forceinline__ uint32_t FullQueue(uint32_t place) const {
+    return first + (2 * kSlots + place) * 8;
+  }
+  __device__ __forceinline__ uint32_t EmptyQueue(uint32_t place) const {
+    return first + (2 * kSlots + kQueue + place) * 8;
+  }
+  __device__ __forceinline__ uint32_t Queued(uint32_t place) const {
+    return first + (2 * kSlots + 2 * kQueue) * 8 + place * 4;
+  }
+  __device__ __forceinline__ uint32_t Slot(uint32_t slot) const {
+    return ring + slot * kSlotBytes +
+           (slot < kOfRing ? kKBlockStages * Tile::kStageBytes
+                           : Tile::kStagingAt - kOfRing * kSlotBytes);
+  }
+  // A filter that stays has the same columns in all of a CTA's tiles: one copy of a consumer. Else one
+  // of each warp, which no other has to wait for.
+  __device__ __forceinline__ uint32_t Terms(int consumer, int warp) const {
+    constexpr int kBytes = Tile::kTileN * 8;
+    static_assert((Tile::kStationary > 0 ? 2 : 8) * kBytes <= kTermsBytes);
+    return ring + Tile::kStagingAt + Tile::kWarpgroups * 4 * Tile::kStagingBytes - kTermsBytes +
+           (Tile::kStationary > 0 ? consumer : consumer * 4 + warp) * kBytes;
+  }
+
+  // One thread, before BarrierInitFence.
+  __device__ __forceinline__ void Init() const {
+    for (int s = 0; s < kSlots; ++s) {
+      BarrierInit(Full(s), 1);
+      BarrierInit(Empty(s), 4);
+    }
+    for (int p = 0; p < kQueue; ++p) {
+      BarrierInit(FullQueue(p), 1);
+      BarrierInit(EmptyQueue(p), 1);
+    }
+  }
+};
+
+// Of a kernel without such a ring: nobody waits for the tiles' indices.
+struct NoQueue {
+  template <class Ring>
+  __device__ __forceinline__ explicit NoQueue(const Ring&) {}
+  __device__ __forceinline__ void Push(int32_t, int32_t) const {}
+};
+
+// Pushes a CTA's tiles, in the thread that schedules them.
+template <class Tile>
+struct ResidualQueue {
+  const ResidualRing<Tile>& ring;
+
+  __device__ __forceinline__ void Push(int32_t turn, int32_t index) const {
+    const int32_t place = ComputedHere(turn) % ResidualRing<Tile>::kQueue;
+    BarrierWait(ring.EmptyQueue(place), turn / ResidualRing<Tile>::kQueue % 2 ^ 1);
+    StoreWord(ring.Queued(place), index);
+    BarrierArrive(ring.FullQueue(place));
+  }
+};
+
+// The residual's thread.
+template <class Tile>
+__device__ __forceinline__ void ProduceResidual(const Params& params, const CUtensorMap* map,
+                                                const ResidualRing<Tile>& ring) {
+  RingPlace<ResidualRing<Tile>::kSlots> slot;
+  RingPlace<ResidualRing<Tile>::kQueue> queued;
+  WaitForPrecedingGrids();
+  for (;; queued.Next()) {
+    BarrierWait(ring.FullQueue(queued.slot), queued.parity);
+    const auto index = static_cast<int32_t>(LoadWord(ring.Queued(queued.slot)));
+    BarrierArrive(ring.EmptyQueue(queued.slot));
+    if (index >= params.tiles) return;
+    const TilePlace place = TilePlace::OfRows(params, index);
+    for (int32_t c = 0; c < Tile::kTileN; c += 64) {
+      for (int32_t block = 0; block < Tile::kBlocks; ++block) {
+        BarrierWait(ring.Empty(slot.slot), slot.parity ^ 1);
+        BarrierArriveExpect(ring.Full(slot.slot), ResidualRing<Tile>::kSlotBytes);
+        CopyTile2d(ring.Slot(slot.slot), map, ring.Full(slot.slot), place.n_tile * Tile::kTileN + c,
+                   place.m_tile * Tile::kTileM + block * 64);
+        slot.Next();
+      }
+    }
+  }
+}
+
+struct NoOverResidual {
+  template <class Ring>
+  __device__ __forceinline__ NoOverResidual(const Params&, const CUtensorMap*, const Ring&) {}
+};
+
+// A consumer's part: its tiles' sums -> the output. The activation is to clamp.
+template <typename T, class Tile, int kWarpgroup>
+struct OverResidual {
+  using Ring = ResidualRing<Tile>;
+  const Params& params;
+  const CUtensorMap* const out;  // boxes of 16 rows
+  const Ring& ring;
+  RingPlace<Ring::kSlots> slot;
+
+  __device__ __forceinline__ OverResidual(const Params& params, const CUtensorMap* out,
+                                          const Ring& ring)
+      : params(params), out(out), ring(ring) {
+    if (kWarpgroup == 1) slot.Skip(Ring::kOfTile);
+    if constexpr (Tile::kStationary > 0) {
+      if (Warp() == 0) LoadTerms(TilePlace::OfRows(params, blockIdx.x).n_tile);
+      NamedBarrierSync(3 + kWarpgroup, 128);
+    }
+  }
+  static __device__ __forceinline__ int Warp() { return Thread() / 32 % 4; }
+
+  // While the tile's last product is computed.
+  __device__ __forceinline__ void Begin(int32_t index) const {
+    if constexpr (Tile::kStationary == 0) {
+      __syncwarp();  // the tile before has read its own
+      LoadTerms(TilePlace::OfRows(params, index).n_tile);
+    }
+  }
+  __device__ __forceinline__ void LoadTerms(int32_t n_tile) const {
+    const int32_t n_first = n_tile * Tile::kTileN;
+    StagedTerms<Tile::kTileN>{ring.Terms(kWarpgroup, Warp())}.Load(
+        FusedEpilogue(params.epilogue), n_first, params.gemm_n - n_first);
+  }
+
+  __device__ __forceinline__ void Store(const TilePlace& place,
+                                        const typename Tile::Accumulators& acc) {
+    const int lane = Lane(), warp = Warp();
+    const uint32_t terms = ring.Terms(kWarpgroup, warp) + lane % 4 * 16;
+    const int32_t channel = place.n_tile * Tile::kTileN;
+    const int32_t row = place.m_tile * Tile::kTileM + warp * 16;
+    const PairBounds<T> bounds(params.epilogue.activation);
+    uint32_t before = 0;
+    __syncwarp();  // the terms are loaded
+#pragma unroll
+    for (int c = 0; c < Tile::kTileN; c += 64) {
+#pragma unroll
+      for (int block = 0; block < Tile::kBlocks; ++block) {
+        const RoundedRows<64> rows{ring.Slot(slot.slot) + warp * 2048};
+        const float* const sums = acc.Columns(block, c);
+        float term[8][4];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) LoadShared<0>(terms + (c / 8 + j) * 64, term[j]);
+        BarrierWait(ring.Full(slot.slot), slot.parity);
+        uint32_t words[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) LoadMatrices(rows.Matrices(lane, j * 2), words[j]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            const float* const pair = sums + j * 8 + q * 2;
+            const float (&of)[4] = term[j * 2 + q / 2];
+            float t[2] = {fmaf(pair[0], of[0], of[2]), fmaf(pair[1], of[1], of[3])};
+            Neighbours<T, 2>{words[j][q]}.AddTo(t);
+            words[j][q] = bounds.Clamp(PackPair<T>(t[0], t[1]));
+          }
+          StoreMatrices(rows.Matrices(lane, j * 2), words[j][0], words[j][1], words[j][2],
+                        words[j][3]);
+        }
+        FenceForCopies();
+        __syncwarp();
+        if (ElectOne()) {
+          StoreTile2d(out, rows.staging, channel + c, row + block * 64);
+          CommitStores();
+          if (c + block > 0) {
+            WaitForStoresToRead<1>();
+            BarrierArrive(before);
+          }
+        }
+        before = ring.Empty(slot.slot);
+        slot.Next();
+      }
+    }
+    if (ElectOne()) {
+      WaitForStoresToRead();
+      BarrierArrive(before);
+    }
+    slot.Skip(Ring::kOfTile);
+  }
+};
+
+}  // namespace jaxconv::igemm_wgmma
+
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_OVER_RESIDUAL_SM90_CUH_
