@@ -15,8 +15,8 @@
 // k-blocks of 8 KB, 64 KB of staging, a tile of each consumer, which TMA stores; 128x128: 6 stages
 // of (16 + 16) KB, 32 KB. Registers: producer 40, consumers 232.
 //
-// A residual comes through slots of its own, over which the results are written
-// (over_residual_sm90.cuh): the ring of k-blocks is shorter then.
+// Fused results are stored from slots, over a residual if there is one (slot_store_sm90.cuh); the ring of
+// k-blocks is shorter then.
 //
 // Full(s), Empty(s), named barriers: as in pingpong_sm90.cuh. Stationary(k): k-block k of the
 // filter has arrived, waited for in a consumer's first tile. Refused, beside what
@@ -32,7 +32,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
-#include "cuda/igemm_wgmma/over_residual_sm90.cuh"
+#include "cuda/igemm_wgmma/slot_store_sm90.cuh"
 #include "cuda/igemm_wgmma/statistics_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
@@ -91,54 +91,58 @@ struct TileOrder {
   __device__ __forceinline__ void Next() { index = next; }
 };
 
-// Whether results are written over a tile's residual: 16-bit ones in the output's rows, of all columns.
+// Of 16-bit results in the output's rows; others have the staging.
 template <Op kOp, typename T, class Tile, class Epilogue>
-inline constexpr bool kHasOverResidual =
+inline constexpr bool kHasSlots =
     !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 && !Tile::kSwapAb;
 
-__device__ __forceinline__ bool StoresOverResidual(const Params& params) {
-  return params.epilogue.residual != nullptr && Clamps(params.epilogue) && params.dense_rows &&
-         params.groups.divisor == 1 && params.batches.divisor == 1;
-}
-
-// Calls run(std::true_type) where results are written over a residual, or run(std::false_type): loops of
-// their own, whose rings differ.
+// Calls run(SlotsOf<...>) with what the results are written over. Loops of their own, because their rings
+// differ.
 template <Op kOp, typename T, class Tile, class Epilogue, class Run>
-__device__ __forceinline__ void OverResidualOrNot(const Params& params, const Run& run) {
-  if constexpr (kHasOverResidual<kOp, T, Tile, Epilogue>) {
-    if (StoresOverResidual(params)) {
-      run(std::true_type());
-      return;
+__device__ __forceinline__ void WithSlots(const Params& params, const Run& run) {
+  if constexpr (kHasSlots<kOp, T, Tile, Epilogue>) {
+    const EpilogueParams& with = params.epilogue;
+    if (Clamps(with) && with.moments == nullptr && params.dense_rows &&
+        params.groups.divisor == 1 && params.batches.divisor == 1) {
+      if (with.residual != nullptr) {
+        run(SlotsOf<Slots::kResidual>());
+        return;
+      }
+      // The shorter ring costs more than the staging where it also holds the filter.
+      if constexpr (Tile::kStationary > 0) {
+        run(SlotsOf<Slots::kEmpty>());
+        return;
+      }
     }
   }
-  run(std::false_type());
+  run(SlotsOf<Slots::kNone>());
 }
 
 // Where a tile is.
-template <bool kOverResidual>
+template <Slots kSlots>
 __device__ __forceinline__ TilePlace PointwisePlace(const Params& params, int32_t index) {
-  if constexpr (kOverResidual) return TilePlace::OfRows(params, index);
+  if constexpr (kSlots != Slots::kNone) return TilePlace::OfRows(params, index);
   return TilePlace(params, index);
 }
 
 // Stages of k-blocks.
-template <class Tile, bool kOverResidual>
+template <class Tile, Slots kSlots>
 inline constexpr int kKBlockStages =
-    kOverResidual ? ResidualRing<Tile>::kKBlockStages : Tile::kStages;
+    kSlots == Slots::kNone ? Tile::kStages : SlotRing<Tile>::kKBlockStages;
 
 // The producer, one thread.
-template <Op kOp, typename T, class Tile, class Epilogue, bool kOverResidual>
+template <Op kOp, typename T, class Tile, class Epilogue, Slots kSlots>
 __device__ __forceinline__ void ProducePointwise(const Params& params, const Maps& maps,
                                                  uint32_t ring,
                                                  const PointwiseBarriers<Tile>& barriers,
-                                                 const ResidualRing<Tile>& residual) {
-  const std::conditional_t<kOverResidual, ResidualQueue<Tile>, NoQueue> queue{residual};
-  RingPlace<kKBlockStages<Tile, kOverResidual>> stage;
+                                                 const SlotRing<Tile>& slots) {
+  const std::conditional_t<kSlots == Slots::kNone, NoQueue, TileQueue<Tile>> queue{slots};
+  RingPlace<kKBlockStages<Tile, kSlots>> stage;
   TileOrder<Tile, Epilogue> order;
   for (; order.index < params.tiles; order.Next()) {
     const int32_t index = order.index;
     queue.Push(order.turn, index);
-    ProducedTile<kOp, T, Tile> tile(params, maps, PointwisePlace<kOverResidual>(params, index));
+    ProducedTile<kOp, T, Tile> tile(params, maps, PointwisePlace<kSlots>(params, index));
     if (index == blockIdx.x) tile.Prefetch();
     // So late, because nothing before reads what the kernel in front may write.
     WaitForPrecedingGrids();
@@ -163,7 +167,7 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
           tile.LoadB(ring + Tile::kFilterAt + at * Tile::kBytesB, barriers.Stationary(at), t);
         }
       }
-      if constexpr (kOverResidual) {
+      if constexpr (kSlots != Slots::kNone) {
         ++tile.k_block.channel_block;  // of one tap, as the registers for three axes are short
       } else {
         tile.k_block.Next(tile.of);
@@ -178,20 +182,20 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
 
 // A consumer warpgroup: all tiles have the same number of k-blocks. A tile's index is read before
 // the product that gives its stage back.
-template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, bool kOverResidual,
+template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, Slots kSlots,
           int kWarpgroup>
 __device__ __forceinline__ void ConsumePointwise(const Params& params, const Maps& maps,
                                                  uint32_t ring,
                                                  const PointwiseBarriers<Tile>& barriers,
-                                                 const ResidualRing<Tile>& residual) {
+                                                 const SlotRing<Tile>& slots) {
   constexpr bool kBoxes = Tile::kSwapAb;  // 16-bit tiles stored by TMA
   const ResidueClass& of = params.residue_class[0];
   const int32_t k_blocks = of.k_blocks;
   const bool signals = threadIdx.x % 32 == 0;
-  RingPlace<kKBlockStages<Tile, kOverResidual>> stage;
-  constexpr bool kCounts = !kOverResidual && kHasMoments<kOp, T, Tile, Epilogue>;
-  std::conditional_t<kOverResidual, OverResidual<T, Tile, kWarpgroup>, NoOverResidual> over(
-      params, &maps.out, residual);
+  RingPlace<kKBlockStages<Tile, kSlots>> stage;
+  constexpr bool kCounts = kSlots == Slots::kNone && kHasMoments<kOp, T, Tile, Epilogue>;
+  std::conditional_t<kSlots == Slots::kNone, NoSlots, SlotStore<T, Tile, kSlots, kWarpgroup>> store(
+      params, &maps.out, slots);
   ConsumerSums<kCounts, T, Tile> sums(ring + Tile::kStagingAt +
                                       kWarpgroup * 4 * Tile::kStagingBytes);
   if (kWarpgroup == 1) {
@@ -227,14 +231,14 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       stage.Next();
     }
     NamedBarrierArrive(2 - kWarpgroup, 256);
-    if constexpr (kOverResidual) over.Begin(__shfl_sync(0xffffffff, index, 0));
+    if constexpr (kSlots != Slots::kNone) store.Begin(__shfl_sync(0xffffffff, index, 0));
     WgmmaWait<0>();
     if (signals) BarrierArrive(barriers.Empty(last));
     index = __shfl_sync(0xffffffff, index, 0);
-    const TilePlace place = PointwisePlace<kOverResidual>(params, index);
+    const TilePlace place = PointwisePlace<kSlots>(params, index);
     const Epilogue epilogue(params.epilogue);
-    if constexpr (kOverResidual) {
-      over.Store(place, acc);
+    if constexpr (kSlots != Slots::kNone) {
+      store.Store(place, acc);
       FinishTile<Tile>(params, place, of, epilogue);
     } else if constexpr (Tile::kSwapAb) {
       const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
@@ -273,6 +277,10 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
               ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes, &sums);
           sums.template EndTile<kWarpgroup>(params, place);
         }
+      } else if constexpr (kHasSlots<kOp, T, Tile, Epilogue> && Tile::kStationary > 0) {
+        // What clamps has slots.
+        StoreActivatedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+        FinishTile<Tile>(params, place, of, epilogue);
       } else {
         StoreTile<kOp, T, Tile, kWholeRows>(params, place, of, acc, m_first, staging, epilogue);
       }
@@ -289,15 +297,14 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   using T = typename ElementOf<Tag::kType>::Type;
   using Epilogue = typename Tag::Epilogue;
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  constexpr bool kHasRing = kHasOverResidual<Tag::kOp, T, Tile, Epilogue>;
+  constexpr bool kHas = kHasSlots<Tag::kOp, T, Tile, Epilogue>;
   constexpr int kWords = PointwiseBarriers<Tile>::kWords;
-  __shared__ __align__(8)
-      uint64_t barrier_words[kWords + (kHasRing ? ResidualRing<Tile>::kWords : 0)];
+  __shared__ __align__(8) uint64_t barrier_words[kWords + (kHas ? SlotRing<Tile>::kWords : 0)];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
   const PointwiseBarriers<Tile> barriers{SharedAddress(barrier_words)};
-  const ResidualRing<Tile> residual{barriers.first + kWords * 8, ring};
+  const SlotRing<Tile> slots{barriers.first + kWords * 8, ring};
   if (threadIdx.x == 0) {
-    if constexpr (kHasRing) residual.Init();
+    if constexpr (kHas) slots.Init();
     barriers.Init();
     PrefetchTensorMap(&maps.a[0]);
     PrefetchTensorMap(&maps.b);
@@ -307,25 +314,25 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   if (warpgroup == 0) {
     LowerRegisters<Tile::kProducerRegisters>();
     auto warp = [] { return __shfl_sync(0xffffffff, Thread() / 32, 0); };
-    OverResidualOrNot<Tag::kOp, T, Tile, Epilogue>(params, [&](auto over) {
+    WithSlots<Tag::kOp, T, Tile, Epilogue>(params, [&](auto over) {
       if (warp() == 0 && ElectOne()) {
         ProducePointwise<Tag::kOp, T, Tile, Epilogue, over.value>(params, maps, ring, barriers,
-                                                                  residual);
+                                                                  slots);
       }
-      if constexpr (over.value) {
-        if (warp() == 1 && ElectOne()) ProduceResidual(params, &maps.residual, residual);
+      if constexpr (over.value != Slots::kNone) {
+        if (warp() == 1 && ElectOne()) FillSlots<Tile, over.value>(params, &maps.residual, slots);
       }
     });
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();
-    OverResidualOrNot<Tag::kOp, T, Tile, Epilogue>(params, [&](auto over) {
+    WithSlots<Tag::kOp, T, Tile, Epilogue>(params, [&](auto over) {
       if (warpgroup == 1) {
         ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, over.value, 0>(
-            params, maps, ring, barriers, residual);
+            params, maps, ring, barriers, slots);
       } else {
         ConsumePointwise<Tag::kOp, T, Tile, Epilogue, Tag::kWholeRows, over.value, 1>(
-            params, maps, ring, barriers, residual);
+            params, maps, ring, barriers, slots);
       }
     });
   }
@@ -355,14 +362,14 @@ struct PointwiseForm : Tile_ {
           out.extent[0] = params.out_channels;
           out.extent[1] = params.residue_class[0].rows;
           const int32_t box[2] = {kKBlockChannels<typename ElementOf<kType>::Type>, kStoredPixels};
-          const bool over = !Tile::kSwapAb && params.epilogue.residual != nullptr;
-          if ((Tile::kSwapAb && !params.out_is_f32) || over) {
-            // Over a residual, of a warp.
-            const int32_t stored[2] = {box[0], over ? 16 : kStoredPixels};
+          using T = typename ElementOf<kType>::Type;
+          constexpr bool kSlots = kHasSlots<kOp, T, Tile, typename Tag::Epilogue>;
+          if ((Tile::kSwapAb && !params.out_is_f32) || kSlots) {
+            const int32_t stored[2] = {box[0], kSlots ? kSlotStoredRows : kStoredPixels};
             out.address = params.out;
             JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, stored, &maps->out));
           }
-          if (over) {
+          if (kSlots && params.epilogue.residual != nullptr) {
             out.address = params.epilogue.residual;
             JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(out, box, &maps->residual));
           }

@@ -1,10 +1,11 @@
-// Results written over a tile's residual, in the shared memory that TMA has brought it to, and stored
-// from there by TMA (pointwise, sm_90a).
+// Fused results written to slots of shared memory, over the residual that TMA has brought there, and
+// stored from there by TMA (pointwise, sm_90a).
 //
 // A residual is bound by how many of its bytes are under way, so it has a ring of its own beside that
 // of the k-blocks, whose slots no product holds, and a thread of its own that fills it:
 //
-//     residual thread     waits for Empty(slot), loads 64 rows by 64 columns, TMA arrives at Full(slot)
+//     filling thread      waits for Empty(slot), loads 64 rows by 64 columns, TMA arrives at Full(slot);
+//                         without a residual it arrives itself
 //     a consumer's warp   waits for Full(slot), adds its sixteen rows to the sums, writes the results
 //                         over them, stores them by TMA, and arrives at Empty(slot) when TMA has read
 //                         them
@@ -12,10 +13,11 @@
 // The ring takes stages of the k-blocks' ring and most of the staging, which nothing else needs:
 // 64x256 5 slots of 8 KB and 6 stages of k-blocks, c128 13 and 6, 128x128 7 and 5. The rest of the
 // staging holds scale and bias.
-#ifndef JAXCONV_CUDA_IGEMM_WGMMA_OVER_RESIDUAL_SM90_CUH_
-#define JAXCONV_CUDA_IGEMM_WGMMA_OVER_RESIDUAL_SM90_CUH_
+#ifndef JAXCONV_CUDA_IGEMM_WGMMA_SLOT_STORE_SM90_CUH_
+#define JAXCONV_CUDA_IGEMM_WGMMA_SLOT_STORE_SM90_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -31,10 +33,17 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// The residual's slots, their mbarriers, and a queue of tiles from the thread that schedules them to
-// the one that loads their residual.
+// What a tile's results are written over.
+enum class Slots { kNone, kEmpty, kResidual };
+template <Slots kSlots>
+using SlotsOf = std::integral_constant<Slots, kSlots>;
+// Rows that TMA stores at once, a warp's.
+inline constexpr int kSlotStoredRows = 16;
+
+// The slots, their mbarriers, and a queue of tiles from the thread that schedules them to the one that
+// fills slots.
 template <class Tile>
-struct ResidualRing {
+struct SlotRing {
   static constexpr int kSlotBytes = 64 * 128;
   static constexpr int kKBlockStages = Tile::kStationary > 0 ? 6 : Tile::kStages - 1;
   static constexpr int kOfRing = (Tile::kStages - kKBlockStages) * Tile::kStageBytes / kSlotBytes;
@@ -87,7 +96,7 @@ struct ResidualRing {
   }
 };
 
-// Of a kernel without such a ring: nobody waits for the tiles' indices.
+// Of a kernel without slots: nobody waits for the tiles' indices.
 struct NoQueue {
   template <class Ring>
   __device__ __forceinline__ explicit NoQueue(const Ring&) {}
@@ -96,23 +105,23 @@ struct NoQueue {
 
 // Pushes a CTA's tiles, in the thread that schedules them.
 template <class Tile>
-struct ResidualQueue {
-  const ResidualRing<Tile>& ring;
+struct TileQueue {
+  const SlotRing<Tile>& ring;
 
   __device__ __forceinline__ void Push(int32_t turn, int32_t index) const {
-    const int32_t place = ComputedHere(turn) % ResidualRing<Tile>::kQueue;
-    BarrierWait(ring.EmptyQueue(place), turn / ResidualRing<Tile>::kQueue % 2 ^ 1);
+    const int32_t place = ComputedHere(turn) % SlotRing<Tile>::kQueue;
+    BarrierWait(ring.EmptyQueue(place), turn / SlotRing<Tile>::kQueue % 2 ^ 1);
     StoreWord(ring.Queued(place), index);
     BarrierArrive(ring.FullQueue(place));
   }
 };
 
-// The residual's thread.
-template <class Tile>
-__device__ __forceinline__ void ProduceResidual(const Params& params, const CUtensorMap* map,
-                                                const ResidualRing<Tile>& ring) {
-  RingPlace<ResidualRing<Tile>::kSlots> slot;
-  RingPlace<ResidualRing<Tile>::kQueue> queued;
+// The filling thread.
+template <class Tile, Slots kSlots>
+__device__ __forceinline__ void FillSlots(const Params& params, const CUtensorMap* residual,
+                                          const SlotRing<Tile>& ring) {
+  RingPlace<SlotRing<Tile>::kSlots> slot;
+  RingPlace<SlotRing<Tile>::kQueue> queued;
   WaitForPrecedingGrids();
   for (;; queued.Next()) {
     BarrierWait(ring.FullQueue(queued.slot), queued.parity);
@@ -123,31 +132,35 @@ __device__ __forceinline__ void ProduceResidual(const Params& params, const CUte
     for (int32_t c = 0; c < Tile::kTileN; c += 64) {
       for (int32_t block = 0; block < Tile::kBlocks; ++block) {
         BarrierWait(ring.Empty(slot.slot), slot.parity ^ 1);
-        BarrierArriveExpect(ring.Full(slot.slot), ResidualRing<Tile>::kSlotBytes);
-        CopyTile2d(ring.Slot(slot.slot), map, ring.Full(slot.slot), place.n_tile * Tile::kTileN + c,
-                   place.m_tile * Tile::kTileM + block * 64);
+        if constexpr (kSlots == Slots::kResidual) {
+          BarrierArriveExpect(ring.Full(slot.slot), SlotRing<Tile>::kSlotBytes);
+          CopyTile2d(ring.Slot(slot.slot), residual, ring.Full(slot.slot),
+                     place.n_tile * Tile::kTileN + c, place.m_tile * Tile::kTileM + block * 64);
+        } else {
+          BarrierArrive(ring.Full(slot.slot));
+        }
         slot.Next();
       }
     }
   }
 }
 
-struct NoOverResidual {
+struct NoSlots {
   template <class Ring>
-  __device__ __forceinline__ NoOverResidual(const Params&, const CUtensorMap*, const Ring&) {}
+  __device__ __forceinline__ NoSlots(const Params&, const CUtensorMap*, const Ring&) {}
 };
 
 // A consumer's part: its tiles' sums -> the output. The activation is to clamp.
-template <typename T, class Tile, int kWarpgroup>
-struct OverResidual {
-  using Ring = ResidualRing<Tile>;
+template <typename T, class Tile, Slots kSlots, int kWarpgroup>
+struct SlotStore {
+  using Ring = SlotRing<Tile>;
   const Params& params;
-  const CUtensorMap* const out;  // boxes of 16 rows
+  const CUtensorMap* const out;  // boxes of kSlotStoredRows
   const Ring& ring;
   RingPlace<Ring::kSlots> slot;
 
-  __device__ __forceinline__ OverResidual(const Params& params, const CUtensorMap* out,
-                                          const Ring& ring)
+  __device__ __forceinline__ SlotStore(const Params& params, const CUtensorMap* out,
+                                       const Ring& ring)
       : params(params), out(out), ring(ring) {
     if (kWarpgroup == 1) slot.Skip(Ring::kOfTile);
     if constexpr (Tile::kStationary > 0) {
@@ -191,7 +204,9 @@ struct OverResidual {
         BarrierWait(ring.Full(slot.slot), slot.parity);
         uint32_t words[4][4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) LoadMatrices(rows.Matrices(lane, j * 2), words[j]);
+        for (int j = 0; kSlots == Slots::kResidual && j < 4; ++j) {
+          LoadMatrices(rows.Matrices(lane, j * 2), words[j]);
+        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -199,7 +214,7 @@ struct OverResidual {
             const float* const pair = sums + j * 8 + q * 2;
             const float (&of)[4] = term[j * 2 + q / 2];
             float t[2] = {fmaf(pair[0], of[0], of[2]), fmaf(pair[1], of[1], of[3])};
-            Neighbours<T, 2>{words[j][q]}.AddTo(t);
+            if constexpr (kSlots == Slots::kResidual) Neighbours<T, 2>{words[j][q]}.AddTo(t);
             words[j][q] = bounds.Clamp(PackPair<T>(t[0], t[1]));
           }
           StoreMatrices(rows.Matrices(lane, j * 2), words[j][0], words[j][1], words[j][2],
@@ -229,4 +244,4 @@ struct OverResidual {
 
 }  // namespace jaxconv::igemm_wgmma
 
-#endif  // JAXCONV_CUDA_IGEMM_WGMMA_OVER_RESIDUAL_SM90_CUH_
+#endif  // JAXCONV_CUDA_IGEMM_WGMMA_SLOT_STORE_SM90_CUH_
