@@ -100,6 +100,7 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
   ConsumerSums<kCounts, T, Tile> sums(staging);
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
   bool first_tile = true;
+  SwapAbTerms<Epilogue> terms;
   const int32_t stride = gridDim.x;
   for (int32_t index = blockIdx.x + kWarpgroup * stride; index < params.tiles;
        index += 2 * stride) {
@@ -114,6 +115,9 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
     const TilePlace place(params, index);
     const ResidueClass& of = params.residue_class[place.residue_class];
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place), taps = of.taps[0];
+    if constexpr (Tile::kSwapAb && !kCounts) {
+      if (!kStationary || first_tile) terms.Load(params, place);
+    }
     NamedBarrierSync(1 + kWarpgroup, 256);
     if (k_blocks == 0) {
       NamedBarrierArrive(2 - kWarpgroup, 256);
@@ -161,7 +165,7 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
     if constexpr (kCounts) {
       StoreCountedTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, &sums);
     } else {
-      StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, acc, ring);
+      StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, acc, ring, terms);
     }
   }
 }

@@ -43,15 +43,15 @@
 namespace jaxconv::igemm_wgmma {
 
 // A consumer warpgroup's tile -> the output, of both kinds of tiles.
-template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup, class Terms>
 __device__ __forceinline__ void StorePingpongTile(const Params& params, const TilePlace& place,
                                                   const ResidueClass& of,
                                                   const typename Tile::Accumulators& acc,
-                                                  uint32_t ring) {
+                                                  uint32_t ring, const Terms& terms) {
   if constexpr (Tile::kSwapAb) {
     StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(
         params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes,
-        MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+        MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0), terms);
   } else {
     StoreTile<kOp, T, Tile>(params, place, of, acc,
                             place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
@@ -98,12 +98,15 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
     const TilePlace place(params, index);
     const ResidueClass& of = params.residue_class[place.residue_class];
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
+    SwapAbTerms<Epilogue> terms;
+    if constexpr (Tile::kSwapAb && !kCounts) terms.Load(params, place);
     NamedBarrierSync(1 + kWarpgroup, 256);
     auto store = [&](const typename Tile::Accumulators& results) {
       if constexpr (kCounts) {
         StoreCountedTile<kOp, T, Tile, kWarpgroup>(params, place, of, results, staging, &sums);
       } else {
-        StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, results, ring);
+        StorePingpongTile<kOp, T, Tile, Epilogue, kWarpgroup>(params, place, of, results, ring,
+                                                              terms);
       }
     };
     if (k_blocks == 0) {

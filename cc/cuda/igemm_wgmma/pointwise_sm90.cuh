@@ -198,6 +198,8 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       params, &maps.out, slots);
   ConsumerSums<kCounts, T, Tile> sums(ring + Tile::kStagingAt +
                                       kWarpgroup * 4 * Tile::kStagingBytes);
+  SwapAbTerms<Epilogue> terms;
+  if constexpr (Tile::kSwapAb) terms.Load(params, TilePlace(params, blockIdx.x));
   if (kWarpgroup == 1) {
     NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
     stage.Skip(k_blocks);
@@ -255,16 +257,17 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
             sums.template EndTile<kWarpgroup>(params, place);
           }
         } else if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
-          const ClampSums<T> clamp(epilogue, place.n_tile * 64, params.gemm_n - place.n_tile * 64);
+          const ClampSums<T> clamp(params.epilogue, terms);
           store_boxes([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
         } else {
           StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging,
-                                                    MakeEpilogue<Epilogue>(params.epilogue, false));
+                                                    MakeEpilogue<Epilogue>(params.epilogue, false),
+                                                    terms);
         }
       } else if (!params.out_is_f32) {
         store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
       } else {
-        StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue);
+        StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue, terms);
       }
     } else {
       const int32_t m_first = place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16;

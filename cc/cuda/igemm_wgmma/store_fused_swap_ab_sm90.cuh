@@ -20,25 +20,40 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// The fragments of 16 pixels -> t, rounded and clamped, words of two elements. A thread has two
-// channels, g and g + 8 of its warp's sixteen, and nothing but two factors and two summands to load.
-template <typename T>
-struct ClampSums {
+// A thread's factors and summands in a tile: it has two channels, g and g + 8 of its warp's sixteen. Loaded
+// before the tile is multiplied, or once where all tiles have the same channels, they are there when it
+// is stored.
+template <class Epilogue>
+struct SwapAbTerms {
   float scale[2], bias[2];
-  PairBounds<T> bounds;
 
-  __device__ __forceinline__ ClampSums(const FusedEpilogue& epilogue, int32_t channel0,
-                                       int channels)
-      : bounds(epilogue.params.activation) {
-    const int channel = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  __device__ __forceinline__ void Load(const Params& params, const TilePlace& place) {
+    const FusedEpilogue epilogue(params.epilogue);
+    const int channel = place.n_tile * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool inside = channel + half * 8 < channels;
-      const ChannelTerms<1> terms = epilogue.Terms<1>(inside ? channel0 + channel + half * 8 : 0);
+      const bool inside = channel + half * 8 < params.gemm_n;
+      const ChannelTerms<1> terms =
+          epilogue.Terms<1>(inside ? place.group * params.gemm_n + channel + half * 8 : 0);
       scale[half] = terms.scale[0];
       bias[half] = terms.bias[0];
     }
   }
+};
+template <>
+struct SwapAbTerms<PlainEpilogue> {
+  __device__ __forceinline__ void Load(const Params&, const TilePlace&) {}
+};
+
+// The fragments of 16 pixels -> t, rounded and clamped, words of two elements.
+template <typename T>
+struct ClampSums {
+  const float (&scale)[2], (&bias)[2];
+  const PairBounds<T> bounds;
+
+  template <class Terms>
+  __device__ __forceinline__ ClampSums(const EpilogueParams& params, const Terms& terms)
+      : scale(terms.scale), bias(terms.bias), bounds(params.activation) {}
   // `residual`: fragments of a residual to add, or nothing.
   template <typename... Residual>
   __device__ __forceinline__ void Round(const float* sums, uint32_t (&words)[4],
@@ -108,30 +123,22 @@ __device__ __forceinline__ void StoreWithResidualSwapAb(const ClampSums<T>& clam
 
 // Any fused epilogue, 32 pixels a turn of a loop, which picks the sums by uniform branches; a second
 // result, t, takes a turn of its own. Buffers, rows and swizzle are those of StoreRoundedSwapAb.
-template <Op kOp, typename T, class Tile, int kBarrier>
+template <Op kOp, typename T, class Tile, int kBarrier, class Terms>
 __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const TilePlace& place,
                                                      const ResidueClass& of,
                                                      const typename Tile::Accumulators& acc,
-                                                     uint32_t staging,
-                                                     const FusedEpilogue& epilogue) {
+                                                     uint32_t staging, const Terms& terms) {
   static_assert(Tile::kTileM % 32 == 0 && Tile::kStagingBytes >= 2048);
-  const EpilogueParams& with = epilogue.params;
+  const EpilogueParams& with = params.epilogue;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int channel0 = place.group * params.gemm_n + n_first, channels = params.gemm_n - n_first;
+  const int channels = params.gemm_n - n_first;
   const uint32_t matrices =
       staging + (lane / 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16);
   const int line = warp * 4 + lane / 8;
   const uint32_t vector = staging + line * 128 + ((lane % 8) ^ (line % 8)) * 16;
   const int column = lane % 8 * 8;
   const int64_t base = place.OutputOffset(params, n_first) + column;
-  float scale[2], bias[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int channel = warp * 16 + half * 8 + lane / 4;
-    const ChannelTerms<1> terms = epilogue.Terms<1>(channel < channels ? channel0 + channel : 0);
-    scale[half] = terms.scale[0], bias[half] = terms.bias[0];
-  }
   uint32_t buffer = 0;
 #pragma unroll 1
   for (FusedTurns turns(with, Tile::kTileM / 32); turns.More(); turns.Next()) {
@@ -158,7 +165,7 @@ __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const
     float t[16];
     PickSums<0, Tile::kTileM / 32>(p / 32, [&](int i, int e) { return acc.of[i * 16 + e]; }, t);
 #pragma unroll
-    for (int e = 0; e < 16; ++e) t[e] = fmaf(t[e], scale[e / 2 % 2], bias[e / 2 % 2]);
+    for (int e = 0; e < 16; ++e) t[e] = fmaf(t[e], terms.scale[e / 2 % 2], terms.bias[e / 2 % 2]);
     if (with.residual != nullptr) {
       CopyAsyncWait<0>();
       NamedBarrierSync(kBarrier, 128);

@@ -221,12 +221,13 @@ struct SwapAbRows {
   }
 };
 
-// A warpgroup's finished tile -> the output. `staging`: of the warpgroup.
-template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue>
+// A warpgroup's finished tile -> the output. `staging`: of the warpgroup; `terms`: SwapAbTerms of the tile.
+template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue, class Terms>
 __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const TilePlace& place,
                                                 const ResidueClass& of,
                                                 const typename Tile::Accumulators& acc,
-                                                uint32_t staging, const Epilogue& epilogue) {
+                                                uint32_t staging, const Epilogue& epilogue,
+                                                const Terms& terms) {
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int channels = params.gemm_n - n_first;
   const int64_t base = place.OutputOffset(params, n_first);
@@ -244,15 +245,15 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
     if (!epilogue.partial) {
       const FusedEpilogue& whole = epilogue.Whole();
       if (!Clamps(whole.params)) {
-        StoreActivatedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, whole);
+        StoreActivatedSwapAb<kOp, T, Tile, kBarrier>(params, place, of, acc, staging, terms);
       } else if (whole.params.residual == nullptr) {
-        const ClampSums<T> clamp(whole, channel0, channels);
+        const ClampSums<T> clamp(params.epilogue, terms);
         store_rounded([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
       } else {
         StoreWithResidualSwapAb<kBarrier, T, Tile>(
-            ClampSums<T>(whole, channel0, channels), acc, staging,
-            static_cast<T*>(params.out) + base, static_cast<const T*>(whole.params.residual) + base,
-            params.out_channels, row, channels);
+            ClampSums<T>(params.epilogue, terms), acc, staging, static_cast<T*>(params.out) + base,
+            static_cast<const T*>(whole.params.residual) + base, params.out_channels, row,
+            channels);
       }
       FinishTile<Tile>(params, place, of, epilogue);
       return;
