@@ -161,6 +161,7 @@ POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
 POINTWISE_PIXELS = problem("1x1_pixels", (37, 35), 1, n=1, c=72, k=24)
 # Several tiles a CTA: a consumer tells the other that they have ended.
 POINTWISE_TILES = problem("1x1_tiles", (15, 15), 1, n=2, c=64, k=264)
+POINTWISE_GROUPS = problem("1x1_groups", (7, 9), 1, n=3, c=128, k=144, groups=2)
 POINTWISE_FEW = problem("1x1_few", (15, 15), 1, n=7, c=72, k=40)
 ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
@@ -290,9 +291,14 @@ EPILOGUES = {
     "fprop_igemm_wgmma_bf16_192x64x64_swap_ab_weight_stationary": [
         (PADDED_TILES, "statistics", "offset=3"),
     ],
+    "fprop_igemm_wgmma_bf16_128x128x64_pointwise": [
+        (POINTWISE_TILES, "scale bias residual relu", ""),
+        (POINTWISE_GROUPS, "bias residual", ""),
+    ],
     "fprop_igemm_wgmma_f16_64x256x64_pointwise_c128": [
         (POINTWISE, "scale residual relu", ""),
         (POINTWISE_TILES, "scale bias residual relu6", ""),
+        (POINTWISE_TILES, "scale bias relu", ""),
         (POINTWISE_TILES, "statistics", "offset=3"),
         (POINTWISE_TILES, "scale bias residual hard_swish pre", ""),
     ],
