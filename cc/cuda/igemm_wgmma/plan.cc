@@ -228,21 +228,19 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// 16-bit results are finished on the fragments, other activations than clamps by a loop, whose
-// turns are shorter where 192 accumulators leave few registers. A residual costs what its loads
-// expose: least where the ring brings it, most where 192 accumulators leave no registers to load
-// ahead and in swap-AB, whose warps meet twice for 32 pixels.
+// 16-bit results are finished on the fragments, other activations than clamps by a loop, whose turns
+// are shorter where 192 accumulators leave few registers. A residual costs what its loads expose:
+// hardly anything where slots of its own bring it (slot_store_sm90.cuh), most where 192 accumulators
+// leave no registers to load ahead and in swap-AB, whose warps meet twice for 32 pixels.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   EpilogueCost cost;
   if (kernel.dtype == DType::kF32) return cost;
-  cost.clamps = 0.03;
+  const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
+  cost.clamps = slots && instance.WeightStationary() ? 0.01 : 0.03;
   cost.terms = 0.05;
   cost.activation = instance.Is(kSwapAb) ? 0.07 : instance.tile_m == 192 ? 0.2 : 0.1;
-  cost.residual = instance.Is(kPointwise) && instance.WeightStationary() && !instance.Is(kSwapAb)
-                      ? 0.02
-                  : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14
-                                                                   : 0.07;
+  cost.residual = slots ? 0.005 : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14 : 0.07;
   return cost;
 }
 
