@@ -32,9 +32,8 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&values)[kV
 }
 
 // blockIdx.x: a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of the rows. The
-// threads of a CTA are `steps` rows of `lanes` vectors, and all CTAs walk from the arrays' ends to
-// their beginnings side by side: of what the kernel before has written, the end is in L2, and the
-// kernel behind, which reads dz and y, begins with the beginning.
+// threads of a CTA are `steps` rows of `lanes` vectors. All CTAs walk side by side, from the ends of
+// the arrays: those of dz are what the kernel before has written last.
 template <typename T, int kGradients, int kArrays, bool kByResult>
 __global__ void __launch_bounds__(kThreads, 2) SumMasked(const MaskedSums p, int lanes, int steps) {
   constexpr int kSums = 1 + kArrays;
