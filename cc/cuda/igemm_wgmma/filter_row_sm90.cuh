@@ -117,6 +117,9 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place), taps = of.taps[0];
     if constexpr (Tile::kSwapAb && !kCounts) {
       if (!kStationary || first_tile) terms.Load(params, place);
+    } else if constexpr (!kCounts) {
+      StageTerms<T, Tile, Epilogue>(params, place,
+                                    staging + Thread() / 32 % 4 * Tile::kStagingBytes);
     }
     NamedBarrierSync(1 + kWarpgroup, 256);
     if (k_blocks == 0) {

@@ -39,6 +39,7 @@
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
@@ -100,6 +101,13 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
     SwapAbTerms<Epilogue> terms;
     if constexpr (Tile::kSwapAb && !kCounts) terms.Load(params, place);
+    if constexpr (!kCounts) {
+      // The first, or each where tiles have different columns.
+      if (index < 2 * stride || params.n_tiles.divisor * params.groups.divisor > 1) {
+        StageTerms<T, Tile, Epilogue>(params, place,
+                                      staging + Thread() / 32 % 4 * Tile::kStagingBytes);
+      }
+    }
     NamedBarrierSync(1 + kWarpgroup, 256);
     auto store = [&](const typename Tile::Accumulators& results) {
       if constexpr (kCounts) {

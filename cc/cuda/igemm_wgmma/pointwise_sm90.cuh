@@ -282,9 +282,11 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
         }
       } else if constexpr (kHasSlots<kOp, T, Tile, Epilogue> && Tile::kStationary > 0) {
         // What clamps has slots.
+        StageTerms<T, Tile, Epilogue>(params, place, staging);
         StoreActivatedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
         FinishTile<Tile>(params, place, of, epilogue);
       } else {
+        StageTerms<T, Tile, Epilogue>(params, place, staging);
         StoreTile<kOp, T, Tile, kWholeRows>(params, place, of, acc, m_first, staging, epilogue);
       }
     }

@@ -104,18 +104,40 @@ struct LoadedResidual {
 };
 
 // How StoreClampedTile passes through shared memory: 64 columns at a time, or 32 where a warp's
-// staging is 2 KB or where there are no registers for as many of a loaded residual. Half of the
-// staging is for them, the other half for the terms of kPart columns.
+// staging is 2 KB or where there are no registers for as many of a loaded residual. The end of the
+// staging, half of it at most, is for the terms of kPart columns.
 template <class Tile, bool kLoadsResidual>
 struct ClampedSteps {
-  static constexpr bool kWide =
-      Tile::kStagingBytes >= 4096 && !(kLoadsResidual && Tile::kAccumulators >= 160);
-  static constexpr int kColumns = kWide ? 64 : 32;
   static constexpr int kTerms = Tile::kStagingBytes / 16;
   static constexpr int kPart = Tile::kTileN < kTerms ? Tile::kTileN : kTerms;
+  static constexpr int kTermsAt = Tile::kStagingBytes - kPart * 8;
+  static constexpr bool kWide = kTermsAt >= 2048 && !(kLoadsResidual && Tile::kAccumulators >= 160);
+  static constexpr int kColumns = kWide ? 64 : 32;
   static_assert(kPart % kColumns == 0 && Tile::kTileN % kColumns == 0);
   using Rows = RoundedRows<kColumns>;
 };
+
+// Whether the terms of a pingpong tile are in its warps' staging before it is stored: StageTerms.
+template <typename T, class Tile>
+__device__ constexpr bool TermsAreStaged() {
+  if constexpr (sizeof(T) == 2 && Tile::kPingpong && !Tile::kSwapAb) {
+    return ClampedSteps<Tile, false>::kPart == Tile::kTileN;
+  }
+  return false;
+}
+
+// A tile's terms -> a warp's staging, before the tile is multiplied if the consumer waits for its turn
+// then, so that their latency is not the store's.
+template <typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void StageTerms(const Params& params, const TilePlace& place,
+                                           uint32_t staging) {
+  if constexpr (!Epilogue::kPlain && TermsAreStaged<T, Tile>()) {
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    StagedTerms<Tile::kTileN>{staging + ClampedSteps<Tile, false>::kTermsAt}.Load(
+        FusedEpilogue(params.epilogue), place.group * params.gemm_n + n_first,
+        params.gemm_n - n_first);
+  }
+}
 
 // 16-bit results whose activation is to clamp: t on the fragments, rounded, clamped, and through
 // shared memory to rows of 128 or 64 bytes.
@@ -133,7 +155,7 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
   // 192 accumulators leave no registers for the residual of the next step.
   constexpr bool kAhead = Tile::kAccumulators <= 160;
   const Rows rows{staging};
-  const StagedTerms<kPart> terms{staging + Tile::kStagingBytes / 2};
+  const StagedTerms<kPart> terms{staging + Steps::kTermsAt};
   const int lane = Lane();
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int32_t channel0 = place.group * params.gemm_n + n_first;
@@ -168,7 +190,9 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
         if constexpr (kLoads && kAhead) residual.Load(row, inside(c), offset(c));
       }
       __syncwarp();
-      if (step == 0) terms.Load(epilogue, channel0 + part, columns - part);
+      if constexpr (!TermsAreStaged<T, Tile>()) {
+        if (step == 0) terms.Load(epilogue, channel0 + part, columns - part);
+      }
       if constexpr (kLoads) {
         if (!kAhead) residual.Load(row, inside(c), offset(c));
         residual.Stage(rows, lane);
@@ -200,7 +224,7 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
       }
       __syncwarp();
       // As many vectors at once as there are registers for.
-      constexpr int kAtOnce = kAhead ? Rows::kVectors : 1;
+      constexpr int kAtOnce = kAhead || !kLoads ? Rows::kVectors : 1;
 #pragma unroll
       for (int v = 0; v < Rows::kVectors; v += kAtOnce) {
         uint4 chunk[kAtOnce];
@@ -231,11 +255,12 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
   // Of which so many are activated at once.
   constexpr int kAtOnce = Tile::kAccumulators > 160 ? 16 : kColumns,
                 kParts = Tile::kTileN / kAtOnce;
-  constexpr int kPart = ClampedSteps<Tile, false>::kPart;
+  using Steps = ClampedSteps<Tile, false>;
+  constexpr int kPart = Steps::kPart;
   static_assert(kPart % kColumns == 0 && Tile::kTileN % kColumns == 0);
   using Rows = RoundedRows<kColumns>;
   const Rows rows{staging};
-  const StagedTerms<kPart> terms{staging + Tile::kStagingBytes / 2};
+  const StagedTerms<kPart> terms{staging + Steps::kTermsAt};
   const EpilogueParams& with = epilogue.params;
   const int lane = Lane();
   const int32_t n_first = place.n_tile * Tile::kTileN;
@@ -244,7 +269,9 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
 #pragma unroll 1
   for (int32_t part = 0; part < columns; part += kPart) {
     __syncwarp();  // the terms and rows before have been read
-    terms.Load(epilogue, place.group * params.gemm_n + n_first + part, columns - part);
+    if constexpr (!TermsAreStaged<T, Tile>()) {
+      terms.Load(epilogue, place.group * params.gemm_n + n_first + part, columns - part);
+    }
 #pragma unroll 1
     for (int block = 0; block < Tile::kBlocks; ++block) {
       const int32_t decoded = OutputRow<kOp>(params, of, m_first + block * 64 + lane % 16);
