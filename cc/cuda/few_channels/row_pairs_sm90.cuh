@@ -49,32 +49,46 @@ namespace jaxconv::few_channels {
 inline constexpr int kGradientRowBytes = kRowPixels * 128;
 inline constexpr int kPairsThreads = (kRowConsumers + 1) * 128;
 
-// Writes the elements of a pair of pixels that lie inside a row of dx: those of `values`, channels of
-// the first and then of the second pixel, four each.
-template <typename T>
-__device__ __forceinline__ void StorePixelPair(const PairsParams& params, T* row, int32_t column,
-                                               const float (&values)[2][4]) {
-  T* const to = row + column * params.c;
-  if (params.c == 3 && params.whole_words && column >= 0 && column + 1 < params.in_columns) {
+// Sums the terms of two neighbouring pixels, from `column` on, of row h and the one before it, and
+// stores what lies inside dx: `from` is z where the second pixel's filter column 0 lies, `to` row h.
+template <int kChannels, int kFilterColumns, typename T>
+__device__ __forceinline__ void StoreSums(const PairsParams& params, const float* from, T* to,
+                                          int32_t h, int32_t column) {
+  float sums[2][2 * kChannels] = {};  // of row h first
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      T pair[2];
+  for (int row = 0; row < 2; ++row) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        pair[e] = FromFloat<T>(values[(i * 2 + e) / 3][(i * 2 + e) % 3]);
+    for (int channel = 0; channel < kChannels; ++channel) {
+#pragma unroll
+      for (int s = 0; s < kFilterColumns; ++s) {
+        sums[row][(1 - s % 2) * kChannels + channel] +=
+            from[(row * 32 + s * 4 + channel) * kZPitch - (s + 1) / 2];
       }
-      uint32_t word;
-      memcpy(&word, pair, sizeof(word));
-      reinterpret_cast<uint32_t*>(to)[i] = word;
     }
-    return;
   }
+  const bool whole = params.whole_words && column >= 0 && column + 1 < params.in_columns;
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (static_cast<uint32_t>(column + e) >= static_cast<uint32_t>(params.in_columns)) continue;
+  for (int row = 0; row < 2; ++row) {
+    if (static_cast<uint32_t>(h - row) >= static_cast<uint32_t>(params.in_rows)) continue;
+    T* const at = to + (column - row * params.in_columns) * kChannels;
+    T rounded[2 * kChannels];
 #pragma unroll
-    for (int channel = 0; channel < 4; ++channel) {
-      if (channel < params.c) to[e * params.c + channel] = FromFloat<T>(values[e][channel]);
+    for (int i = 0; i < 2 * kChannels; ++i) rounded[i] = FromFloat<T>(sums[row][i]);
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        uint32_t word;
+        memcpy(&word, rounded + i * 2, sizeof(word));
+        reinterpret_cast<uint32_t*>(at)[i] = word;
+      }
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kChannels; ++i) {
+      const int32_t pixel = column + i / kChannels;
+      if (static_cast<uint32_t>(pixel) < static_cast<uint32_t>(params.in_columns)) {
+        at[i] = rounded[i];
+      }
     }
   }
 }
@@ -193,6 +207,10 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       NamedBarrierSync(barrier, 128);  // nobody reads the z before this one
       WgmmaWait<0>();
       if (i + 2 < band.count) free_until(row + i + 2);
+      if (any == 0) {
+#pragma unroll
+        for (float& sum : acc) sum = 0;
+      }
       const bool with_alone =
           !odd && static_cast<uint32_t>(last) < static_cast<uint32_t>(params.dy_rows);
 #pragma unroll
@@ -203,7 +221,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int at = j * 4 + upper * 2 + e;
-            sum[e] = any != 0 ? WgmmaResult(acc[at]) : 0;
+            sum[e] = WgmmaResult(acc[at]);
             if (with_alone) sum[e] += WgmmaResult(alone[at]);
           }
           *reinterpret_cast<float2*>(z_store + upper * 8 * kZPitch + j * 8) =
@@ -213,11 +231,11 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       NamedBarrierSync(barrier, 128);
       if (q_first < 0 || q_first + kRowPixels > params.dy_columns) {
         // Columns outside dy: zeros times an infinite weight are NaN.
-        for (int at = threadIdx.x % 128; at < kRowPixels * 64; at += 128) {
-          const int line = at / kRowPixels, column = at - line * kRowPixels;
-          if (static_cast<uint32_t>(q_first + column) >= static_cast<uint32_t>(params.dy_columns)) {
-            z[line * kZPitch + kZLead + column] = 0;
-          }
+        const bool behind = threadIdx.x % 128 >= kZLines;
+        const int outside = behind ? max(0, params.dy_columns - q_first) : 0;
+        const int inside = behind ? kRowPixels : min(kRowPixels, -q_first);
+        for (int column = outside; column < inside; ++column) {
+          z[threadIdx.x % kZLines * kZPitch + kZLead + column] = 0;
         }
         NamedBarrierSync(barrier, 128);
       }
@@ -225,25 +243,20 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       const auto of_strip = static_cast<int32_t>(threadIdx.x % 128);
       const int32_t u = params.first_pair_column + u_first + of_strip;
       if (of_strip < min(params.strip_columns, params.pair_columns - u_first)) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {  // the odd class, the row before
-          const int32_t h = 2 * last - params.pad_rows - c;
-          if (static_cast<uint32_t>(h) >= static_cast<uint32_t>(params.in_rows)) continue;
-          float values[2][4];
-#pragma unroll
-          for (int channel = 0; channel < 4; ++channel) {
-            values[0][channel] = values[1][channel] = 0;
-            if (channel >= params.c) continue;
-            const float* from = z + (c * 32 + channel) * kZPitch + kZLead + u - q_first;
-#pragma unroll
-            for (int s = 0; s < Tag::kFilterColumns; ++s) {
-              values[1 - s % 2][channel] += from[s * 4 * kZPitch - (s + 1) / 2];
-            }
-          }
-          T* const to = static_cast<T*>(params.dx) +
-                        (int64_t{image_first + band.image} * params.in_rows + h) *
-                            (params.in_columns * params.c);
-          StorePixelPair(params, to, 2 * u - 1 - params.pad_columns, values);
+        const float* from = z + kZLead + u - q_first;
+        const int32_t column = 2 * u - 1 - params.pad_columns;
+        const int32_t h = 2 * last - params.pad_rows;
+        T* const to =
+            static_cast<T*>(params.dx) + (int64_t{image_first + band.image} * params.in_rows + h) *
+                                             (params.in_columns * params.c);
+        if (params.c == 1) {
+          StoreSums<1, Tag::kFilterColumns>(params, from, to, h, column);
+        } else if (params.c == 2) {
+          StoreSums<2, Tag::kFilterColumns>(params, from, to, h, column);
+        } else if (params.c == 3) {
+          StoreSums<3, Tag::kFilterColumns>(params, from, to, h, column);
+        } else {
+          StoreSums<4, Tag::kFilterColumns>(params, from, to, h, column);
         }
       }
     }

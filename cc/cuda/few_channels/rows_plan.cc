@@ -153,7 +153,7 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params->epilogue = EpilogueParams(problem.epilogue);
   params->shared_bytes = kRowConsumers * kRowPixels * kRowChannels * 2 +
                          kPairSlots * 2 * RowBytes(instance.filter_columns) +
-                         kRawPairs * 32 * int64_t{params->raw_chunks};
+                         kRowProducers * kRawPairs * 32 * int64_t{params->raw_chunks};
   // Of a row of y what the warpgroups do around the products, and its products.
   const double cycles = 800 + 39 * instance.filter_rows * ((instance.filter_columns + 3) / 4);
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, cycles, params.get(), plan));

@@ -15,9 +15,10 @@ namespace jaxconv::few_channels {
 // Outputs of a row, the columns of a wgmma, and output channels of a CTA.
 inline constexpr int kRowPixels = 112;
 inline constexpr int kRowChannels = 64;
-inline constexpr int kRowConsumers = 2;  // warpgroups
-// Pairs of image rows: as they lie in x, and with four channels a pixel.
-inline constexpr int kRawPairs = 6, kPairSlots = 8;
+// Warpgroups: of fprop's the ones that copy rows, and those that multiply them.
+inline constexpr int kRowProducers = 2, kRowConsumers = 2;
+// Pairs of image rows: as they lie in x, of each producer, and with four channels a pixel.
+inline constexpr int kRawPairs = 4, kPairSlots = 8;
 
 // Chunks of 16 bytes, two pixels of four channels each, that the windows of a row of y begin in or
 // reach.

@@ -15,13 +15,12 @@
 //
 // Tile: 64 channels x 112 pixels of a row of y, one m64n112k16 for 16 elements of the reduction. A
 // CTA has consecutive rows of y, and a ring of pairs of image rows; of each pair of rows that
-// follows it computes one row of y. A warpgroup copies x as it lies by cp.async, six pairs ahead,
-// and spreads it to four channels; two warpgroups take the rows of y in turn, with the filter in
+// follows it computes one row of y. Two warpgroups, each every other pair, copy x as it lies by
+// cp.async and spread it to four channels; two take the rows of y in turn, with the filter in
 // registers. Registers: 56 accumulators, 4 words of the filter for each k-step (14 for 7x7), at most
 // 168. Shared memory: two staged rows of y (28 KB), the ring (59 KB for 7x7), rows of x as they lie.
 //
-// Who waits for whom: a consumer waits until the last pair of its window is there (they arrive in
-// order), and gives back the pairs that its next row does not need; each pair waits for both
+// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back the pairs that its next row does not need; each pair waits for both
 // consumers. Rows of y are staged with the swizzle of 128 bytes and stored by TMA.
 //
 // Refuses: strides other than 2, dilation, other filters than the instance's, rows of x that are not
@@ -52,16 +51,17 @@
 namespace jaxconv::few_channels {
 
 inline constexpr int kStagedRowBytes = kRowPixels * kRowChannels * 2;
-inline constexpr int kRowsThreads = (kRowConsumers + 1) * 128;
+inline constexpr int kRowsThreads = (kRowConsumers + kRowProducers) * 128;
 
 template <class Tag>
 using PairRing = RowRing<2 * Tag::kRowBytes>;
 
-// The producer warpgroup: rows of x, as they lie, to the ring.
+// A producer warpgroup: every other pair of rows of x, as they lie, to the ring. Its copies are
+// kRawPairs - 1 pairs ahead.
 template <class Tag>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
-                                           uint32_t raw, int32_t image_first, int32_t first_unit,
-                                           int32_t end) {
+                                           int producer, uint32_t raw, int32_t image_first,
+                                           int32_t first_unit, int32_t end) {
   using T = typename Tag::T;
   constexpr int kWindowPairs = (Tag::kFilterRows + 1) / 2;
   constexpr int kChunks = Tag::kChunks;
@@ -70,17 +70,23 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   const int32_t raw_bytes = params.raw_chunks * 32;  // of a pair
   int32_t unit = first_unit, left = 0, from = 0, element = 0;
   const T* image = nullptr;
+  auto find_pair = [&] {
+    if (left > 0 || unit >= end) return left > 0;
+    const Band band(params.out_rows, params.strips, unit, end);
+    unit += band.count;
+    left = band.count + kWindowPairs - 1;
+    from = band.row * 2 - params.pad_rows;
+    element = (band.strip * (2 * kRowPixels) - params.pad_columns) * params.c - params.lead;
+    image = static_cast<const T*>(params.x) +
+            int64_t{image_first + band.image} * (params.in_rows * params.row_elements);
+    return true;
+  };
+  auto skip_pair = [&] {
+    if (find_pair()) from += 2, --left;
+  };
+  // A pair, behind which the other producer's is.
   auto load = [&](uint32_t to) {
-    if (left == 0 && unit < end) {
-      const Band band(params.out_rows, params.strips, unit, end);
-      unit += band.count;
-      left = band.count + kWindowPairs - 1;
-      from = band.row * 2 - params.pad_rows;
-      element = (band.strip * (2 * kRowPixels) - params.pad_columns) * params.c - params.lead;
-      image = static_cast<const T*>(params.x) +
-              int64_t{image_first + band.image} * (params.in_rows * params.row_elements);
-    }
-    if (left > 0) {
+    if (find_pair()) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t at = thread + i * 128, row = from + (at >= params.raw_chunks);
@@ -95,31 +101,41 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
       from += 2;
       --left;
     }
+    skip_pair();
     CopyAsyncCommit();
   };
+  if (producer != 0) skip_pair();
   const auto bands = params.out_rows.Div(end - 1) - params.out_rows.Div(first_unit) + 1;
   const auto pairs = static_cast<uint32_t>(end - first_unit + bands * (kWindowPairs - 1));
   for (int i = 0; i < kRawPairs - 1; ++i) load(raw + i * raw_bytes);
   const int32_t misaligned = params.lead % 2 * 16;  // bits
   const uint32_t words = params.lead / 2 * 4 + thread * (4 * params.c);
   uint32_t stage = 0, next_stage = kRawPairs - 1;
-  for (uint32_t pair = 0; pair < pairs; ++pair) {
+  static_assert(kRowProducers == 2);
+  for (uint32_t pair = producer; pair < pairs; pair += kRowProducers) {
     CopyAsyncWait<kRawPairs - 2>();
-    NamedBarrierSync(1, 128);  // all copies are here, and nobody reads the pair before this one
+    NamedBarrierSync(2 + kRowConsumers + producer,
+                     128);  // all copies are here, and nobody reads the pair before this one
     load(raw + next_stage * raw_bytes);
     BarrierWait(ring.Empty(pair), ring.Parity(pair) ^ 1);
     if (thread < kChunks) {
+      // The 2 C elements of two pixels of each row.
+      uint32_t word[2][5] = {};
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const uint32_t source = raw + stage * raw_bytes + row * params.raw_chunks * 16 + words;
-        // The 2 C elements of two pixels.
-        uint32_t word[5] = {}, value[4];
 #pragma unroll
         for (int i = 0; i < 5; ++i) {
-          if (i <= params.c) word[i] = LoadWord(source + i * 4);
+          if (i <= params.c) word[row][i] = LoadWord(source + i * 4);
         }
+      }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = __funnelshift_r(word[i], word[i + 1], misaligned);
+      for (int row = 0; row < 2; ++row) {
+        uint32_t value[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          value[i] = __funnelshift_r(word[row][i], word[row][i + 1], misaligned);
+        }
         uint32_t first[4] = {value[0], 0, 0, 0}, second[2] = {0, 0};
         if (params.c == 1) {
           first[0] = value[0] & 0xffff;
@@ -164,7 +180,7 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
     *reinterpret_cast<uint4*>(lines + i * 16) =
         n < params.k ? __ldg(source) : make_uint4(0, 0, 0, 0);
   }
-  NamedBarrierSync(2, kRowConsumers * 128);
+  NamedBarrierSync(1, kRowConsumers * 128);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
   const unsigned char* source = lines + (t / 2 * params.c + t % 2 * 2) * 128 + (warp * 16 + g) * 2;
   const int32_t tap = params.c * 128;
@@ -186,7 +202,7 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
       a[step][e] = word;
     }
   }
-  NamedBarrierSync(2, kRowConsumers * 128);
+  NamedBarrierSync(1, kRowConsumers * 128);
 }
 
 template <class Tag>
@@ -208,11 +224,15 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const auto first_unit = static_cast<int32_t>(int64_t{params.units} * blockIdx.x / gridDim.x);
   const auto end = static_cast<int32_t>(int64_t{params.units} * (blockIdx.x + 1) / gridDim.x);
   const auto warpgroup = __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
-  if (warpgroup == kRowConsumers) {
-    const uint32_t raw = ring.first + kPairSlots * 2 * Tag::kRowBytes;
-    SpreadRows<Tag>(params, ring, raw, image_first, first_unit, end);
+  if (warpgroup >= kRowConsumers) {
+    LowerRegisters<88>();
+    const int producer = warpgroup - kRowConsumers;
+    const uint32_t raw = ring.first + kPairSlots * 2 * Tag::kRowBytes +
+                         producer * kRawPairs * (params.raw_chunks * 32);
+    SpreadRows<Tag>(params, ring, producer, raw, image_first, first_unit, end);
     return;
   }
+  RaiseRegisters<168>();
 
   uint32_t a[Tag::kSteps][4];
   LoadFilter<Tag>(params, static_cast<const unsigned short*>(params.w) + batch * params.w_batch,
@@ -251,8 +271,10 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     const Band band(params.out_rows, params.strips, unit, end);
 #pragma unroll 1
     for (int32_t i = (warpgroup ^ (unit - first_unit)) & 1; i < band.count; i += 2) {
-      const uint32_t last = pair + i + kWindowPairs - 1;
-      BarrierWait(ring.Full(last), ring.Parity(last));
+#pragma unroll
+      for (uint32_t j = 0; j < kWindowPairs; ++j) {
+        BarrierWait(ring.Full(pair + i + j), ring.Parity(pair + i + j));
+      }
       WgmmaFence();
 #pragma unroll
       for (int r = 0; r < Tag::kFilterRows; ++r) {
@@ -299,10 +321,11 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       }
     }
     pair += band.count + kWindowPairs - 1;
-    // A pair may be given back only after it has come, and after all threads have seen it: one that
-    // is late would find the slot a round further.
-    BarrierWait(ring.Full(pair - 1), ring.Parity(pair - 1));
-    NamedBarrierSync(2 + warpgroup, 128);
+    // A pair may be given back only after it has come.
+#pragma unroll
+    for (uint32_t j = 1; j <= kWindowPairs; ++j) {
+      BarrierWait(ring.Full(pair - j), ring.Parity(pair - j));
+    }
     free_until(pair);
     unit += band.count;
   }
