@@ -261,11 +261,12 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       }
     }
     row += band.count + kShared;
-    for (uint32_t i = 1; i <= kWindow; ++i) {
-      BarrierWait(ring.Full(row - i), ring.Parity(row - i));
+    // A row may be given back only after it has come, and after all threads have seen it: one that
+    // is late would find the slot a round further.
+#pragma unroll
+    for (uint32_t j = 1; j <= kWindow; ++j) {
+      BarrierWait(ring.Full(row - j), ring.Parity(row - j));
     }
-    // A row may be given back only after all threads have seen it: one that is late would find the
-    // slot a round further.
     NamedBarrierSync(barrier, 128);
     free_until(row);
     unit += band.count;

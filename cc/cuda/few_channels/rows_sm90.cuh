@@ -321,11 +321,13 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       }
     }
     pair += band.count + kWindowPairs - 1;
-    // A pair may be given back only after it has come.
+    // A pair may be given back only after it has come, and after all threads have seen it: one that
+    // is late would find the slot a round further.
 #pragma unroll
     for (uint32_t j = 1; j <= kWindowPairs; ++j) {
       BarrierWait(ring.Full(pair - j), ring.Parity(pair - j));
     }
+    NamedBarrierSync(2 + warpgroup, 128);
     free_until(pair);
     unit += band.count;
   }
