@@ -15,10 +15,12 @@ namespace jaxconv::few_channels {
 // Outputs of a row, the columns of a wgmma, and output channels of a CTA.
 inline constexpr int kRowPixels = 112;
 inline constexpr int kRowChannels = 64;
-// Warpgroups: of fprop's the ones that copy rows, and those that multiply them.
-inline constexpr int kRowProducers = 2, kRowConsumers = 2;
-// Pairs of image rows: as they lie in x, of each producer, and with four channels a pixel.
-inline constexpr int kRawPairs = 4, kPairSlots = 8;
+inline constexpr int kRowConsumers = 2;  // warpgroups
+inline constexpr int kPairSlots = 8;     // pairs of image rows with four channels a pixel
+// Warpgroups that copy rows, and pairs of image rows as they lie in x, of each of them. With few
+// products for a row the copies take longest; with many a second warpgroup only takes issue slots.
+constexpr int RowProducers(int filter_rows) { return filter_rows < 5 ? 2 : 1; }
+constexpr int RawPairs(int filter_rows) { return filter_rows < 5 ? 4 : 6; }
 
 // Chunks of 16 bytes, two pixels of four channels each, that the windows of a row of y begin in or
 // reach.

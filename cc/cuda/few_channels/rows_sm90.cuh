@@ -15,9 +15,9 @@
 //
 // Tile: 64 channels x 112 pixels of a row of y, one m64n112k16 for 16 elements of the reduction. A
 // CTA has consecutive rows of y, and a ring of pairs of image rows; of each pair of rows that
-// follows it computes one row of y. Two warpgroups, each every other pair, copy x as it lies by
-// cp.async and spread it to four channels; two take the rows of y in turn, with the filter in
-// registers. Registers: 56 accumulators, 4 words of the filter for each k-step (14 for 7x7), at most
+// follows it computes one row of y. One warpgroup (two for 3x3, each every other pair) copies x as it
+// lies by cp.async and spreads it to four channels; two take the rows of y in turn, with the filter
+// in registers. Registers: 56 accumulators, 4 words of the filter for each k-step (14 for 7x7), at most
 // 168. Shared memory: two staged rows of y (28 KB), the ring (59 KB for 7x7), rows of x as they lie.
 //
 // Who waits for whom: a consumer waits until the pairs of its window are there, and gives back the pairs that its next row does not need; each pair waits for both
@@ -51,13 +51,12 @@
 namespace jaxconv::few_channels {
 
 inline constexpr int kStagedRowBytes = kRowPixels * kRowChannels * 2;
-inline constexpr int kRowsThreads = (kRowConsumers + kRowProducers) * 128;
 
 template <class Tag>
 using PairRing = RowRing<2 * Tag::kRowBytes>;
 
-// A producer warpgroup: every other pair of rows of x, as they lie, to the ring. Its copies are
-// kRawPairs - 1 pairs ahead.
+// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its copies
+// are kRawPairs - 1 pairs ahead.
 template <class Tag>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
                                            int producer, uint32_t raw, int32_t image_first,
@@ -84,7 +83,7 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   auto skip_pair = [&] {
     if (find_pair()) from += 2, --left;
   };
-  // A pair, behind which the other producer's is.
+  // A pair, behind which the other producer's is where there are two.
   auto load = [&](uint32_t to) {
     if (find_pair()) {
 #pragma unroll
@@ -101,19 +100,19 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
       from += 2;
       --left;
     }
-    skip_pair();
+    if constexpr (Tag::kProducers > 1) skip_pair();
     CopyAsyncCommit();
   };
   if (producer != 0) skip_pair();
   const auto bands = params.out_rows.Div(end - 1) - params.out_rows.Div(first_unit) + 1;
   const auto pairs = static_cast<uint32_t>(end - first_unit + bands * (kWindowPairs - 1));
-  for (int i = 0; i < kRawPairs - 1; ++i) load(raw + i * raw_bytes);
+  for (int i = 0; i < Tag::kRawPairs - 1; ++i) load(raw + i * raw_bytes);
   const int32_t misaligned = params.lead % 2 * 16;  // bits
   const uint32_t words = params.lead / 2 * 4 + thread * (4 * params.c);
-  uint32_t stage = 0, next_stage = kRawPairs - 1;
-  static_assert(kRowProducers == 2);
-  for (uint32_t pair = producer; pair < pairs; pair += kRowProducers) {
-    CopyAsyncWait<kRawPairs - 2>();
+  uint32_t stage = 0, next_stage = Tag::kRawPairs - 1;
+  static_assert(Tag::kProducers <= 2);
+  for (uint32_t pair = producer; pair < pairs; pair += Tag::kProducers) {
+    CopyAsyncWait<Tag::kRawPairs - 2>();
     NamedBarrierSync(2 + kRowConsumers + producer,
                      128);  // all copies are here, and nobody reads the pair before this one
     load(raw + next_stage * raw_bytes);
@@ -159,8 +158,8 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
     FenceForCopies();
     __syncwarp();
     if (threadIdx.x % 32 == 0) BarrierArrive(ring.Full(pair));
-    stage = stage + 1 == kRawPairs ? 0 : stage + 1;
-    next_stage = next_stage + 1 == kRawPairs ? 0 : next_stage + 1;
+    stage = stage + 1 == Tag::kRawPairs ? 0 : stage + 1;
+    next_stage = next_stage + 1 == Tag::kRawPairs ? 0 : next_stage + 1;
   }
 }
 
@@ -206,7 +205,7 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
 }
 
 template <class Tag>
-__global__ void __launch_bounds__(kRowsThreads, 1)
+__global__ void __launch_bounds__(Tag::kThreads, 1)
     RowsKernel(const __grid_constant__ RowsParams params,
                const __grid_constant__ CUtensorMap y_map) {
   using T = typename Tag::T;
@@ -225,14 +224,14 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const auto end = static_cast<int32_t>(int64_t{params.units} * (blockIdx.x + 1) / gridDim.x);
   const auto warpgroup = __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
   if (warpgroup >= kRowConsumers) {
-    LowerRegisters<88>();
+    if constexpr (Tag::kProducers > 1) LowerRegisters<88>();
     const int producer = warpgroup - kRowConsumers;
     const uint32_t raw = ring.first + kPairSlots * 2 * Tag::kRowBytes +
-                         producer * kRawPairs * (params.raw_chunks * 32);
+                         producer * Tag::kRawPairs * (params.raw_chunks * 32);
     SpreadRows<Tag>(params, ring, producer, raw, image_first, first_unit, end);
     return;
   }
-  RaiseRegisters<168>();
+  if constexpr (Tag::kProducers > 1) RaiseRegisters<168>();
 
   uint32_t a[Tag::kSteps][4];
   LoadFilter<Tag>(params, static_cast<const unsigned short*>(params.w) + batch * params.w_batch,
@@ -271,8 +270,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     const Band band(params.out_rows, params.strips, unit, end);
 #pragma unroll 1
     for (int32_t i = (warpgroup ^ (unit - first_unit)) & 1; i < band.count; i += 2) {
+      // One producer's pairs come in order.
 #pragma unroll
-      for (uint32_t j = 0; j < kWindowPairs; ++j) {
+      for (uint32_t j = Tag::kProducers > 1 ? 0 : kWindowPairs - 1; j < kWindowPairs; ++j) {
         BarrierWait(ring.Full(pair + i + j), ring.Parity(pair + i + j));
       }
       WgmmaFence();
@@ -342,6 +342,8 @@ struct Rows {
   static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
   static constexpr int kStepsOfRow = (kFilterColumns + 3) / 4;
   static constexpr int kSteps = kFilterRows * kStepsOfRow;
+  static constexpr int kProducers = RowProducers(kFilterRows), kRawPairs = RawPairs(kFilterRows);
+  static constexpr int kThreads = (kRowConsumers + kProducers) * 128;
   static constexpr int kChunks = RowChunks(kFilterColumns), kRowBytes = RowBytes(kFilterColumns);
   // A filter row is whole k-steps, but for the last pixel.
   static_assert((kFilterColumns + 1) / 2 % 2 == 0);
@@ -366,7 +368,7 @@ struct Rows {
     JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(y, box, &map));
     LaunchConfig config;
     config.grid = dim3(static_cast<unsigned>(params.grid_x), static_cast<unsigned>(params.grid_y));
-    config.threads = kRowsThreads;
+    config.threads = Tag::kThreads;
     config.shared_bytes = static_cast<size_t>(params.shared_bytes);
     return jaxconv::Launch<RowsKernel<Tag>>(plan.kernel->name, config, stream, params, map);
   }
