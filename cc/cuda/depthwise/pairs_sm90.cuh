@@ -342,6 +342,9 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
           uint32_t word[2];
           outputs.template Round<kWay>(params, i - (kR - 1), sum, word);
           const uint32_t to = out + stage + (kRow - (kR - 1)) * row_bytes;
+          // Results replace pixels of R - 1 rows above, which the ldmatrix of all lanes has read. The
+          // barrier at the end of the chunk before orders that of its rows, this of the chunk's own.
+          if constexpr (kRow % kR == kR - 1) __syncwarp();
           StoreWord(to, word[0]);
           StoreWord(to + second * kBytes, word[1]);
         }
