@@ -45,16 +45,17 @@ struct Row {
 // about as fast there, and a layer is left to XLA only where that probably gains.
 // clang-format off
 constexpr Row kRows[] = {
-    {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  50  0.81 1.13
-    {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  21  0.02 1.18
-    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  34  0.73 1.40
-    {Class::kDepthwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.50,   0.86},        //  12  0.60 1.38
+    {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  32  0.81 1.13
+    {Class::kDepthwise,         kWgrad,  Operands::k16Bit, 15,   Pipe::kFma,     0.26,   0.50},        //  16  0.02 1.18
+    {Class::kDepthwise,         kGather, Operands::kFp32,   2.5, Pipe::kFma,     0.103,  1.00},        //  64  0.55 1.40
+    {Class::kDepthwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.50,   0.86},        //  26  0.62 1.58
     {Class::kDepthwiseAbove3x3, kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.0055, 0.30},        //   3  0.98 1.50
     {Class::kDepthwiseRank1,    kDgrad,  Operands::k16Bit,  2,   Pipe::kFma,     0.0035, 0.80},        //   1  0.95
-    {Class::kGrouped,           kGather, Operands::k16Bit,  3.5, Pipe::kMmaSync, 0.23,   0.86},        //  20  0.90 1.12
-    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //  12  0.81 1.59
-    {Class::kGrouped,           kGather, Operands::kTf32,  10,   Pipe::kMmaSync, 0.39,   1.00},        //  10  0.84 1.14
-    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   4  1.00 1.14
+    {Class::kGrouped,           kGather, Operands::k16Bit,  3.5, Pipe::kMmaSync, 0.23,   0.86},        //  16  0.92 1.12
+    {Class::kGrouped,           kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.105,  0.90},        //   8  0.81 1.59
+    {Class::kGrouped,           kGather, Operands::kTf32,  10,   Pipe::kMmaSync, 0.39,   1.00},        //  16  0.79 1.30
+    {Class::kGrouped,           kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.087,  0.26},        //   8  0.72 1.14
+    {Class::kGrouped,           kGather, Operands::kFp32, 600,   Pipe::kFma,     1.00,   0.0514},      //  16  0.86 2.11
     {Class::kFewChannels,       kFprop,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.055,  0.14},        //   6  0.95 1.02
     {Class::kFewChannels,       kDgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.027,  0.37},        //   5  0.38 1.14
     {Class::kFewChannels,       kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.08,   0.22},        //   5  0.65 1.04
@@ -65,18 +66,18 @@ constexpr Row kRows[] = {
     {Class::kFewChannels,       kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.27,   0.30},        //   3  1.01 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::k16Bit,  3,   Pipe::kMmaSync, 0.086,  0.30},        //   2  1.00 1.01
     {Class::kDilatedWgrad,      kWgrad,  Operands::kTf32,   3,   Pipe::kMmaSync, 0.106,  0.30},        //   1  1.00 1.00
-    {Class::kPointwise,         kGather, Operands::k16Bit,  3.3, Pipe::kWgmma,   0.743,  1.037,  0.31}, // 123  0.82 1.29
-    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  9,   Pipe::kWgmma,   0.90,   0.99},        //  59  0.73 1.28
-    {Class::kPointwise,         kGather, Operands::kTf32,   8.6, Pipe::kWgmma,   0.761,  1.20,   0.47}, //  86  0.80 1.10
-    {Class::kPointwise,         kWgrad,  Operands::kTf32,   8.8, Pipe::kWgmma,   0.40,   1.10},        //  24  0.73 1.14
-    {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //  10  0.85 1.09
-    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.345},        //   6  0.96 1.04
-    {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  78  0.78 1.49
-    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  39  0.84 1.53
-    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  33  0.92 1.86
-    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  17  0.65 1.88
-    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  56  0.55 1.26
-    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   6  0.91 1.23
+    {Class::kPointwise,         kGather, Operands::k16Bit,  3.15, Pipe::kWgmma,  0.743,  1.037,  0.31}, // 112  0.85 1.13
+    {Class::kPointwise,         kWgrad,  Operands::k16Bit,  9,   Pipe::kWgmma,   0.90,   0.99},        //  47  0.84 1.21
+    {Class::kPointwise,         kGather, Operands::kTf32,   8.6, Pipe::kWgmma,   0.761,  1.20,   0.47}, //  97  0.83 1.13
+    {Class::kPointwise,         kWgrad,  Operands::kTf32,   8.8, Pipe::kWgmma,   0.40,   1.10},        //  34  0.60 1.14
+    {Class::kPointwise,         kGather, Operands::kFp32,   1.3, Pipe::kFma,     0.37,   0.20},        //  68  0.71 1.59
+    {Class::kPointwise,         kWgrad,  Operands::kFp32,   6.3, Pipe::kFma,     0.32,   0.345},       //  34  0.36 1.58
+    {Class::kDense,             kGather, Operands::k16Bit,  7,   Pipe::kWgmma,   0.78,   0.52},        //  44  0.78 1.49
+    {Class::kDense,             kWgrad,  Operands::k16Bit, 15,   Pipe::kWgmma,   0.66,   0.58},        //  22  0.93 1.53
+    {Class::kDense,             kGather, Operands::kTf32,   9,   Pipe::kWgmma,   0.77,   0.48},        //  44  0.63 1.86
+    {Class::kDense,             kWgrad,  Operands::kTf32,  18,   Pipe::kWgmma,   0.36,   0.22},        //  22  0.65 2.48
+    {Class::kDense,             kGather, Operands::kFp32,  10,   Pipe::kFma,     0.55,   0.15},        //  44  0.55 1.27
+    {Class::kDense,             kWgrad,  Operands::kFp32,   3,   Pipe::kFma,     0.33,   0.50},        //   8  0.91 1.52
 };
 // clang-format on
 
@@ -105,7 +106,7 @@ constexpr int64_t kSplitTile = 64 * 64;
 constexpr double kReducedPerUs = 140e3;
 
 // The powers of whole tiles of channels, 128x128 of weight gradients, 256 of TF32's fprop and dgrad.
-constexpr double kWgradExcessPower = 0.9, kTf32WgradExcessPower = 0.73, kTf32ExcessPower = 0.54;
+constexpr double kWgradExcessPower = 0.9, kTf32WgradExcessPower = 0.68, kTf32ExcessPower = 0.54;
 
 // TF32 weight gradients of 64 to 128 channels are no product of cuBLAS's tiles of 64, and cuDNN computes
 // them, so many times slower.

@@ -62,7 +62,7 @@ constexpr double kSharedSectorExcess = 1.32;
 // A line that rows of the output share, where they are longer than a line and no multiple of it: with a
 // filter that stays, whose tiles are stored in whole rows; with tiles of several boxes of 64 columns;
 // with swap-AB's of one.
-constexpr double kSharedLineExcess = 0.524;
+constexpr double kSharedLineExcess = 0.39;
 constexpr double kSharedLineExcessC128 = 1.13;
 constexpr double kSharedLineExcessRing = 2, kSharedLineExcessSwapAb = 1.22;
 // Of gpu.dram_bytes_per_us: the model counts every tensor once, and a part of them lies in L2.
@@ -221,7 +221,8 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                                      : wgrad_filter_row      ? kSectorBytesPerCycle
                                                              : kEpilogueBytesPerCycle;
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
-  const double stored_columns = static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
+  // A lone tile stores the columns that there are.
+  const double stored_columns = n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns;
   const double epilogue = tile_m * stored_columns * out_bytes / out_bytes_per_cycle;
   const bool between = params.residue_classes > 1 && problem.taps() > 1 && !instance.Is(kPatches);
   const double tile_cycles = stationary && tf32                    ? kTf32StationaryTileCycles
