@@ -16,10 +16,11 @@ constexpr int64_t kMostBox = 256;
 constexpr int64_t kColumns = 16;    // of a warp
 constexpr int64_t kMostParts = 16;  // of an image's rows
 
-// Cycles of a scheduler for a product, a row of pixels beside them and a CTA's set-up; of a CTA until its first
-// row, and of a row that waits for the one before; turns that the last CTAs take beside the even share. The
-// share of the DRAM's rate, microseconds before the first row, and how the two bounds are joined. Fitted to 36 times
-// on an H200, which they give within 7 % rms, 15 % at worst.
+// Cycles of a scheduler for a product, a row of pixels beside them and a CTA's set-up; of a CTA
+// until its first row, and of a row that waits for the one before; turns that the last CTAs take
+// beside the even share. The share of the DRAM's rate, microseconds before the first row, and how
+// the two bounds are joined. Of the kernel's 20 times in docs/notes/depthwise.md they give all
+// within 7 % rms, 13 % at worst.
 constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225, kStartCycles = 4190,
                  kRowLatency = 363, kLastTurn = 0.5, kCopyShare = 0.95, kStart = 1.4, kJoin = 4;
 

@@ -1,28 +1,33 @@
 // depthwise, fprop and dgrad at stride 1: products of two taps at a time on tensor cores (sm_90a).
 //
-// Of 8 channels, two neighbouring taps of a filter row are 16 rows of a matrix B with 8 columns: two
-// diagonals. A row of A is a pixel under the first tap and its neighbour under the second:
+// Of 8 channels, two neighbouring taps of a filter row are 16 rows of a matrix B with 8 columns:
+// two diagonals. A row of A is a pixel under the first tap and its neighbour under the second:
 //
-//     out[pixel][c] += sum over k < 8 of x[pixel + s][k] w[s][k] (k == c) + x[pixel + s + 1][k] w[s + 1][k] (k == c)
+//     out[pixel][c] += sum over k < 8 of x[pixel + s][k] w[s][k] (k == c)
+//                                      + x[pixel + s + 1][k] w[s + 1][k] (k == c)
 //
-// One m16n8k16 is 256 multiply-adds, where the FMA pipe has 32 an instruction; the last tap of a row of an odd
-// number is one m16n8k8. Pixels are read as they lie, by ldmatrix, without conversion, and sums lie as the result does.
+// One m16n8k16 is 256 multiply-adds, where the FMA pipe has 32 an instruction; the last tap of a
+// row of an odd number is one m16n8k8. Pixels are read as they lie, by ldmatrix, without
+// conversion, and sums lie as the result does.
 //
-// A warp has 8 channels and 16 columns of pixels, or 8 of two images, and walks down them. Its B stays in
-// registers. Row i of pixels is read once, for the output rows o = i - R + 1 ... i that it meets; the sums of
-// row o are those of place o % R. R rows a turn of the loop: all places are constants.
+// A warp has 8 channels and 16 columns of pixels, or 8 of two images, and walks down them. Its B
+// stays in registers. Row i of pixels is read once, for the output rows o = i - R + 1 ... i that it
+// meets; the sums of row o are those of place o % R. R rows a turn of the loop: all places are
+// constants.
 //
 //     box [row][image][column][channel] | mbarriers full and done of each chunk of kRows rows
 //
-// A CTA has one tile, all of whose box it asks for at its start; other CTAs of the SM cover the wait. Box rows have a
-// multiple of 8 pixels, so that TMA's swizzle is the same in all. Results take the place of pixels: no other
-// warp reads those, and this one has. Full(chunk): its pixels are there. Done(chunk): every warp has
-// stored the results that the chunk completed; the warps in turn wait for it, a chunk later, and let them leave
-// by TMA, which leaves out what lies outside of the output.
+// A CTA has one tile, all of whose box it asks for at its start; other CTAs of the SM cover the
+// wait. Box rows have a multiple of 8 pixels, so that TMA's swizzle is the same in all. Results
+// take the place of pixels: no other warp reads those, and this one has. Full(chunk): its pixels
+// are there. Done(chunk): every warp has stored the results that the chunk completed; the warps in
+// turn wait for it, a chunk later, and let them leave by TMA, which leaves out what lies outside of
+// the output.
 //
 // Zeros of B meet the other channels: an Inf or NaN of x spreads to the 8 channels of its block.
 //
-// Refused, with a reason (pairs_plan.cc): other filters, strides, dilation, depth; what TMA cannot walk.
+// Refused, with a reason (pairs_plan.cc): other filters, strides, dilation, depth; what TMA cannot
+// walk.
 #ifndef JAXCONV_CUDA_DEPTHWISE_PAIRS_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_PAIRS_SM90_CUH_
 
@@ -49,7 +54,8 @@
 
 namespace jaxconv::depthwise {
 
-// The filter of a warp's 8 channels as B: a lane has the taps of channel lane / 4 where that column meets its rows.
+// The filter of a warp's 8 channels as B: a lane has the taps of channel lane / 4 where that column
+// meets its rows.
 template <class Tag>
 struct PairedTaps {
   static constexpr int kR = Tag::kFilterRows, kS = Tag::kFilterColumns, kPairs = Tag::kPairs;
@@ -100,8 +106,9 @@ struct PairedSums {
     for (int v = 0; v < 4; ++v) place[kRow % kR][v] = 0;
   }
 
-  // Adds row i of pixels, i % R == kRow, to the R output rows that it meets, the last of which it begins. What it
-  // adds to rows before the first or behind the last is not used: tests between the products cost more.
+  // Adds row i of pixels, i % R == kRow, to the R output rows that it meets, the last of which it
+  // begins. What it adds to rows before the first or behind the last is not used: tests between the
+  // products cost more.
   template <int kRow>
   __device__ __forceinline__ void Add(const uint32_t (&offset)[kPairs], int32_t at,
                                       const PairedTaps<Tag>& taps) {
@@ -134,10 +141,12 @@ struct PairedSums {
   }
 };
 
-// What becomes of a sum before it is rounded: nothing; scale, bias and a clamp or silu; any epilogue.
+// What becomes of a sum before it is rounded: nothing; scale, bias and a clamp or silu; any
+// epilogue.
 enum class Finish { kNone, kClamp, kSilu, kAny };
 
-// A lane's outputs of a row, and what the epilogue does to them: pixels lane / 4 of both halves, two channels.
+// A lane's outputs of a row, and what the epilogue does to them: pixels lane / 4 of both halves,
+// two channels.
 template <class Tag>
 struct PairedOutputs {
   using T = typename Tag::T;
@@ -284,8 +293,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   __syncwarp();
   const PairedTaps<Tag> taps(params, filter, first_channel + warp * 8, lane);
 
-  // The lane's address in ldmatrix of a pair of taps: pixels 0-7, 8-15 (of a second image: 0-7), and the same
-  // of the second tap. Columns that do not exist read others.
+  // The lane's address in ldmatrix of a pair of taps: pixels 0-7, 8-15 (of a second image: 0-7),
+  // and the same of the second tap. Columns that do not exist read others.
   auto chunk = [&](int32_t pixel) {
     const int32_t swizzle = kBytes == 128 ? pixel & 7 : pixel >> 1 & 3;
     return pixel * kBytes + ((warp ^ swizzle) << 4);
@@ -306,7 +315,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   const Outputs outputs(params, epilogue, image, row, column, first_channel + warp * 8, lane);
   PairedSums<Tag> sums;
   const int32_t end = count + kR - 1;
-  // Of the warps in turn, a chunk after it is complete: its output rows leave when all warps have stored theirs.
+  // Of the warps in turn, a chunk after it is complete: its output rows leave when all warps have
+  // stored theirs.
   auto store = [&](int32_t chunk) {
     if (chunk / kRows % (Tag::kCtaThreads / 32) != warp || !ElectOne()) return;
     BarrierWait(done + chunk / kRows * 8, 0);
@@ -342,8 +352,9 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
           uint32_t word[2];
           outputs.template Round<kWay>(params, i - (kR - 1), sum, word);
           const uint32_t to = out + stage + (kRow - (kR - 1)) * row_bytes;
-          // Results replace pixels of R - 1 rows above, which the ldmatrix of all lanes has read. The
-          // barrier at the end of the chunk before orders that of its rows, this of the chunk's own.
+          // Results replace pixels of R - 1 rows above, which the ldmatrix of all lanes has read.
+          // The barrier at the end of the chunk before orders that of its rows, this of the chunk's
+          // own.
           if constexpr (kRow % kR == kR - 1) __syncwarp();
           StoreWord(to, word[0]);
           StoreWord(to + second * kBytes, word[1]);
@@ -372,7 +383,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   if (ElectOne()) WaitForStoresToRead();
 }
 
-// Boxes [row][image][column][channel] of the gathered tensor, or rows of an image's tile of the result.
+// Boxes [row][image][column][channel] of the gathered tensor, or rows of an image's tile of the
+// result.
 inline Status EncodeRows(DType dtype, const void* address, int32_t channels, int32_t width,
                          int32_t height, int64_t images, const int32_t (&box)[4],
                          CUtensorMap* map) {
@@ -390,7 +402,8 @@ inline Status EncodeRows(DType dtype, const void* address, int32_t channels, int
   return EncodeTiledMap(tensor, box, map);
 }
 
-// kFilterRows_ x kFilterColumns_ taps at stride 1, kChannelBlocks_ (4 or 8) blocks of 8 channels, a warp each.
+// kFilterRows_ x kFilterColumns_ taps at stride 1, kChannelBlocks_ (4 or 8) blocks of 8 channels, a
+// warp each.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kChannelBlocks_,
           int kCtasPerSm_>
 struct Pairs {
