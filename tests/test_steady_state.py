@@ -282,7 +282,7 @@ def block_diagonal_problems(each: Instance) -> list[Problem]:
     make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
     problems = []
     if form == "rows":
-        # Two CTAs an SM, tiles of one image: of a map's row of two tiles, and of a map.
+        # Tiles of two images, one for each pair of warpgroups, and of two for a row of a map.
         images = -(-2 * TILES // 5)
         problems.append(make("several", (5, 33), 3, n=images, groups=74, padding=1))
         problems.append(make("columns", (4, 70), 3, n=-(-images // 2), groups=37, padding=1))
