@@ -24,9 +24,11 @@ inline constexpr int kPositions = kThreads, kPlaceBytes = 8;
 inline constexpr int kRunPixelBytes = kChannels * 2, kTileRuns = 32, kRunGuardPixels = 8;
 inline constexpr int kRunStages = 3, kRunThreads = kThreads + 128;
 
-// rows_sm90.cuh: channels of a warpgroup, threads, pixels of a product, bytes of a row of pixels
-// and of a warpgroup's two rows of results, and places of filter rows.
-inline constexpr int kRowChannels = 32, kRowThreads = kThreads + 32, kRowPixels = 64;
+// rows_sm90.cuh: pairs of warpgroups, channels of a warpgroup, threads of the pairs and of a
+// producer for each, pixels of a product, bytes of a row of pixels and of a warpgroup's two rows of
+// results, and places of filter rows.
+inline constexpr int kRowPairs = 2, kRowChannels = 32, kRowThreads = kRowPairs * (256 + 32);
+inline constexpr int kRowPixels = 64;
 inline constexpr int kRowStageBytes = (kRowPixels + 8) * kRunPixelBytes;
 inline constexpr int kRowStagingBytes = 2 * kRowPixels * kRowChannels * 2, kRowTaps = 5;
 
@@ -46,6 +48,8 @@ struct Params : HaloParams {
   int32_t walked_columns = 0, run_filters = 1;
   FastDivmod run_groups;     // groups of rows of a tile
   int32_t result_bytes = 0;  // phases_sm90.cuh: of a tile of results
+  // rows_sm90.cuh: images and rows of a tile that a pair of warpgroups has.
+  int32_t pair_images = 1, pair_rows = 1;
 };
 
 using LaunchParams = HaloLaunch<Params>;

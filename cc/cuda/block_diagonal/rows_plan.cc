@@ -15,14 +15,14 @@ namespace {
 constexpr int64_t kHalo = 2;
 
 // Shares of the rates of the DRAM and of wgmma: with them the plan gives the times of an H200.
-constexpr double kDramShare = 0.75, kWgmmaShare = 0.85;
+constexpr double kDramShare = 0.77, kWgmmaShare = 0.85;
 // Cycles of a warpgroup for a row beside its products; and from the start to the first product and
 // from the last one to the end, for each 16 channels of a block.
 constexpr double kRowCycles = 500, kStartCycles = 2500;
 
 int64_t SharedBytes(const Instance& instance) {
   const int64_t filter = kChannels * instance.block * 2 * 3 * kRowTaps;
-  return instance.stages * (kRowStageBytes + 2 * 8) + filter + 2 * kRowStagingBytes;
+  return kRowPairs * (instance.stages * (kRowStageBytes + 2 * 8) + 2 * kRowStagingBytes) + filter;
 }
 
 // Cycles of the tensor cores for a row of 64 pixels and 64 channels: A of an instruction costs 16,
@@ -33,7 +33,8 @@ double CyclesOfRow(const Instance& instance) {
   return products * std::max(columns / 2, 16 + columns / 4);
 }
 
-// The columns and images of a tile, its rows of least time.
+// The columns and images of a tile, its rows of least time. Two pairs of warpgroups share its
+// images or its rows.
 void ShapeRows(const ConvProblem& problem, int64_t resident, Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const int64_t column_tiles = CeilDiv(columns.out, kRowPixels);
@@ -47,24 +48,30 @@ void ShapeRows(const ConvProblem& problem, int64_t resident, Params* params) {
   columns.tile = static_cast<int32_t>(tile_columns);
   columns.box = static_cast<int32_t>(box_columns);
   columns.tiles = FastDivmod(column_tiles);
-  params->tile_images = static_cast<int32_t>(images);
+  params->pair_images = static_cast<int32_t>(images);
   params->box_pixels = static_cast<int32_t>(images * box_columns);
   // Of several images the pixels between them are stored outside of the output.
   params->walked_columns = static_cast<int32_t>(images > 1 ? box_columns : tile_columns);
-  const int64_t strips = CeilDiv(problem.n, images) * problem.batch * column_tiles *
-                         CeilDiv(params->channels, kChannels);
   double least = HUGE_VAL;
-  for (int64_t tile = rows.out; tile > 0; --tile) {
-    const int64_t row_tiles = CeilDiv(rows.out, tile);
-    if (CeilDiv(rows.out, row_tiles) != tile) continue;
-    const int64_t items = strips * row_tiles;
-    const double work = static_cast<double>(CeilDiv(items, resident) * (tile + kHalo));
-    if (work >= least) continue;
-    least = work;
-    rows.tile = static_cast<int32_t>(tile);
-    rows.tiles = FastDivmod(row_tiles);
+  for (int64_t of_images = 1; of_images <= kRowPairs; ++of_images) {
+    if (of_images > 1 && (problem.batch > 1 || problem.n <= images)) break;
+    const int64_t strips = CeilDiv(problem.n, of_images * images) * problem.batch * column_tiles *
+                           CeilDiv(params->channels, kChannels);
+    for (int64_t tile = rows.out; tile > 0; --tile) {
+      const int64_t row_tiles = CeilDiv(rows.out, tile);
+      if (CeilDiv(rows.out, row_tiles) != tile) continue;
+      const int64_t pair_rows = CeilDiv(tile * of_images, kRowPairs);
+      const double work =
+          static_cast<double>(CeilDiv(strips * row_tiles, resident) * (pair_rows + kHalo));
+      if (work >= least) continue;
+      least = work;
+      rows.tile = static_cast<int32_t>(tile);
+      rows.tiles = FastDivmod(row_tiles);
+      params->tile_images = static_cast<int32_t>(of_images * images);
+      params->pair_rows = static_cast<int32_t>(pair_rows);
+    }
   }
-  rows.box = rows.tile + kHalo;
+  rows.box = params->pair_rows + kHalo;
 }
 
 }  // namespace
@@ -89,8 +96,9 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const auto rows =
       static_cast<double>(CeilDiv(params.items, launch->ctas) * int64_t{params.axis[1].box});
   const double multiply = CyclesOfRow(instance);
-  const double cycles = rows * std::max(static_cast<double>(ctas_of_sm) * multiply / kWgmmaShare,
-                                        multiply / 2 + kRowCycles);
+  const double cycles =
+      rows * std::max(static_cast<double>(ctas_of_sm * kRowPairs) * multiply / kWgmmaShare,
+                      multiply / 2 + kRowCycles);
   const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
   plan->microseconds =
       gpu.launch_us +

@@ -20,13 +20,14 @@
 // With a filter row alone, m64n32k16, they would be 24 cycles a row instead of 16.
 //
 // Tile: 64 pixels, the columns of one or of several images one behind the other; some rows; 64
-// channels, 32 for each of two consumer warpgroups. Where a tile has whole rows, one column of
-// padding serves the end of an image's row and the beginning of the next image's.
+// channels, 32 for each of two consumer warpgroups. Two such pairs of warpgroups share a filter:
+// the second has as many other images, or the second half of the rows. Where a tile has whole rows,
+// one column of padding serves the end of an image's row and the beginning of the next image's.
 //
-//     kStages rows of 72 pixels, the last ones zeros | filter of both warpgroups | results | barriers
+//     pair 0: kStages rows of 72 pixels, the last ones zeros | pair 1 | filter | results | barriers
 //
-// A ninth warp asks for rows, by TMA, which fills in the zeros of the padding; a box is one row of
-// the tile's images, so the map has the images in front of the rows. A column tap is a pixel
+// A warp for each pair asks for rows, by TMA, which fills in the zeros of the padding; a box is one
+// row of the pair's images, so the map has the images in front of the rows. A column tap is a pixel
 // further on in the same row: a descriptor may start at any pixel, because the swizzle is a
 // function of the address. Pixels between two images' outputs are multiplied too, and fall outside
 // of the output, where TMA stores nothing.
@@ -34,7 +35,8 @@
 // The filter lies as in memory, a tap's rows of a block's channels with the swizzle of as many
 // bytes, zeros between groups: MN-major in fprop, K-major in dgrad.
 //
-// Full(s), Empty(s): stages, as in common/ring_sm90.cuh. Named barriers 1 and 2: of a warpgroup.
+// Full(s), Empty(s): a pair's stages, as in common/ring_sm90.cuh. Named barriers 1 to 4: of a
+// warpgroup; 5 and 6: of the two that have the same channels.
 //
 // Refused, with a reason: as by runs_sm90.cuh, and strides.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_ROWS_SM90_CUH_
@@ -63,65 +65,78 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kStages: rows of pixels in shared memory.
-template <Op kOp_, DType kType_, int kBlock_, int kStages_, int kCtasPerSm_>
+// kBlock: channels of a block. kStages: rows of pixels in shared memory, of each pair of
+// warpgroups.
+template <Op kOp_, DType kType_, int kBlock_, int kStages_>
 struct Rows {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr Op kOp = kOp_;
   static constexpr DType kType = kType_;
-  static constexpr int kBlock = kBlock_, kStages = kStages_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kBlock = kBlock_, kStages = kStages_;
   static constexpr int kFilterSlots = 0, kStationary = 0;  // common/ring_sm90.cuh
   static constexpr int kParts = kRowChannels / kBlock;     // blocks of a warpgroup
   // Bytes of a row of a block, of its filter under one tap, of all that of a warpgroup.
   static constexpr int kLineBytes = kBlock * 2, kTapBytes = kBlock * kLineBytes;
   static constexpr int kFilterBytes = kParts * 3 * kRowTaps * kTapBytes;
-  static constexpr int kFilterAt = kStages * kRowStageBytes;
+  static constexpr int kFilterAt = kRowPairs * kStages * kRowStageBytes;
   static constexpr int kStagingAt = kFilterAt + 2 * kFilterBytes;
-  static constexpr int kBarriersAt = kStagingAt + 2 * kRowStagingBytes;
+  static constexpr int kBarriersAt = kStagingAt + 2 * kRowPairs * kRowStagingBytes;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// What a tile asks of the box's rows.
-__device__ __forceinline__ int32_t BoxRows(const Params& params, const TilePlace& tile) {
-  return min(params.axis[1].tile, params.axis[1].out - tile.row) + 2;
-}
+// A pair's part of a tile, which may have no rows: its first image and row, its rows.
+struct PairPlace {
+  int32_t image, row, rows;
+  __device__ __forceinline__ PairPlace(const Params& params, const TilePlace& tile, int pair)
+      : image(tile.image), row(tile.row), rows(params.pair_rows) {
+    if (params.tile_images > params.pair_images) {
+      image += pair * params.pair_images;
+    } else {
+      row += pair * params.pair_rows;
+      rows = min(rows, tile.row + params.axis[1].tile - row);
+    }
+    rows = image < params.images ? min(rows, params.axis[1].out - row) : 0;
+  }
+};
 
 // The producer, one thread.
 template <class Tag>
 __device__ __forceinline__ void ProduceRows(const Params& params, const CUtensorMap* map,
-                                            uint32_t ring, const Barriers<Tag>& barriers) {
+                                            uint32_t ring, int pair,
+                                            const Barriers<Tag>& barriers) {
   RingPlace<Tag::kStages> stage;
   for (Cursor range(params); !range.Done(); ++range.item) {
     const TilePlace tile(params, range.item, kChannels);
+    const PairPlace place(params, tile, pair);
     const int32_t column = tile.column - params.axis[2].pad;
-    int32_t row = tile.row - params.axis[1].pad;
-    for (int32_t left = BoxRows(params, tile); left > 0; --left, ++row) {
+    const int32_t row = place.row - params.axis[1].pad;
+    for (int32_t y = 0; place.rows > 0 && y < place.rows + 2; ++y) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       BarrierArriveExpect(barriers.Full(stage.slot), params.box_pixels * kRunPixelBytes);
       CopyTile4d(ring + stage.slot * kRowStageBytes, map, barriers.Full(stage.slot),
-                 tile.first_channel, column, tile.image, row);
+                 tile.first_channel, column, place.image, row + y);
       stage.Next();
     }
   }
 }
 
 // Begins to copy the groups' elements of a warpgroup's channels, up to 8 channels of a group at a
-// time. Filter rows 1 and 2 have two places each.
+// time, in the first places of the filter rows.
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyRowGroups(const Params& params, const typename Tag::T* filter,
-                                              int32_t first_channel, uint32_t to) {
+                                              int32_t first_channel, int thread, uint32_t to) {
   constexpr int kCount = kBytes / 2, kOfRow = kRowChannels / kCount;
+  constexpr int kStep = kRowPairs * 128 / kOfRow;
   const int32_t group = params.group, group_log2 = params.group_log2;
-  const int32_t channel = static_cast<int32_t>(threadIdx.x) % kOfRow * kCount;
+  const int32_t channel = thread % kOfRow * kCount;
   if (first_channel + channel >= params.channels) return;
   const int32_t in_block = channel % Tag::kBlock, first_row = in_block & ~(group - 1);
   to += channel / Tag::kBlock * (3 * kRowTaps * Tag::kTapBytes) + channel % 8 * 2;
   filter += first_channel + channel;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x) % 128 / kOfRow; i < 9 * group;
-       i += 128 / kOfRow) {
+  for (int32_t i = thread / kOfRow; i < 9 * group; i += kStep) {
     const int32_t tap = i >> group_log2, row = first_row + (i & (group - 1));
     const int32_t r = tap / 3, s = tap - r * 3;
     const int32_t source = Tag::kOp == Op::kDgrad ? i + (8 - 2 * tap) * group : i;
@@ -129,48 +144,64 @@ __device__ __forceinline__ void CopyRowGroups(const Params& params, const typena
     // The chunks of a row of kLineBytes are swizzled by the address's bits from 7 on.
     const int32_t line = row * Tag::kLineBytes;
     const int32_t chunk = in_block / 8 ^ (line >> 7 & (Tag::kLineBytes / 16 - 1));
-    const uint32_t at = to + s * (kRowTaps * Tag::kTapBytes) + line + chunk * 16;
-    CopyAsync<kBytes>(at + (2 - r) * Tag::kTapBytes, from, true);
-    if (r > 0) CopyAsync<kBytes>(at + (5 - r) * Tag::kTapBytes, from, true);
+    const uint32_t at = to + (s * kRowTaps + 2 - r) * Tag::kTapBytes + line + chunk * 16;
+    CopyAsync<kBytes>(at, from, true);
   }
 }
 
-// A warpgroup's filter, which several tiles share.
+// The filter of 32 channels, which several tiles and the pairs' warpgroups of these channels share.
 template <class Tag>
 struct HeldRowFilter {
+  static constexpr int kThreads = kRowPairs * 128;
   const Params& params;
   const uint32_t shared;
-  const int warpgroup;
+  const int half, thread;
   int32_t held = -1;
 
   __device__ __forceinline__ HeldRowFilter(const Params& params, uint32_t shared, int warpgroup)
-      : params(params), shared(shared), warpgroup(warpgroup) {
+      : params(params),
+        shared(shared),
+        half(warpgroup % 2),
+        thread(warpgroup / 2 * 128 + static_cast<int>(threadIdx.x) % 128) {
     // The zeros between groups are those of every filter.
     if (params.group == Tag::kBlock) return;
-    for (int32_t i = threadIdx.x % 128 * 16; i < Tag::kFilterBytes; i += 128 * 16) {
+    for (int32_t i = thread * 16; i < Tag::kFilterBytes; i += kThreads * 16) {
       StoreChunk(shared + i, {0, 0, 0, 0});
     }
-    NamedBarrierSync(1 + warpgroup, 128);
+    Meet();
   }
-  // Waits for a tile's where it is another. By all threads, when none reads the one before.
+  __device__ __forceinline__ void Meet() const {
+    NamedBarrierSync(1 + 2 * kRowPairs + half, kThreads);
+  }
+  // Waits for a tile's where it is another.
   __device__ __forceinline__ void Exchange(const TilePlace& tile) {
     const int32_t wanted = FilterOf(params, tile);
     if (wanted == held) return;
+    // None reads the one before.
+    if (held >= 0) Meet();
     held = wanted;
     const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
                          params.images_divmod.Div(tile.image) * params.filter_stride;
-    const int32_t channel = tile.first_channel + warpgroup * kRowChannels;
+    const int32_t channel = tile.first_channel + half * kRowChannels;
     if (params.group >= 8) {
-      CopyRowGroups<Tag, 16>(params, filter, channel, shared);
+      CopyRowGroups<Tag, 16>(params, filter, channel, thread, shared);
     } else if (params.group == 4) {
-      CopyRowGroups<Tag, 8>(params, filter, channel, shared);
+      CopyRowGroups<Tag, 8>(params, filter, channel, thread, shared);
     } else {
-      CopyRowGroups<Tag, 4>(params, filter, channel, shared);
+      CopyRowGroups<Tag, 4>(params, filter, channel, thread, shared);
     }
     CopyAsyncCommit();
     CopyAsyncWait<0>();
+    Meet();
+    // The second places of filter rows 2 and 1.
+    constexpr int kPairBytes = 2 * Tag::kTapBytes;
+    for (int32_t i = thread * 16; i < Tag::kParts * 3 * kPairBytes; i += kThreads * 16) {
+      const uint32_t from = shared + i + i / kPairBytes * (3 * Tag::kTapBytes);
+      const uint4 chunk = LoadChunk(from);
+      StoreChunk(from + 3 * Tag::kTapBytes, {chunk.x, chunk.y, chunk.z, chunk.w});
+    }
     FenceForCopies();
-    NamedBarrierSync(1 + warpgroup, 128);
+    Meet();
   }
 };
 
@@ -235,12 +266,14 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
                                             const Barriers<Tag>& barriers) {
   const int lane = threadIdx.x % 32, warp = UniformWarp() % 4;
   const Release release;
-  const uint32_t filter = shared + Tag::kFilterAt + warpgroup * Tag::kFilterBytes;
+  const int half = warpgroup % 2, pair = warpgroup / 2;
+  const uint32_t filter = shared + Tag::kFilterAt + half * Tag::kFilterBytes;
   const uint32_t results = shared + Tag::kStagingAt + warpgroup * kRowStagingBytes;
   const uint32_t pixel = warp * 16 + lane % 16;
   const uint32_t of_lane = pixel * 64 + ((lane / 16 ^ (pixel >> 1 & 3)) << 4);
   // Low words of descriptors.
-  const uint32_t ring = KMajorDescriptorLow(shared + warpgroup * kRowChannels * 2);
+  const uint32_t ring =
+      KMajorDescriptorLow(shared + pair * Tag::kStages * kRowStageBytes + half * kRowChannels * 2);
   const uint32_t b = (filter & 0x3ffff) >> 4 | Tag::kTapBytes >> 4 << 16;
   HeldRowFilter<Tag> held(params, filter, warpgroup);
   RingPlace<Tag::kStages> stage;
@@ -248,7 +281,8 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
   for (Cursor range(params); !range.Done(); ++range.item) {
     const TilePlace tile(params, range.item, kChannels);
     held.Exchange(tile);
-    const int32_t rows = BoxRows(params, tile);
+    const PairPlace place(params, tile, pair);
+    if (place.rows <= 0) continue;
     RowSums<Tag> sums = {};
     auto turn = [&](auto phase, int32_t y) {
       constexpr int kPhase = phase.value, kPlace = (kPhase + 1) % 3;
@@ -265,8 +299,8 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
         if (warp == 0 && ElectOne()) WaitForStoresToRead();
         NamedBarrierSync(1 + warpgroup, 128);
         if (warp == 0 && ElectOne()) {
-          StoreTile4d(out_map, to, tile.first_channel + warpgroup * kRowChannels, tile.column,
-                      tile.image, tile.row + y - 2);
+          StoreTile4d(out_map, to, tile.first_channel + half * kRowChannels, tile.column,
+                      place.image, place.row + y - 2);
           CommitStores();
         }
         buffer ^= kRowStagingBytes / 2;
@@ -280,32 +314,36 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
     // A tile ends behind any of the three: the branches out leave the sums where they are.
     for (int32_t y = 0;;) {
       turn(std::integral_constant<int, 0>(), y);
-      if (++y == rows) break;
+      if (++y == place.rows + 2) break;
       turn(std::integral_constant<int, 1>(), y);
-      if (++y == rows) break;
+      if (++y == place.rows + 2) break;
       turn(std::integral_constant<int, 2>(), y);
-      if (++y == rows) break;
+      if (++y == place.rows + 2) break;
     }
   }
   if (warp == 0 && ElectOne()) WaitForStoresToRead();
 }
 
 template <class Tag>
-__global__ void __launch_bounds__(kRowThreads, Tag::kCtasPerSm)
+__global__ void __launch_bounds__(kRowThreads, 1)
     RowsKernel(const __grid_constant__ Params params,
                const __grid_constant__ CUtensorMap gathered_map,
                const __grid_constant__ CUtensorMap out_map) {
+  constexpr int kWarpgroups = 2 * kRowPairs, kRingBytes = Tag::kStages * kRowStageBytes;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const uint32_t shared = SharedAddress(dynamic);
-  const Barriers<Tag> barriers{shared + Tag::kBarriersAt};
-  const int warpgroup = UniformWarp() / 4;
-  if (warpgroup == 2) {
+  const int warp = UniformWarp(), warpgroup = warp / 4;
+  const bool produces = warpgroup >= kWarpgroups;
+  const int pair = produces ? warp % 4 : warpgroup / 2;
+  const Barriers<Tag> barriers{shared + Tag::kBarriersAt + pair * (2 * Tag::kStages * 8)};
+  if (produces) {
     if (ElectOne()) barriers.Init(2);
     __syncwarp();
   } else {
     // Behind a row, the padding that its last image shares with one behind it.
     const int32_t zeros = kRowStageBytes - params.box_pixels * kRunPixelBytes;
-    for (int32_t i = threadIdx.x * 16; i < Tag::kStages * zeros; i += 256 * 16) {
+    for (int32_t i = threadIdx.x * 16; i < kRowPairs * Tag::kStages * zeros;
+         i += kWarpgroups * 128 * 16) {
       const int32_t slot = i / zeros;
       StoreChunk(shared + (slot + 1) * kRowStageBytes - zeros + (i - slot * zeros), {0, 0, 0, 0});
     }
@@ -313,18 +351,19 @@ __global__ void __launch_bounds__(kRowThreads, Tag::kCtasPerSm)
   }
   __syncthreads();
   WaitForInputs();
-  if (warpgroup == 2) {
-    if (ElectOne()) ProduceRows<Tag>(params, &gathered_map, shared, barriers);
+  if (produces) {
+    if (ElectOne()) {
+      ProduceRows<Tag>(params, &gathered_map, shared + pair * kRingBytes, pair, barriers);
+    }
   } else {
     ConsumeRows<Tag>(params, &out_map, shared, warpgroup, barriers);
   }
 }
 
-template <Op kOp_, DType kType_, int kBlock_, int kStages_, int kCtasPerSm_>
+template <Op kOp_, DType kType_, int kBlock_, int kStages_>
 template <class Tag>
-Status Rows<kOp_, kType_, kBlock_, kStages_, kCtasPerSm_>::Launch(const Plan& plan,
-                                                                  const Operands& operands,
-                                                                  void* stream) {
+Status Rows<kOp_, kType_, kBlock_, kStages_>::Launch(const Plan& plan, const Operands& operands,
+                                                     void* stream) {
   const auto& launch = plan.As<LaunchParams>();
   Params params = launch.kernel;
   params.filter = operands.rhs;

@@ -50,7 +50,7 @@ inline Status EncodeWalked(DType dtype, const Params& params, const void* walked
   return EncodeTiledMap(tensor, box, map);
 }
 
-// Single rows of a tile's images, of some columns and channels: the images lie in front of the
+// Single rows of a pair's images, of some columns and channels: the images lie in front of the
 // rows.
 inline Status EncodeRows(DType dtype, const Params& params, const void* address, int32_t rows,
                          int32_t columns, int32_t box_channels, int32_t box_columns,
@@ -66,7 +66,7 @@ inline Status EncodeRows(DType dtype, const Params& params, const void* address,
   tensor.stride[1] = params.channels;
   tensor.stride[3] = int64_t{params.channels} * columns;
   tensor.stride[2] = tensor.stride[3] * rows;
-  const int32_t box[] = {box_channels, box_columns, params.tile_images, 1};
+  const int32_t box[] = {box_channels, box_columns, params.pair_images, 1};
   return EncodeTiledMap(tensor, box, map);
 }
 
