@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jaxconv
+from jaxconv._src import fuse_convolution, native
 
 
 @pytest.fixture(autouse=True)
@@ -485,3 +486,28 @@ def test_fold_multiplies_constant_filters():
         e for e in jax.make_jaxpr(of_arguments)(X, W).eqns if e.primitive.name == "jaxconv_fused"
     ]
     assert call.params["epilogue"].words == ["scale"]
+
+
+def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
+    """XLA fuses an epilogue with what reads its result: then there is no pass to save."""
+    predicted = {True: (5.0, 12.0), False: (4.0, 8.0)}  # a kernel and XLA, with an epilogue or none
+
+    def selection(with_epilogue: bool) -> native.Selection:
+        ours, xla = predicted[with_epilogue]
+        return native.Selection("kernel", microseconds=ours, xla_microseconds=xla)
+
+    monkeypatch.setattr(fuse_convolution.lowering, "select", lambda *a: (selection(False), None))
+    monkeypatch.setattr(fuse_convolution.fused, "select", lambda *a: (selection(True), None))
+    x = X.astype(jnp.bfloat16)
+
+    def biased(x):
+        return conv(x) + BIAS.astype(x.dtype)
+
+    assert epilogues(biased, x) == ["bias"]
+    assert epilogues(lambda x: conv(jax.nn.relu(biased(x))), x) == ["bias relu"]
+    normalised = functools.partial(jax.nn.standardize, axis=-1)
+    assert epilogues(lambda x: normalised(biased(x)), x) == []
+    assert epilogues(lambda x: biased(x).sum((1, 2)), x) == []
+    assert epilogues(lambda x: conv(y := biased(x)) + normalised(y), x)[0] == "bias"
+    predicted[True] = 4.0, 12.0  # it costs the kernel nothing
+    assert epilogues(lambda x: normalised(biased(x)), x) == ["bias"]

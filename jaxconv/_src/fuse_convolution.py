@@ -99,8 +99,15 @@ def platforms() -> tuple[str, ...]:
     return tuple(dict.fromkeys(["cuda" if here == "gpu" else here, *named]))
 
 
-def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
+def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: bool) -> str:
     """Why a call would be slower than the program, or "".
+
+    Args:
+        conv: the convolution.
+        form: the epilogue of its call.
+        out_dtype: the result's type.
+        absorbed: whether XLA would compute the epilogue where its result is used (a reduction, an
+            elementwise operation), in a pass that the program has in any case.
 
     Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
     XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
@@ -108,6 +115,7 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
     kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
     its result. That is what the epilogue adds to the prediction of XLA's own convolution, or half
     of it where the pass reads and writes float32 sums there; of statistics it reads the result.
+    An epilogue that is absorbed has no pass of its own.
     """
     operands = type_of(conv.x), type_of(conv.w)
     if operands[0].dtype == np.float32 and not form.statistics:
@@ -128,12 +136,15 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype) -> str:
             one_pass = chosen.xla_microseconds - plain.xla_microseconds
             if form.terms or form.activation is not None:
                 one_pass /= 2
+            if absorbed and not form.statistics:
+                one_pass = 0.0
             apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
             known = plain.microseconds > 0 and plain.xla_microseconds > 0
             if known and apart < chosen.microseconds:
+                rest = "" if one_pass == 0 else " and XLA's pass over its result"
                 return (
                     f"{chosen.instance} is predicted to take {chosen.microseconds:.1f} us, the "
-                    f"convolution and XLA's pass over its result {apart:.1f} us"
+                    f"convolution{rest} {apart:.1f} us"
                 )
             return ""
         found += chosen.refusals

@@ -21,6 +21,16 @@ IDENTITIES = ("copy", "copy_p")
 # Operations that leave a number what it is.
 _SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
 
+# Operations in whose fusions XLA computes what makes their operands.
+_ABSORBING = frozenset(
+    (
+        *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
+        *("integer_pow", "pow", "sqrt", "rsqrt", "exp", "exp2", "log", "log1p", "expm1", "tanh"),
+        *("logistic", "erf", "erfc", "select_n", "clamp", "convert_element_type"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "reduce_sum", "reduce_max", "reduce_min"),
+    )
+)
+
 
 def is_float(dtype: Any) -> bool:
     """Whether a convolution with an epilogue computes and stores this type."""
@@ -82,6 +92,15 @@ class Graph:
     def uses(self, var: Var) -> list[int]:
         """Positions of the equations that use a variable, one entry a use."""
         return self._used_by.get(var, [])
+
+    def absorbed(self, var: Var) -> bool:
+        """Whether XLA computes a variable where it is used and stores it nowhere."""
+        uses = self.uses(var)
+        return (
+            bool(uses)
+            and var not in self.returned
+            and all(self.eqns[i].primitive.name in _ABSORBING for i in uses)
+        )
 
     def constant(self, atom: Any) -> float | None:
         """The number that a scalar, or an array of one number, is known to be."""

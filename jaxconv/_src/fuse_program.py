@@ -297,7 +297,8 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
     name, slope = epilogue.parse_activation(chain.activation)
     results = call.pre is not None, call.statistics is not None
     form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results)
-    if reason := fuse_convolution.slower(conv, form, out_dtype):
+    absorbed = graph.absorbed(chain.out)
+    if reason := fuse_convolution.slower(conv, form, out_dtype, absorbed):
         raise _RefusedError(conv.position, reason, form.statistics)
 
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
