@@ -8,26 +8,19 @@ CTA in reverse order.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import os
 import pathlib
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 
 import pytest
+from emulated import building, host_build
+from kernel_tables import INT8_FAMILIES, fused_instances, instances
 from numerics import tolerance_of
 from problems import Problem, problem
 
 from jaxconv._src.spec import Op
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
-
-import host_build
-from kernel_tables import INT8_FAMILIES, fused_instances, instances
 
 # Families of which every line of the table runs.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
@@ -472,29 +465,15 @@ READERS = [
 ASSUMING = "fprop_winograd_bf16_4x4_four_stage_128x160x64_pingpong_half"
 
 
-@contextlib.contextmanager
-def alone(folder: pathlib.Path) -> Iterator[None]:
-    """While one process builds, others wait, and find the objects made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.fixture(scope="session")
 def programs() -> dict[bool | str, pathlib.Path]:
     """The programs of the instances of 8-bit operands (True), of the others, of masked sums."""
-    if host_build.compiler() is None:
-        pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
-        pytest.skip(f"the emulator runs on Linux x86-64, not {sys.platform} {os.uname().machine}")
     sources: list[tuple[bool | str, pathlib.Path, list[str]]] = [
         ("masked sums", host_build.EMULATOR / "run_masked_sums.cc", []),
         (True, host_build.TESTS / "cc" / "int8_check.cu", []),
         (False, host_build.EMULATOR / "run_kernels.cc", [*READERS, ASSUMING]),
     ]
-    folder = pathlib.Path(tempfile.gettempdir()) / f"jaxconv-emulator-{os.getuid()}"
-    with alone(folder):
+    with building() as folder:
         return {
             kind: host_build.build(
                 list(dict.fromkeys([*(c.instance for c in CASES if c.eight_bit == kind), *others])),

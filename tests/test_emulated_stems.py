@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
-import tempfile
 
 import numpy as np
 import pytest
+from emulated import building, computed, host_build, run
 from problems import DTYPES, problem
 
 from jaxconv._src.spec import Op
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
-import host_build
 
 INSTANCES = [
     "fprop_few_channels_bf16_7x7_stride2",
@@ -48,18 +42,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def program() -> pathlib.Path:
     """run_kernels with INSTANCES."""
-    if host_build.compiler() is None:
-        pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
-        pytest.skip("the emulator switches its threads' stacks in x86-64 assembly for Linux")
-    folder = pathlib.Path(tempfile.gettempdir()) / f"jaxconv-emulator-{os.getuid()}"
-    return host_build.build(INSTANCES, folder)
-
-
-def run(program: pathlib.Path, instance: str, key: str, *options: str) -> None:
-    command = [str(program), instance, key, *options]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, f"{command}\n{ran.stdout}{ran.stderr}"
+    with building() as folder:
+        return host_build.build(INSTANCES, folder)
 
 
 @pytest.mark.parametrize("instance, of", CASES, ids=lambda c: c if isinstance(c, str) else c.name)
@@ -100,9 +84,7 @@ def test_nan_and_infinity_stay_in_their_windows(program, instance, size, window,
                 out[:, p, q] += (pixel[:, :, None] * w[r, s]).sum(1)
             elif inside:
                 out[:, h, v] += (given[:, p, q, None] * w[r, s]).sum(2)
-    (tmp_path / "lhs").write_bytes(given.astype(DTYPES[dtype][0]).tobytes())
-    (tmp_path / "rhs").write_bytes(w.astype(DTYPES[dtype][0]).tobytes())
-    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
-    run(program, instance, of.line(Op(instance[:5]), dtype), *files, "sms=3")
-    actual = np.frombuffer((tmp_path / "out").read_bytes(), DTYPES[dtype][0]).reshape(out.shape)
-    np.testing.assert_array_equal(actual.astype(float), out)
+    element, key = DTYPES[dtype][0], of.line(Op(instance[:5]), dtype)
+    operands = given.astype(element), w.astype(element)
+    actual = computed(program, instance, key, *operands, element, tmp_path, "sms=3")
+    np.testing.assert_array_equal(actual.reshape(out.shape).astype(float), out)

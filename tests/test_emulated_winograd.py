@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import jax
 import numpy as np
 import pytest
+from emulated import computed, host_build
 from numerics import error, reference
 from problems import DTYPES, problem
-from test_emulated_kernels import ASSUMING, CASES, READERS, host_build, programs  # noqa: F401
+from test_emulated_kernels import ASSUMING, CASES, READERS, programs  # noqa: F401
 
 import jaxconv
 from jaxconv import winograd
@@ -30,13 +29,9 @@ def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):  # noqa:
         f"fprop {dtype}:f16:f32 default b1 n1 g2 c128 k128 i6x5 f3x3 o6x5 s1x1 l1x1 d1x1 p1_1x1_1 "
         f"{winograd_filter.LAYOUTS[prepared.tile]}"
     )
-    (tmp_path / "lhs").write_bytes(x.tobytes())
-    (tmp_path / "rhs").write_bytes(np.asarray(prepared.data).tobytes())
-    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
-    command = [str(programs[False]), instance, key, *files]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"
-    actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(1, 6, 5, 128)
+    data = np.asarray(prepared.data)
+    actual = computed(programs[False], instance, key, x, data, np.float32, tmp_path)
+    actual = actual.reshape(1, 6, 5, 128)
     with jax.default_device(jax.devices("cpu")[0]):
         expected = jaxconv.conv(x, prepared, groups=2, preferred_element_type=np.float32)
     # The same U, but V is rounded at other places: fused_row computes it in float16.
@@ -58,15 +53,10 @@ def test_operands_far_apart(programs, instance, tmp_path):  # noqa: F811
     x, w = (np.random.default_rng(7).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
     dtype = FORMS[instance][2]
     x, w = (a.astype(DTYPES[dtype][0]) for a in (x * 2.0**124, w * 2.0**-109))
-    (tmp_path / "lhs").write_bytes(x.tobytes())
-    (tmp_path / "rhs").write_bytes(w.tobytes())
-    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
     key = p.line(Op.FPROP, dtype).replace("bf16:bf16:bf16", "bf16:bf16:f32")
-    command = [str(programs[False]), instance, key, *files]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"
     expected = reference(Op.FPROP, p, x.astype(np.float64), w.astype(np.float64))
-    actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(expected.shape)
+    actual = computed(programs[False], instance, key, x, w, np.float32, tmp_path)
+    actual = actual.reshape(expected.shape)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=0.02 * np.abs(expected).max())
 
 
@@ -86,13 +76,8 @@ def test_magnitudes_beside_the_assumed(programs, of_x, of_w, tmp_path):  # noqa:
     x, w = (np.random.default_rng(8).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
     x.flat[7] = w.flat[9] = 1
     x, w = (np.asarray(a, DTYPES["bf16"][0]) for a in (x * of_x, w * of_w))
-    (tmp_path / "lhs").write_bytes(x.tobytes())
-    (tmp_path / "rhs").write_bytes(w.tobytes())
-    files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
     key = p.line(Op.FPROP, "bf16").replace("bf16:bf16:bf16", "bf16:bf16:f32")
-    command = [str(programs[False]), ASSUMING, key, *files]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, f"{ASSUMING} '{key}'\n{ran.stdout}{ran.stderr}"
     expected = reference(Op.FPROP, p, x.astype(np.float64), w.astype(np.float64))
-    actual = np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(expected.shape)
+    actual = computed(programs[False], ASSUMING, key, x, w, np.float32, tmp_path)
+    actual = actual.reshape(expected.shape)
     assert error(actual, expected) < 3e-3

@@ -5,13 +5,13 @@ In the emulator, and on a GPU by name.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 
 import jax
 import kernel_tables
 import numpy as np
 import pytest
+from emulated import computed
 from numerics import error, normal_operands, reference
 from problems import problem
 from test_emulated_kernels import OTHERS, programs  # noqa: F401
@@ -35,15 +35,9 @@ def emulated(request, tmp_path, programs):  # noqa: F811
     op, instance = Op(request.param.partition("_")[0]), request.param
 
     def run(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-        (tmp_path / "lhs").write_bytes(lhs.tobytes())
-        (tmp_path / "rhs").write_bytes(rhs.tobytes())
-        files = [f"{name}={tmp_path / name}" for name in ("lhs", "rhs", "out")]
         key = POINTWISE.line(op, "f32", "highest")
-        command = [str(programs[False]), instance, key, *files]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert ran.returncode == 0, f"{instance} '{key}'\n{ran.stdout}{ran.stderr}"
-        shape = POINTWISE.canonical_shape(op.roles[2])
-        return np.frombuffer((tmp_path / "out").read_bytes(), np.float32).reshape(shape)
+        out = computed(programs[False], instance, key, lhs, rhs, np.float32, tmp_path)
+        return out.reshape(POINTWISE.canonical_shape(op.roles[2]))
 
     return op, run
 
