@@ -17,16 +17,19 @@ CC = REPOSITORY / "cc"
 # A folder of cc/cuda with a table is a family; families do not see each other.
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
+# Kernels of operations around convolutions, which the handlers launch themselves.
+AROUND = {"cuda/batch_norm"}
+
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "cuda/ptx": {"core", "cuda/ptx"},
     "cuda/common": {"core", "cuda/ptx", "cuda/common"},
-    **{family: {"core", "cuda/ptx", "cuda/common", family} for family in FAMILIES},
+    **{own: {"core", "cuda/ptx", "cuda/common", own} for own in FAMILIES | AROUND},
     # The registry and the launch table: the files of cc/cuda itself.
     "cuda": {"core", "cuda", "cuda/common", *FAMILIES},
-    "ffi": {"core", "cpu", "cuda/common", "ffi"},
+    "ffi": {"core", "cpu", "cuda/common", *AROUND, "ffi"},
     # The Python module sees the interface of a platform and nothing behind it.
     "bindings": {"ffi"},
 }
@@ -36,7 +39,7 @@ MAY_USE = {
     "cpu": {"dnnl", "intrinsics", "memory advice", "openmp"},
     "cuda/ptx": {"cuda"},
     "cuda/common": {"cuda"},
-    **{family: {"cuda"} for family in FAMILIES},
+    **{own: {"cuda"} for own in FAMILIES | AROUND},
     "cuda": set(),
     "ffi": {"xla"},
     "bindings": {"nanobind"},

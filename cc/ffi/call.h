@@ -48,7 +48,7 @@ struct FusedCall {
   Axes lhs_axes, rhs_axes, out_axes;
 };
 
-// The call `jaxconv_masked_sums` (cuda/common/masked_sums.h): arrays of one type and shape with the
+// The call `jaxconv_masked_sums` (cuda/batch_norm/masked_sums.h): arrays of one type and shape, the
 // channels innermost, vectors of float32; an absent one has no elements.
 struct MaskedSumsCall {
   ffi::AnyBuffer gradient, gradient2, result, y, y2, mean, mean2, scale, offset, masked, sums;

@@ -6,8 +6,8 @@
 #include <set>
 #include <unordered_map>
 
+#include "cuda/batch_norm/masked_sums.h"
 #include "cuda/common/launch_table.h"
-#include "cuda/common/masked_sums.h"
 #include "cuda/common/plan_cache.h"
 #include "cuda/common/query_gpu.h"
 #include "cuda/common/registry.h"

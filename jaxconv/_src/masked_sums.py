@@ -34,7 +34,7 @@ masked_sums_p = Primitive(TARGET)
 masked_sums_p.multiple_results = True
 
 # Channels of a thread, the most threads along the channels, and the threads of a CTA
-# (cc/cuda/common/masked_sums.cu).
+# (cc/cuda/batch_norm/masked_sums.cu).
 _VECTOR, _LANES, _THREADS = 8, 32, 256
 
 # CTAs of a launch, two to an SM of an H200, and the fewest rows that each of their threads adds.

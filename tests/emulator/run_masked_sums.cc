@@ -1,5 +1,5 @@
 // Runs every form of masked_sums in the emulator on small integers and compares it with the
-// definition in cuda/common/masked_sums.h. Exit status: 1 where a result differs.
+// definition in cuda/batch_norm/masked_sums.h. Exit status: 1 where a result differs.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda/common/masked_sums.h"
+#include "cuda/batch_norm/masked_sums.h"
 #include "emulator.h"
 #include "round.h"
 

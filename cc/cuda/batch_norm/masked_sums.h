@@ -9,8 +9,8 @@
 // Arrays are (rows, channels), contiguous, of 16 bits; vectors are float32 of `channels` numbers.
 // Each of `parts` CTAs adds its share of the rows in a fixed order, so that the bits of the sums
 // are those of the shape and of `parts` alone.
-#ifndef JAXCONV_CUDA_COMMON_MASKED_SUMS_H_
-#define JAXCONV_CUDA_COMMON_MASKED_SUMS_H_
+#ifndef JAXCONV_CUDA_BATCH_NORM_MASKED_SUMS_H_
+#define JAXCONV_CUDA_BATCH_NORM_MASKED_SUMS_H_
 
 #include <cstdint>
 
@@ -41,4 +41,4 @@ Status LaunchMaskedSums(DType dtype, const MaskedSums& sums, void* stream);
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_COMMON_MASKED_SUMS_H_
+#endif  // JAXCONV_CUDA_BATCH_NORM_MASKED_SUMS_H_

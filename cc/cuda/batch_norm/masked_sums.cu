@@ -2,9 +2,9 @@
 
 #include <string>
 
+#include "cuda/batch_norm/masked_sums.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/masked_sums.h"
 
 namespace jaxconv {
 namespace {
