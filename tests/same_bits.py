@@ -1,12 +1,14 @@
 """Whether results are the same bits in several processes, on a GPU.
 
-    python tests/same_bits.py --program build/kernel_check --record tests/gpu_report.json
+    python tests/same_bits.py --program build/kernel_check --pass-program build/pass_check \
+        --record tests/gpu_report.json
 
 Every instance of the families depthwise, block_diagonal and few_channels that accepts a layer below
 computes it on random data, in three processes at once, so that CTAs meet each other differently in
-each; ``kernel_check hash`` prints a hash of each result (CONTRIBUTING.md says how the program is
-built). Exit status 1: a hash differs, a process lacks one, or the program fails. ``--families``
-takes other families, ``--record`` adds a summary to the GPU record.
+each; ``kernel_check hash`` prints a hash of each result, and ``pass_check hash`` those of kernels
+that are no convolutions (CONTRIBUTING.md says how the programs are built). Exit status 1: a hash
+differs, a process lacks one, or a program fails. ``--families`` takes other families, ``--record``
+adds a summary to the GPU record.
 """
 
 from __future__ import annotations
@@ -65,23 +67,36 @@ def lines() -> Iterator[str]:
                 yield f"{layer.name}.{op.value}.{dtype}\t{layer.line(op, dtype, precision)}\n"
 
 
-def hashes(command: Sequence[str], gpu: str | None, seconds: float) -> dict[tuple[str, str], str]:
-    """One process: the hash of each (problem and operation, instance).
+def hashes(
+    commands: Sequence[Sequence[str]], gpu: str | None, seconds: float
+) -> dict[tuple[str, str], str]:
+    """One after the other: the hash of each (problem and operation, instance).
 
     Raises:
-        RuntimeError: the program fails, or does not end in time.
+        RuntimeError: a program fails, or does not end in time.
     """
     environment = {**os.environ} if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-    try:
-        ran = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=seconds
-        )
-    except subprocess.TimeoutExpired as late:
-        raise RuntimeError(f"no end after {seconds:.0f} s") from late
-    if ran.returncode:
-        raise RuntimeError(f"status {ran.returncode}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
-    fields = [line.split() for line in ran.stdout.splitlines() if not line.startswith("hash:")]
-    return {(name, instance): bits for name, instance, bits in fields}
+    found = {}
+    for command in commands:
+        try:
+            ran = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise RuntimeError(f"{' '.join(command)}: no end after {seconds:.0f} s") from late
+        if ran.returncode:
+            output = ran.stdout[-2000:] + ran.stderr[-2000:]
+            raise RuntimeError(f"{' '.join(command)}: status {ran.returncode}\n{output}")
+        for line in ran.stdout.splitlines():
+            if not line.startswith("hash:"):
+                name, instance, bits = line.split()
+                found[name, instance] = bits
+    return found
 
 
 def differing(runs: Sequence[dict[tuple[str, str], str]]) -> list[str]:
@@ -101,6 +116,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--program", required=True, help="kernel_check")
+    add("--pass-program", type=pathlib.Path, help="pass_check (default: beside kernel_check)")
     add("--families", nargs="+", default=FAMILIES)
     add("--processes", type=int, default=3)
     add("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES"), help="for example 0,1")
@@ -110,17 +126,20 @@ def main(argv: Sequence[str]) -> int:
     if options.processes < 2:
         parser.error("--processes: expected 2 at least, to compare")
     gpus = options.gpus.split(",") if options.gpus else [None]
+    pass_program = options.pass_program or pathlib.Path(options.program).with_name("pass_check")
+    if not pass_program.exists():
+        parser.error(f"{pass_program}: no such program")
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
         problems = pathlib.Path(folder) / "problems.tsv"
         problems.write_text("".join(lines()))
         families = [f"_{family}_" for family in options.families]
-        command = [options.program, "hash", str(problems), *families]
-        one = functools.partial(hashes, command, seconds=options.seconds)
+        commands = [options.program, "hash", str(problems), *families], [str(pass_program), "hash"]
+        one = functools.partial(hashes, commands, seconds=options.seconds)
         try:
             runs = list(pool.map(one, (gpus[i % len(gpus)] for i in range(options.processes))))
         except RuntimeError as error:
-            print(f"FAILED {' '.join(command)}: {error}")
+            print(f"FAILED {error}")
             return 1
     failures = differing(runs)
     for failure in failures:

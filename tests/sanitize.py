@@ -1,13 +1,15 @@
 """compute-sanitizer over every device kernel, on a GPU.
 
     python tests/sanitize.py racecheck --program build/kernel_check \
-        --int8-program build/int8_check --processes 4 --record tests/gpu_report.json
+        --int8-program build/int8_check --pass-program build/pass_check --processes 4 \
+        --record tests/gpu_report.json
 
 Runs the cases of ``test_emulated_kernels.py``, small problems that reach each device kernel's file,
-by the programs ``tests/cc/kernel_check.cu`` and ``int8_check.cu`` (CONTRIBUTING.md says how they
-are built). They plan for a GPU of two SMs, so that a CTA processes several tiles. Each process has
-a part of the cases, and the GPUs take turns. Exit status 1: the sanitizer reports anything, or a
-program fails. ``--record`` adds a summary to the GPU record.
+by the programs ``tests/cc/kernel_check.cu`` and ``int8_check.cu``, and those of ``pass_check.cu``,
+kernels that are no convolutions (CONTRIBUTING.md says how they are built). The programs plan for a
+GPU of two SMs, so that a CTA processes several tiles. Each process has a part of the cases, and the
+GPUs take turns. Exit status 1: the sanitizer reports anything, or a program fails. ``--record``
+adds a summary to the GPU record.
 """
 
 from __future__ import annotations
@@ -98,29 +100,37 @@ def commands(
     ]
 
 
+PASSES = "passes"  # for --select: all of pass_check.cu
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("tool", choices=TOOLS)
     add("--program", required=True, help="kernel_check")
     add("--int8-program", required=True, help="int8_check")
+    add("--pass-program", type=pathlib.Path, help="pass_check (default: beside kernel_check)")
     add("--processes", type=int, default=4, help="at a time")
     add("--parts", type=int, default=16, help="processes for the kernels of floats")
     add("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES"), help="for example 0,1")
-    add("--select", default="", help="only instances whose name contains this")
+    add("--select", default="", help=f"only instances whose name contains this; {PASSES}")
     add("--seconds", type=float, default=600, help="for one process")
     add("--record", type=pathlib.Path, help="the GPU record to add a summary to")
     options = parser.parse_args(argv)
     gpus = options.gpus.split(",") if options.gpus else [None]
     cases = [case for case in CASES if options.select in case.instance]
-    if not cases:
+    pass_program = options.pass_program or pathlib.Path(options.program).with_name("pass_check")
+    passes = [Call([str(pass_program), "check"], 1)] if options.select in PASSES else []
+    if passes and not pass_program.exists():
+        parser.error(f"{pass_program}: no such program")
+    if not cases and not passes:
         parser.error(f"--select {options.select}: no case's instance contains it")
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(options.processes) as pool,
     ):
-        calls = commands(
+        calls = passes + commands(
             cases, options.program, options.int8_program, options.parts, pathlib.Path(folder)
         )
         outcomes = list(
@@ -135,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
     summary = {
         "failed": len(failed),
         "reports": sum(max(o.found, 0) for o in outcomes),
-        "cases": len(cases),
+        "cases": len(cases) + len(passes),
         "kernels": sum(o.kernels for o in outcomes),
         "seconds": round(time.monotonic() - start),
     }

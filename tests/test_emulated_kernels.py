@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 from collections.abc import Iterator
 
@@ -467,9 +468,9 @@ ASSUMING = "fprop_winograd_bf16_4x4_four_stage_128x160x64_pingpong_half"
 
 @pytest.fixture(scope="session")
 def programs() -> dict[bool | str, pathlib.Path]:
-    """The programs of the instances of 8-bit operands (True), of the others, of masked sums."""
+    """The programs of the instances of 8-bit operands (True), of the others, of the passes."""
     sources: list[tuple[bool | str, pathlib.Path, list[str]]] = [
-        ("masked sums", host_build.EMULATOR / "run_masked_sums.cc", []),
+        ("passes", host_build.TESTS / "cc" / "pass_check.cu", []),
         (True, host_build.TESTS / "cc" / "int8_check.cu", []),
         (False, host_build.EMULATOR / "run_kernels.cc", [*READERS, ASSUMING]),
     ]
@@ -519,9 +520,27 @@ def test_a_kernel_in_the_emulator(programs, case):
         assert ran.returncode == 0, " ".join((repro, *case.options)) + f"\n{output}"
 
 
-def test_masked_sums_in_the_emulator(programs):
-    """Every form of the kernel, of two types, exactly."""
-    ran = subprocess.run(
-        [str(programs["masked sums"])], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0 and "42 cases, 0 wrong" in ran.stdout, ran.stdout + ran.stderr
+def test_passes_in_the_emulator(programs):
+    """Exact in every form, and the same bits whatever order the threads run in."""
+    hashes = []
+    for mode, seed in (("check", "1"), ("hash", "0"), ("hash", "1")):
+        ran = subprocess.run(
+            [str(programs["passes"]), mode],
+            env={**os.environ, "EMULATOR_SEED": seed},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, f"EMULATOR_SEED={seed} {mode}\n{ran.stdout}{ran.stderr}"
+        hashes.append(ran.stdout.splitlines()[:-1])
+    assert hashes[0] == [] and len(set(hashes[1])) == len(hashes[1]) > 40
+    assert hashes[1] == hashes[2]
+
+
+def test_every_pass_is_emulated():
+    """What the FFI handlers launch beside instances has cases in ``tests/cc/pass_check.cu``."""
+    handlers = (host_build.CC / "ffi" / "cuda_platform.cc").read_text()
+    cases = [path.read_text() for path in (host_build.TESTS / "cc").glob("*_cases.cuh")]
+    launched = set(re.findall(r"\b(Launch[A-Z]\w*)\(", handlers))
+    assert "LaunchMaskedSums" in launched
+    assert not {name for name in launched if not any(f"{name}(" in text for text in cases)}

@@ -1,4 +1,4 @@
-"""same_bits.py judges what kernel_check prints in several processes."""
+"""same_bits.py judges what the check programs print in several processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,29 @@ awk -F'\\t' -v third="{third}" '{{
 echo "hash: $(wc -l < "$2") problems"
 exit {status}
 """
+PASSES = """#!/bin/sh
+echo "shape kernel {bits}"
+echo "hash: 1 problems, 1 kernels, 0 failures"
+exit {status}
+"""
 
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Runs same_bits.py with a program like that: (status, what it prints)."""
+    """Runs same_bits.py with programs like these: (status, what it prints)."""
 
-    def run(third: str = "bits", status: int = 0, *arguments: str) -> tuple[int, str]:
+    def run(
+        third: str = "bits",
+        status: int = 0,
+        *arguments: str,
+        passes: str = PASSES.format(bits="bits", status=0),
+    ) -> tuple[int, str]:
         program = tmp_path / "check"
-        program.write_text(PROGRAM.format(third=third, status=status))
-        program.chmod(0o755)
+        texts = {"check": PROGRAM.format(third=third, status=status), "pass_check": passes}
+        for name, text in texts.items():
+            if text:
+                (tmp_path / name).write_text(text)
+                (tmp_path / name).chmod(0o755)
         returned = same_bits.main(["--program", str(program), *arguments])
         return returned, capsys.readouterr().out
 
@@ -38,12 +51,15 @@ def test_equal_bits_pass(compared):
     assert status == 0
     assert summary["failed"] == 0
     assert summary["processes"] == 3
-    assert summary["results"] == len(same_bits.LAYERS) * 3 * len(same_bits.DTYPES)
+    assert summary["results"] == len(same_bits.LAYERS) * 3 * len(same_bits.DTYPES) + 1
 
 
-def test_bits_that_differ_are_a_failure(compared):
+@pytest.mark.parametrize(
+    "arguments", [{"third": "$$"}, {"passes": PASSES.format(bits="$$", status=0)}]
+)
+def test_bits_that_differ_are_a_failure(compared, arguments):
     # The number of the process differs in every one.
-    status, printed = compared("$$")
+    status, printed = compared(**arguments)
     assert status == 1
     assert json.loads(printed.splitlines()[-1])["failed"] == 1
 
@@ -53,10 +69,16 @@ def test_a_result_that_a_process_lacks_is_a_failure():
     assert same_bits.differing(runs) == ["b k: 2"]
 
 
-def test_a_program_that_fails_is_a_failure(compared):
-    status, printed = compared(status=1)
+@pytest.mark.parametrize("arguments", [{"status": 1}, {"passes": PASSES.format(bits=0, status=1)}])
+def test_a_program_that_fails_is_a_failure(compared, arguments):
+    status, printed = compared(**arguments)
     assert status == 1
     assert "status 1" in printed
+
+
+def test_without_a_program_nothing_runs(compared):
+    with pytest.raises(SystemExit):
+        compared(passes="")
 
 
 def test_one_process_is_refused(compared):

@@ -25,16 +25,19 @@ def sanitized(tmp_path, monkeypatch, capsys):
     """Runs sanitize.py with a sanitizer and a program that print so much: (status, summary)."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def run(hazards: int = 0, kernels: str = LINES, failures: int = 0) -> tuple[int, dict]:
+    def run(
+        hazards: int = 0, kernels: str = LINES, failures: int = 0, select: str = "imma_wgmma"
+    ) -> tuple[int, dict]:
         texts = {
             "compute-sanitizer": SANITIZER.format(hazards=hazards),
             "check": PROGRAM.format(kernels=kernels, failures=failures),
+            "pass_check": PROGRAM.format(kernels=kernels, failures=failures),
         }
         for name, text in texts.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
         program = str(tmp_path / "check")
-        arguments = ["--program", program, "--int8-program", program, "--select", "imma_wgmma"]
+        arguments = ["--program", program, "--int8-program", program, "--select", select]
         arguments += ["--gpus", "0,1"]
         status = sanitize.main(["racecheck", *arguments])
         return status, json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -55,6 +58,15 @@ def test_a_report_or_a_kernel_that_does_not_run_is_a_failure(sanitized, fault):
     assert status == 1
     assert summary["failed"] == summary["cases"]
     assert summary["reports"] == fault.get("hazards", 0) * summary["cases"]
+
+
+def test_passes_run(sanitized):
+    status, summary = sanitized(select=sanitize.PASSES)
+    assert status == 0 and summary["kernels"] == summary["cases"] == 1
+    status, summary = sanitized(hazards=1, select=sanitize.PASSES)
+    assert status == 1 and summary["reports"] == 1
+    _, summary = sanitized(select="")
+    assert summary["cases"] == len(sanitize.CASES) + 1
 
 
 def test_floats_share_processes(tmp_path):

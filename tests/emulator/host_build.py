@@ -136,7 +136,7 @@ def sources(roots: list[pathlib.Path]) -> list[pathlib.Path]:
         if file.suffix in (".cc", ".cu"):
             found.append(file)
         for name in INCLUDE.findall(file.read_text()):
-            for folder in (EMULATOR, CC, TESTS):
+            for folder in (file.parent, EMULATOR, CC, TESTS):
                 header = folder / name
                 if header.exists():
                     beside = [

@@ -1,0 +1,180 @@
+// What the cases of pass_check.cu are written with: arrays in device memory that are drawn or
+// poisoned, compared with a definition that the host computes, and hashed.
+#ifndef JAXCONV_TESTS_CC_PASS_TEST_CUH_
+#define JAXCONV_TESTS_CC_PASS_TEST_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+#include "device_program.cuh"
+
+namespace jaxconv {
+
+// A contiguous array in device memory, which the host reads and writes as numbers.
+class DeviceArray {
+ public:
+  // Rounds the values to the type.
+  DeviceArray(DType dtype, const std::vector<double>& values)
+      : DeviceArray(dtype, static_cast<int64_t>(values.size())) {
+    std::vector<char> bytes(static_cast<size_t>(count_) * ByteWidth(dtype));
+    for (int64_t i = 0; i < count_; ++i) Put(bytes.data(), i, values[i]);
+    Require(cudaMemcpyAsync(data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice, nullptr),
+            "copy");
+    Require(cudaStreamSynchronize(nullptr), "copy");
+  }
+  // NaN, or -1 of integers (the largest of kU8): a result before the kernel writes it.
+  DeviceArray(DType dtype, int64_t count)
+      : dtype_(dtype), count_(count), buffer_(count * ByteWidth(dtype)) {
+    Require(cudaMemsetAsync(data(), 0xff, count * ByteWidth(dtype), nullptr), "poison");
+  }
+
+  void* data() const { return buffer_.data(); }
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(buffer_.data());
+  }
+
+  std::vector<char> Bytes() const {
+    std::vector<char> bytes(static_cast<size_t>(count_) * ByteWidth(dtype_));
+    Require(cudaMemcpyAsync(bytes.data(), data(), bytes.size(), cudaMemcpyDeviceToHost, nullptr),
+            "copy");
+    Require(cudaStreamSynchronize(nullptr), "result");
+    return bytes;
+  }
+  std::vector<double> Values() const {
+    const std::vector<char> bytes = Bytes();
+    std::vector<double> values;
+    for (int64_t i = 0; i < count_; ++i) values.push_back(Get(bytes.data(), i));
+    return values;
+  }
+
+ private:
+  void Put(char* bytes, int64_t at, double value) const {
+    switch (dtype_) {
+      case DType::kF32:
+        reinterpret_cast<float*>(bytes)[at] = static_cast<float>(value);
+        break;
+      case DType::kF16:
+        reinterpret_cast<__half*>(bytes)[at] = __float2half(static_cast<float>(value));
+        break;
+      case DType::kBF16:
+        reinterpret_cast<__nv_bfloat16*>(bytes)[at] = __float2bfloat16(static_cast<float>(value));
+        break;
+      case DType::kS32:
+        reinterpret_cast<int32_t*>(bytes)[at] = static_cast<int32_t>(value);
+        break;
+      case DType::kS8:
+      case DType::kU8:
+        bytes[at] = static_cast<char>(static_cast<int>(value));
+    }
+  }
+  double Get(const char* bytes, int64_t at) const {
+    switch (dtype_) {
+      case DType::kF32:
+        return reinterpret_cast<const float*>(bytes)[at];
+      case DType::kF16:
+        return __half2float(reinterpret_cast<const __half*>(bytes)[at]);
+      case DType::kBF16:
+        return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(bytes)[at]);
+      case DType::kS32:
+        return reinterpret_cast<const int32_t*>(bytes)[at];
+      case DType::kS8:
+        return reinterpret_cast<const int8_t*>(bytes)[at];
+      default:
+        return reinterpret_cast<const uint8_t*>(bytes)[at];
+    }
+  }
+
+  DType dtype_;
+  int64_t count_;
+  Buffer buffer_;
+};
+
+// The cases of one kernel, in one of the program's modes.
+class PassTest {
+ public:
+  PassTest(const char* kernel, bool exact) : kernel_(kernel), exact_(exact) {}
+
+  // Begins a case; its operands depend on its name alone.
+  void Begin(const std::string& name) {
+    End();
+    name_ = name;
+    hash_ = 14695981039346656037ull;
+    failed_ = false;
+    ++cases_;
+    std::seed_seq seed(name.begin(), name.end());
+    random_.seed(seed);
+  }
+  // Integers from `low` to `high`, whose sums are exact; normal numbers where results are hashed.
+  std::vector<double> Drawn(int64_t count, int low = -3, int high = 3) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < count; ++i) {
+      values.push_back(exact_ ? std::uniform_int_distribution<int>(low, high)(random_)
+                              : std::normal_distribution<double>()(random_));
+    }
+    return values;
+  }
+  void Launched(const Status& status) {
+    if (status.ok()) return;
+    failed_ = true;
+    std::printf("FAILED %s %s: %s\n", kernel_, name_.c_str(), status.message().c_str());
+  }
+  // Hashes a result, or compares it with its definition, which is computed only then. Of a result
+  // in `parts` slices, whose sum is defined, the sum is compared.
+  template <class Define>
+  void Result(const char* what, const DeviceArray& result, Define define, int64_t parts = 1) {
+    if (failed_) return;
+    if (!exact_) {
+      for (const char byte : result.Bytes()) {
+        hash_ = (hash_ ^ static_cast<unsigned char>(byte)) * 1099511628211ull;
+      }
+      return;
+    }
+    const std::vector<double> expected = define(), values = result.Values();
+    std::vector<double> found(values.size() / parts);
+    for (size_t i = 0; i < values.size(); ++i) found[i % found.size()] += values[i];
+    int64_t differ = found.size() == expected.size() ? 0 : 1, first = 0;
+    for (size_t i = 0; i < found.size() && i < expected.size(); ++i) {
+      if (found[i] == expected[i] || (found[i] != found[i] && expected[i] != expected[i])) continue;
+      if (differ++ == 0) first = static_cast<int64_t>(i);
+    }
+    if (differ == 0) return;
+    failed_ = true;
+    std::printf("FAILED %s %s: %s: %lld of %zu differ (%zu expected), the first %lld: %g, not %g\n",
+                kernel_, name_.c_str(), what, static_cast<long long>(differ), found.size(),
+                expected.size(), static_cast<long long>(first), found[first], expected[first]);
+  }
+  // Of the case before; once more behind the last.
+  void End() {
+    if (name_.empty()) return;
+    failures_ += failed_;
+    if (!exact_ && !failed_) {
+      std::printf("%s %s %016llx\n", name_.c_str(), kernel_, hash_);
+    }
+    name_.clear();
+  }
+  int cases() const { return cases_; }
+  int failures() const { return failures_; }
+
+ private:
+  const char* kernel_;
+  bool exact_, failed_ = false;
+  std::string name_;
+  unsigned long long hash_ = 0;
+  std::mt19937 random_;
+  int cases_ = 0, failures_ = 0;
+};
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_TESTS_CC_PASS_TEST_CUH_
