@@ -39,16 +39,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat, fuse_activations, fuse_convolution, fuse_masked_sums, fused
-from jaxconv._src.fuse_graph import Graph, Vector, traced, type_of
+from jaxconv._src.fuse_graph import REDUCTIONS, Graph, Vector, traced, type_of
 
 _COMPARISONS = {"gt": lax.gt, "lt": lax.lt}
 
-# Uses of an activation's result that XLA computes it for, or of a copy: it is not stored.
-_NOT_STORED = {
+# Uses of an activation's result for which XLA computes it, or stores a copy. ``Graph.absorbed``
+# takes another set: a window reads a number several times, so that it is computed several times;
+# and an elementwise operation stores its own result, from which no mask can be taken.
+_NOT_STORED = REDUCTIONS | {
     "concatenate",
     "convert_element_type",
-    "reduce_max",
-    "reduce_sum",
     "reduce_window",
     "reduce_window_max",
     "reduce_window_sum",

@@ -21,15 +21,15 @@ IDENTITIES = ("copy", "copy_p")
 # Operations that leave a number what it is.
 _SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
 
-# Operations in whose fusions XLA computes what makes their operands.
-_ABSORBING = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
-        *("integer_pow", "pow", "sqrt", "rsqrt", "exp", "exp2", "log", "log1p", "expm1", "tanh"),
-        *("logistic", "erf", "erfc", "select_n", "clamp", "convert_element_type"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "reduce_sum", "reduce_max", "reduce_min"),
-    )
-)
+# Operations in whose fusions XLA computes what makes their operands, each number once: reductions
+# and elementwise operations.
+REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
+_ABSORBING = REDUCTIONS | {
+    *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
+    *("integer_pow", "pow", "sqrt", "rsqrt", "exp", "exp2", "log", "log1p", "expm1", "tanh"),
+    *("logistic", "erf", "erfc", "select_n", "clamp", "convert_element_type"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+}
 
 
 def is_float(dtype: Any) -> bool:
