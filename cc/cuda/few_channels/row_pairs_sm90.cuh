@@ -9,10 +9,10 @@
 //     2  dx[class, w, c]     = sum over s of z[class, (s, c), q(w, s)]           from shared memory
 //
 // GEMM: rows are (class, s, c), 32 for each class, columns 112 pixels of a row of dy, the reduction
-// runs over k and the rows of dy. The even filter row 0 lies on a row of dy that the odd class has no
-// tap for. It has accumulators of its own: zeros in its place would multiply gradients, and a NaN
-// would reach pixels that no window connects with it. Columns outside dy are set to zero in z, rows
-// outside it left out.
+// runs over k and the rows of dy. The even filter row 0 lies on a row of dy that the odd class has
+// no tap for. It has accumulators of its own: zeros in its place would multiply gradients, and a
+// NaN would reach pixels that no window connects with it. Columns outside dy are set to zero in z,
+// rows outside it left out.
 //
 // Tile: a pair of rows of dx. A CTA has consecutive pairs, and a ring of rows of dy, which TMA
 // fills; each row is read for all pairs it belongs to. Two warpgroups take the pairs in turn, with
@@ -22,8 +22,8 @@
 // Who waits for whom: a consumer waits for the rows of its pair, gives back those that its next one
 // does not need, and stores z, which its threads sum between two barriers.
 //
-// Refuses: strides other than 2, dilation, other filters than 7x7, more than 64 output channels or K
-// not in multiples of 8.
+// Refuses: strides other than 2, dilation, other filters than 7x7, more than 64 output channels or
+// K not in multiples of 8.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_ROW_PAIRS_SM90_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_ROW_PAIRS_SM90_CUH_
 
@@ -50,7 +50,8 @@ inline constexpr int kGradientRowBytes = kRowPixels * 128;
 inline constexpr int kPairsThreads = (kRowConsumers + 1) * 128;
 
 // Sums the terms of two neighbouring pixels, from `column` on, of row h and the one before it, and
-// stores what lies inside dx: `from` is z where the second pixel's filter column 0 lies, `to` row h.
+// stores what lies inside dx: `from` is z where the second pixel's filter column 0 lies, `to` row
+// h.
 template <int kChannels, int kFilterColumns, typename T>
 __device__ __forceinline__ void StoreSums(const PairsParams& params, const float* from, T* to,
                                           int32_t h, int32_t column) {
@@ -159,20 +160,14 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       }
     }
   }
-  const bool signals = threadIdx.x % 128 == 0;
+  RowReader reader(ring);
   float* const z = all_z + warpgroup * kZFloats;
   float* const z_store = z + (warp * 16 + g) * kZPitch + kZLead + t * 2;
   const int barrier = 1 + warpgroup;
   float acc[kRowPixels / 2], alone[kRowPixels / 2];
 #pragma unroll
   for (int i = 0; i < kRowPixels / 2; ++i) acc[i] = alone[i] = 0;
-  uint32_t row = 0, freed = 0;
-  auto free_until = [&](uint32_t limit) {
-#pragma unroll 1
-    for (; freed != limit; ++freed) {
-      if (signals) BarrierArrive(ring.Empty(freed));
-    }
-  };
+  uint32_t row = 0;
   for (int32_t unit = first_unit; unit < end;) {
     const Band band(params.out_rows, params.strips, unit, end);
     const int32_t u_first = band.strip * params.strip_columns;
@@ -206,7 +201,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       WgmmaCommit();
       NamedBarrierSync(barrier, 128);  // nobody reads the z before this one
       WgmmaWait<0>();
-      if (i + 2 < band.count) free_until(row + i + 2);
+      if (i + 2 < band.count) reader.FreeUntil(row + i + 2);
       if (any == 0) {
 #pragma unroll
         for (float& sum : acc) sum = 0;
@@ -261,14 +256,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       }
     }
     row += band.count + kShared;
-    // A row may be given back only after it has come, and after all threads have seen it: one that
-    // is late would find the slot a round further.
-#pragma unroll
-    for (uint32_t j = 1; j <= kWindow; ++j) {
-      BarrierWait(ring.Full(row - j), ring.Parity(row - j));
-    }
-    NamedBarrierSync(barrier, 128);
-    free_until(row);
+    reader.template EndBand<kWindow>(row, barrier);
     unit += band.count;
   }
 }

@@ -98,7 +98,8 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   params->first_row = static_cast<int32_t>(row);
   params->first_pair_column = static_cast<int32_t>(column);
   params->pair_columns = static_cast<int32_t>(columns);
-  // One strip where all of dy's columns fit; else each has the columns of dy that its windows reach.
+  // One strip where all of dy's columns fit; else each has the columns of dy that its windows
+  // reach.
   const int64_t reach = instance.filter_columns / 2;
   const bool one = problem.out[2] <= kRowPixels && columns <= 128 && column - reach >= -kZLead &&
                    column + columns - 1 < kZPitch - kZLead;

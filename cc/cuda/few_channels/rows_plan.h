@@ -50,8 +50,8 @@ struct RowsParams {
   int64_t grid_x = 1, grid_y = 1;
 };
 
-// row_pairs_sm90.cuh: lines of z, floats from one to the next (banks of four lines differ), and those
-// in front of its first column; the ones around its columns stay zero.
+// row_pairs_sm90.cuh: lines of z, floats from one to the next (banks of four lines differ), and
+// those in front of its first column; the ones around its columns stay zero.
 inline constexpr int kZLines = 64, kZPitch = 120, kZLead = 4;
 inline constexpr int kZFloats = kZLines * kZPitch;
 
@@ -66,9 +66,9 @@ struct PairsParams {
   int32_t pad_rows = 0, pad_columns = 0;
   int32_t units = 1;  // pairs of rows of dx, a strip wide, of a batch
   FastDivmod out_rows, strips;
-  // A pair of rows (columns) is named after the row (column) of dy that tap 0 of its second one lies
-  // on. first_row, first_pair_column: of the first pair; first_column: the first column of dy of the
-  // first strip.
+  // A pair of rows (columns) is named after the row (column) of dy that tap 0 of its second one
+  // lies on. first_row, first_pair_column: of the first pair; first_column: the first column of dy
+  // of the first strip.
   int32_t first_row = 0, first_pair_column = 0, first_column = 0;
   int32_t pair_columns = 1, strip_columns = 1;  // pairs of a row, and of a strip
   int32_t whole_words = 0;                      // pairs of pixels begin at multiples of 4 bytes

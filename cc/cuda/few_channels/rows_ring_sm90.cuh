@@ -52,6 +52,40 @@ struct RowRing {
   }
 };
 
+// What a consumer, a warpgroup, has given back of the ring.
+template <class Ring>
+class RowReader {
+ public:
+  __device__ __forceinline__ explicit RowReader(const Ring& ring)
+      : ring_(ring), signals_(threadIdx.x % 128 == 0) {}
+
+  // All elements in front of `limit`, which its threads have read.
+  __device__ __forceinline__ void FreeUntil(uint32_t limit) {
+#pragma unroll 1
+    for (; freed_ != limit; ++freed_) {
+      if (signals_) BarrierArrive(ring_.Empty(freed_));
+    }
+  }
+
+  // The same at the end of a band, of whose last kWindow elements a warpgroup may not have waited
+  // for all: an element may be given back only after it has come, and after all threads have seen
+  // it. One that is late would find the slot a round further.
+  template <int kWindow>
+  __device__ __forceinline__ void EndBand(uint32_t limit, int barrier) {
+#pragma unroll
+    for (uint32_t j = 1; j <= kWindow; ++j) {
+      BarrierWait(ring_.Full(limit - j), ring_.Parity(limit - j));
+    }
+    NamedBarrierSync(barrier, 128);
+    FreeUntil(limit);
+  }
+
+ private:
+  const Ring& ring_;
+  bool signals_;
+  uint32_t freed_ = 0;
+};
+
 }  // namespace jaxconv::few_channels
 
 #endif  // JAXCONV_CUDA_FEW_CHANNELS_ROWS_RING_SM90_CUH_

@@ -2,29 +2,32 @@
 // x[n, 2 p + r - pad, 2 q + s - pad, c] w[r, s, c, k], for at most four input channels.
 //
 // GEMM: rows are output channels, columns the pixels of a row of y, the reduction runs over
-// (r, s, c). With four channels a pixel has 8 bytes, so the windows of neighbouring outputs begin 16
-// bytes apart: a row of the image is a K-major matrix of core matrices as it lies, 8 outputs in 128
-// bytes, and the next two pixels of all windows 16 bytes further. Nothing is copied for each tap.
+// (r, s, c). With four channels a pixel has 8 bytes, so the windows of neighbouring outputs begin
+// 16 bytes apart: a row of the image is a K-major matrix of core matrices as it lies, 8 outputs in
+// 128 bytes, and the next two pixels of all windows 16 bytes further. Nothing is copied for each
+// tap.
 //
 //     row of x      p0 p0 p0 p1 p1 p1 p2 p2 p2 ...          three channels, as in global memory
 //     pairs         |p0 0 p1 0|p2 0 p3 0|p4 0 p5 0| ...     16 bytes each; output q: from pair q on
-//     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last pair, of an odd filter row
+//     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last pair, of odd rows
 //
-// An odd filter row ends in the middle of a pair. The pixel after it is no part of the window and may
-// be NaN, so the last pair comes from a second copy of the row that has zeros there.
+// An odd filter row ends in the middle of a pair. The pixel after it is no part of the window and
+// may be NaN, so the last pair comes from a second copy of the row that has zeros there.
 //
 // Tile: 64 channels x 112 pixels of a row of y, one m64n112k16 for 16 elements of the reduction. A
 // CTA has consecutive rows of y, and a ring of pairs of image rows; of each pair of rows that
-// follows it computes one row of y. One warpgroup (two for 3x3, each every other pair) copies x as it
-// lies by cp.async and spreads it to four channels; two take the rows of y in turn, with the filter
-// in registers. Registers: 56 accumulators, 4 words of the filter for each k-step (14 for 7x7), at most
-// 168. Shared memory: two staged rows of y (28 KB), the ring (59 KB for 7x7), rows of x as they lie.
+// follows it computes one row of y. One warpgroup (two for 3x3, each every other pair) copies x as
+// it lies by cp.async and spreads it to four channels; two take the rows of y in turn, with the
+// filter in registers. Registers: 56 accumulators, 4 words of the filter for each k-step (14 for
+// 7x7), at most 168. Shared memory: two staged rows of y (28 KB), the ring (59 KB for 7x7), rows of
+// x as they lie.
 //
-// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back the pairs that its next row does not need; each pair waits for both
-// consumers. Rows of y are staged with the swizzle of 128 bytes and stored by TMA.
+// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back the
+// pairs that its next row does not need; each pair waits for both consumers. Rows of y are staged
+// with the swizzle of 128 bytes and stored by TMA.
 //
-// Refuses: strides other than 2, dilation, other filters than the instance's, rows of x that are not
-// multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
+// Refuses: strides other than 2, dilation, other filters than the instance's, rows of x that are
+// not multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 
@@ -55,8 +58,8 @@ inline constexpr int kStagedRowBytes = kRowPixels * kRowChannels * 2;
 template <class Tag>
 using PairRing = RowRing<2 * Tag::kRowBytes>;
 
-// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its copies
-// are kRawPairs - 1 pairs ahead.
+// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its
+// copies are kRawPairs - 1 pairs ahead.
 template <class Tag>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
                                            int producer, uint32_t raw, int32_t image_first,
@@ -113,8 +116,8 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   static_assert(Tag::kProducers <= 2);
   for (uint32_t pair = producer; pair < pairs; pair += Tag::kProducers) {
     CopyAsyncWait<Tag::kRawPairs - 2>();
-    NamedBarrierSync(2 + kRowConsumers + producer,
-                     128);  // all copies are here, and nobody reads the pair before this one
+    // All copies are here, and nobody reads the pair before this one.
+    NamedBarrierSync(2 + kRowConsumers + producer, 128);
     load(raw + next_stage * raw_bytes);
     BarrierWait(ring.Empty(pair), ring.Parity(pair) ^ 1);
     if (thread < kChunks) {
@@ -163,9 +166,9 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   }
 }
 
-// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, two pixels by four
-// channels twice. It passes through the staged rows' place, a line of 128 bytes for each tap and
-// input channel.
+// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, two pixels by
+// four channels twice. It passes through the staged rows' place, a line of 128 bytes for each tap
+// and input channel.
 template <class Tag>
 __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsigned short* w,
                                            int n_first, unsigned char* lines,
@@ -237,7 +240,6 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   LoadFilter<Tag>(params, static_cast<const unsigned short*>(params.w) + batch * params.w_batch,
                   n_first, shared, a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const bool signals = threadIdx.x % 128 == 0;
   float scale[2] = {1, 1}, bias[2] = {0, 0}, lower = -INFINITY, upper = INFINITY;
   if constexpr (!Tag::Epilogue::kPlain) {
     const typename Tag::Epilogue epilogue(params.epilogue);
@@ -258,14 +260,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   float acc[kRowPixels / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
-  uint32_t pair = 0;   // the band's first
-  uint32_t freed = 0;  // pairs that this warpgroup has given back
-  auto free_until = [&](uint32_t limit) {
-#pragma unroll 1
-    for (; freed != limit; ++freed) {
-      if (signals) BarrierArrive(ring.Empty(freed));
-    }
-  };
+  uint32_t pair = 0;  // the band's first
+  RowReader reader(ring);
   for (int32_t unit = first_unit; unit < end;) {
     const Band band(params.out_rows, params.strips, unit, end);
 #pragma unroll 1
@@ -293,7 +289,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       if (warp == 0 && ElectOne()) WaitForStoresToRead();
       NamedBarrierSync(2 + warpgroup, 128);
       WgmmaWait<0>();
-      if (i + 2 < band.count) free_until(pair + i + 2);
+      if (i + 2 < band.count) reader.FreeUntil(pair + i + 2);
 #pragma unroll
       for (int j = 0; j < kRowPixels / 16; ++j) {
         uint32_t word[4];
@@ -321,14 +317,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       }
     }
     pair += band.count + kWindowPairs - 1;
-    // A pair may be given back only after it has come, and after all threads have seen it: one that
-    // is late would find the slot a round further.
-#pragma unroll
-    for (uint32_t j = 1; j <= kWindowPairs; ++j) {
-      BarrierWait(ring.Full(pair - j), ring.Parity(pair - j));
-    }
-    NamedBarrierSync(2 + warpgroup, 128);
-    free_until(pair);
+    reader.template EndBand<kWindowPairs>(pair, 2 + warpgroup);
     unit += band.count;
   }
   if (warp == 0 && ElectOne()) WaitForStoresToRead();
