@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ __align__(8) uint64_t barriers[2 * kPairSlots];
   const uint32_t first = SharedAddress(shared);
-  const RowRing<kGradientRowBytes> ring{first, SharedAddress(barriers)};
+  const RowRing<kGradientRowBytes, kPairSlots> ring{first, SharedAddress(barriers)};
   auto* const all_z = reinterpret_cast<float*>(shared + kPairSlots * kGradientRowBytes);
   ring.Init(1, kRowConsumers);
   for (int i = threadIdx.x; i < kRowConsumers * kZFloats; i += kPairsThreads) all_z[i] = 0;

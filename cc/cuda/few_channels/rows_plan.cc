@@ -26,8 +26,9 @@ Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
                                  "x" + std::to_string(instance.filter_columns));
   }
   for (int a = 1; a < 3; ++a) {
-    if (problem.stride[a] != 2 || problem.dilation[a] != 1) {
-      return Status::Unimplemented("expected strides of 2 and no dilation");
+    if (problem.stride[a] != instance.stride || problem.dilation[a] != 1) {
+      return Status::Unimplemented("expected strides of " + std::to_string(instance.stride) +
+                                   " and no dilation");
     }
   }
   if (problem.op == Op::kDgrad) {
@@ -141,21 +142,20 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params->pad_rows = static_cast<int32_t>(problem.pad_lo[1]);
   params->pad_columns = static_cast<int32_t>(problem.pad_lo[2]);
   params->out_rows = FastDivmod(problem.out[1]);
-  const int64_t strips = CeilDiv(problem.out[2], kRowPixels);
+  const int64_t strips = CeilDiv(problem.out[2], instance.pixels());
   params->strips = FastDivmod(strips);
   params->units = static_cast<int32_t>(params->batch_images * strips * problem.out[1]);
   const int64_t parts = CeilDiv(problem.k, kRowChannels);
   params->column_parts = FastDivmod(parts);
   params->w_batch = problem.w_elements() / problem.batch;
-  // All tiles begin at the same place in a chunk: 2 * kRowPixels pixels are whole ones.
+  // All strips begin at the same place in a chunk: kStripPixels pixels are whole ones.
   params->lead = static_cast<int32_t>((8 - problem.pad_lo[2] * problem.c % 8) % 8);
-  const int64_t pairs = RowChunks(instance.filter_columns);
+  const int64_t pairs = int64_t{instance.planes()} * instance.plane_chunks();
   params->raw_chunks = static_cast<int32_t>(CeilDiv(params->lead + pairs * 2 * problem.c + 2, 8));
   params->epilogue = EpilogueParams(problem.epilogue);
-  params->shared_bytes = kRowConsumers * kRowPixels * kRowChannels * 2 +
-                         kPairSlots * 2 * RowBytes(instance.filter_columns) +
-                         RowProducers(instance.filter_rows) * RawPairs(instance.filter_rows) * 32 *
-                             int64_t{params->raw_chunks};
+  params->shared_bytes =
+      instance.first_bytes() + int64_t{instance.ring_pairs()} * 2 * instance.row_bytes() +
+      int64_t{instance.producers()} * instance.raw_pairs() * 32 * params->raw_chunks;
   // Of a row of y what the warpgroups do around the products, and its products.
   const double cycles = 670 + 48 * instance.filter_rows * ((instance.filter_columns + 3) / 4);
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, cycles, params.get(), plan));

@@ -12,21 +12,49 @@
 
 namespace jaxconv::few_channels {
 
-// Outputs of a row, the columns of a wgmma, and output channels of a CTA.
+// row_pairs_sm90.cuh: columns of dy of a wgmma. Both: output channels of a CTA, warpgroups.
 inline constexpr int kRowPixels = 112;
 inline constexpr int kRowChannels = 64;
-inline constexpr int kRowConsumers = 2;  // warpgroups
-inline constexpr int kPairSlots = 8;     // pairs of image rows with four channels a pixel
-// Warpgroups that copy rows, and pairs of image rows as they lie in x, of each of them. With few
-// products for a row the copies take longest; with many a second warpgroup only takes issue slots.
-constexpr int RowProducers(int filter_rows) { return filter_rows < 5 ? 2 : 1; }
-constexpr int RawPairs(int filter_rows) { return filter_rows < 5 ? 4 : 6; }
+inline constexpr int kRowConsumers = 2;
+inline constexpr int kPairSlots = 8;  // row_pairs_sm90.cuh: rows of dy in the ring
+// rows_sm90.cuh: pixels of x that the windows of a row of y begin in.
+inline constexpr int kStripPixels = 224;
 
-// Chunks of 16 bytes, two pixels of four channels each, that the windows of a row of y begin in or
-// reach.
-constexpr int RowChunks(int filter_columns) { return kRowPixels + (filter_columns + 1) / 2 - 1; }
-// A row of the ring: its pairs of pixels, and the same with zeros for the second one.
-constexpr int RowBytes(int filter_columns) { return 2 * 16 * RowChunks(filter_columns); }
+// A line of kernels.def, of rows_sm90.cuh or row_pairs_sm90.cuh, and what it makes of rows_sm90.cuh.
+// A chunk is 16 bytes, a pair of pixels with four channels each.
+struct RowsInstance {
+  int32_t filter_rows, filter_columns, stride = 2;
+
+  // Outputs of a row, the columns of a wgmma.
+  JAXCONV_HOST_DEVICE constexpr int32_t pixels() const { return kStripPixels / stride; }
+  JAXCONV_HOST_DEVICE constexpr int32_t window_pairs() const { return (filter_columns + 1) / 2; }
+  // Windows begin so many chunks apart. Chunk j of all windows lies in plane j % planes, in which
+  // those of neighbouring windows are neighbours.
+  JAXCONV_HOST_DEVICE constexpr int32_t planes() const { return stride / 2; }
+  JAXCONV_HOST_DEVICE constexpr int32_t plane_chunks() const {
+    return pixels() + (window_pairs() + planes() - 1) / planes() - 1;
+  }
+  // Chunks from one plane to the next. Neighbouring chunks of two planes meet no bank twice.
+  JAXCONV_HOST_DEVICE constexpr int32_t pitch() const {
+    return planes() == 1 ? plane_chunks() : (plane_chunks() + 3) / 8 * 8 + 4;
+  }
+  // A row of the ring: its planes, and where windows end in the middle of a chunk, the plane of their
+  // last chunks once more, with zeros for the second pixel.
+  JAXCONV_HOST_DEVICE constexpr int32_t row_bytes() const { return 16 * pitch() * (planes() + filter_columns % 2); }
+  JAXCONV_HOST_DEVICE constexpr int32_t ring_pairs() const { return 8 * planes(); }  // of image rows
+  // Warpgroups that copy rows, and pairs of image rows as they lie in x, of each of them.
+  JAXCONV_HOST_DEVICE constexpr int32_t producers() const { return filter_rows < 5 || stride > 2 ? 2 : 1; }
+  JAXCONV_HOST_DEVICE constexpr int32_t raw_pairs() const { return producers() == 2 ? 4 : 6; }
+  // A staged row of y, whole matrices of 16 pixels.
+  JAXCONV_HOST_DEVICE constexpr int32_t staged_bytes() const { return (pixels() + 15) / 16 * 16 * kRowChannels * 2; }
+  // The staged rows' place, through which the filter passes.
+  JAXCONV_HOST_DEVICE constexpr int32_t first_bytes() const {
+    const int32_t filter_bytes = filter_rows * filter_columns * 4 * kRowChannels * 2;
+    const int32_t staged = kRowConsumers * staged_bytes();
+    return filter_bytes > staged ? filter_bytes : staged;
+  }
+};
+struct RowPairsInstance : RowsInstance {};
 
 // The parameter block of rows_sm90.cuh. A launch sets the pointers.
 struct RowsParams {
@@ -38,8 +66,8 @@ struct RowsParams {
   int32_t in_rows = 1, row_elements = 8;  // of x
   int32_t out_columns = 1;
   int32_t pad_rows = 0, pad_columns = 0;
-  int32_t units = 1;            // rows of y, kRowPixels wide, of a batch
-  FastDivmod out_rows, strips;  // rows of y; tiles of kRowPixels columns across
+  int32_t units = 1;            // rows of y, a strip wide, of a batch
+  FastDivmod out_rows, strips;  // rows of y; strips across
   FastDivmod column_parts;      // of kRowChannels output channels
   int32_t batch_images = 1;     // images of a batch
   int64_t w_batch = 0;          // elements of a batch's filter
@@ -75,12 +103,6 @@ struct PairsParams {
   int64_t shared_bytes = 0;
   int64_t grid_x = 1, grid_y = 1;
 };
-
-// A line of kernels.def, of rows_sm90.cuh or row_pairs_sm90.cuh.
-struct RowsInstance {
-  int32_t filter_rows, filter_columns;
-};
-struct RowPairsInstance : RowsInstance {};
 
 Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan);

@@ -25,26 +25,24 @@ struct Band {
   }
 };
 
-// Slot i % kPairSlots holds element i of all that a CTA loads. Every consumer gives back each.
-template <int kSlotBytes>
+// Slot i % kSlots holds element i of all that a CTA loads. Every consumer gives back each.
+template <int kSlotBytes, int kSlots>
 struct RowRing {
   uint32_t first, barriers;
 
   __device__ __forceinline__ uint32_t Slot(uint32_t i) const {
-    return first + i % kPairSlots * kSlotBytes;
+    return first + i % kSlots * kSlotBytes;
   }
-  __device__ __forceinline__ uint32_t Full(uint32_t i) const {
-    return barriers + i % kPairSlots * 8;
-  }
+  __device__ __forceinline__ uint32_t Full(uint32_t i) const { return barriers + i % kSlots * 8; }
   __device__ __forceinline__ uint32_t Empty(uint32_t i) const {
-    return barriers + (kPairSlots + i % kPairSlots) * 8;
+    return barriers + (kSlots + i % kSlots) * 8;
   }
-  static __device__ __forceinline__ uint32_t Parity(uint32_t i) { return i / kPairSlots & 1; }
+  static __device__ __forceinline__ uint32_t Parity(uint32_t i) { return i / kSlots & 1; }
 
   // The whole CTA, which synchronises afterwards.
   __device__ __forceinline__ void Init(int writers, int readers) const {
     if (threadIdx.x != 0) return;
-    for (uint32_t i = 0; i < kPairSlots; ++i) {
+    for (uint32_t i = 0; i < kSlots; ++i) {
       BarrierInit(Full(i), writers);
       BarrierInit(Empty(i), readers);
     }
@@ -67,9 +65,9 @@ class RowReader {
     }
   }
 
-  // The same at the end of a band, of whose last kWindow elements a warpgroup may not have waited
-  // for all: an element may be given back only after it has come, and after all threads have seen
-  // it. One that is late would find the slot a round further.
+  // The same at the end of a band, of whose last kWindow elements a warpgroup may not have waited for
+  // all: an element may be given back only after it has come, and after all threads have seen it. One
+  // that is late would find the slot a round further.
   template <int kWindow>
   __device__ __forceinline__ void EndBand(uint32_t limit, int barrier) {
 #pragma unroll

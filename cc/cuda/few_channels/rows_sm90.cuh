@@ -1,41 +1,46 @@
-// few_channels, fprop of stride 2 by wgmma (sm_90a): y[(n,p,q), k] = sum over (r, s, c) of
-// x[n, 2 p + r - pad, 2 q + s - pad, c] w[r, s, c, k], for at most four input channels.
+// few_channels, fprop of stride S = 2 or 4 by wgmma (sm_90a): y[(n,p,q), k] = sum over (r, s, c) of
+// x[n, S p + r - pad, S q + s - pad, c] w[r, s, c, k], for at most four input channels.
 //
 // GEMM: rows are output channels, columns the pixels of a row of y, the reduction runs over
-// (r, s, c). With four channels a pixel has 8 bytes, so the windows of neighbouring outputs begin
-// 16 bytes apart: a row of the image is a K-major matrix of core matrices as it lies, 8 outputs in
-// 128 bytes, and the next two pixels of all windows 16 bytes further. Nothing is copied for each
-// tap.
+// (r, s, c). With four channels a pixel has 8 bytes, so at stride 2 the windows of neighbouring
+// outputs begin 16 bytes apart: a row of the image is a K-major matrix of core matrices as it lies, 8
+// outputs in 128 bytes, and the next two pixels of all windows 16 bytes further. Nothing is copied
+// for each tap.
 //
 //     row of x      p0 p0 p0 p1 p1 p1 p2 p2 p2 ...          three channels, as in global memory
-//     pairs         |p0 0 p1 0|p2 0 p3 0|p4 0 p5 0| ...     16 bytes each; output q: from pair q on
-//     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last pair, of odd rows
+//     chunks        |p0 0 p1 0|p2 0 p3 0|p4 0 p5 0| ...     16 bytes each; output q: from chunk q on
+//     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last chunk, of odd filter rows
 //
-// An odd filter row ends in the middle of a pair. The pixel after it is no part of the window and
-// may be NaN, so the last pair comes from a second copy of the row that has zeros there.
+// At stride 4 they begin two chunks apart: even chunks lie in one plane and odd ones in another, where
+// those of neighbouring windows are neighbours again.
 //
-// Tile: 64 channels x 112 pixels of a row of y, one m64n112k16 for 16 elements of the reduction. A
-// CTA has consecutive rows of y, and a ring of pairs of image rows; of each pair of rows that
-// follows it computes one row of y. One warpgroup (two for 3x3, each every other pair) copies x as
-// it lies by cp.async and spreads it to four channels; two take the rows of y in turn, with the
-// filter in registers. Registers: 56 accumulators, 4 words of the filter for each k-step (14 for
-// 7x7), at most 168. Shared memory: two staged rows of y (28 KB), the ring (59 KB for 7x7), rows of
-// x as they lie.
+// An odd filter row ends in the middle of a chunk. The pixel after it is no part of the window and
+// may be NaN, so the last chunk comes from a second copy that has zeros there.
 //
-// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back the
-// pairs that its next row does not need; each pair waits for both consumers. Rows of y are staged
-// with the swizzle of 128 bytes and stored by TMA.
+// Tile: 64 channels x 112 (stride 4: 56) pixels of a row of y, one wgmma for 16 elements of the
+// reduction. A CTA has consecutive rows of y, and a ring of pairs of image rows; of each S / 2 pairs
+// that follow it computes one row of y. One warpgroup or two, each every other pair, copy x as it
+// lies by cp.async and spread it to four channels; two take the rows of y in turn, with the filter in
+// registers. Registers: 56 (28) accumulators, 4 words of the filter for each k-step (7x7: 14, 11x11:
+// 33). Shared memory: two staged rows of y (28 KB), through which the filter passes; the ring (7x7:
+// 59 KB, 11x11: 92 KB); rows of x as they lie.
 //
-// Refuses: strides other than 2, dilation, other filters than the instance's, rows of x that are
-// not multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
+// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back those
+// that its next row does not need; each pair waits for both consumers. Consumers issue their products
+// in turn: one that is given half of the tensor core ends together with the other, and both then
+// store at the same time. Rows of y are staged with the swizzle of 128 bytes and stored by TMA.
+//
+// Refuses: other strides and filters than the instance's, dilation, rows of x that are not multiples
+// of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 
 #include <cuda.h>
 
 #include <cstdint>
-#include <cstring>
+#include <type_traits>
 
+#include "cuda/common/activation.cuh"
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/kernel.h"
@@ -45,7 +50,6 @@
 #include "cuda/few_channels/rows_ring_sm90.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
-#include "cuda/ptx/min_max.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
@@ -53,20 +57,23 @@
 
 namespace jaxconv::few_channels {
 
-inline constexpr int kStagedRowBytes = kRowPixels * kRowChannels * 2;
+// Named barriers: 1 both consumers, 2 and 3 each of them, then their turns and the producers.
+inline constexpr int kTurnBarrier = 2 + kRowConsumers;
+inline constexpr int kProducerBarrier = kTurnBarrier + kRowConsumers;
 
 template <class Tag>
-using PairRing = RowRing<2 * Tag::kRowBytes>;
+using PairRing = RowRing<2 * Tag::kShape.row_bytes(), Tag::kShape.ring_pairs()>;
 
-// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its
-// copies are kRawPairs - 1 pairs ahead.
+// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its copies
+// are raw_pairs() - 1 pairs ahead.
 template <class Tag>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
                                            int producer, uint32_t raw, int32_t image_first,
                                            int32_t first_unit, int32_t end) {
   using T = typename Tag::T;
-  constexpr int kWindowPairs = (Tag::kFilterRows + 1) / 2;
-  constexpr int kChunks = Tag::kChunks;
+  constexpr RowsInstance kShape = Tag::kShape;
+  constexpr int kRawPairs = kShape.raw_pairs(), kPlanes = kShape.planes();
+  constexpr int kChunks = kPlanes * kShape.plane_chunks();
   static_assert(kChunks <= 128);
   const auto thread = static_cast<int32_t>(threadIdx.x % 128);
   const int32_t raw_bytes = params.raw_chunks * 32;  // of a pair
@@ -76,9 +83,9 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
     if (left > 0 || unit >= end) return left > 0;
     const Band band(params.out_rows, params.strips, unit, end);
     unit += band.count;
-    left = band.count + kWindowPairs - 1;
-    from = band.row * 2 - params.pad_rows;
-    element = (band.strip * (2 * kRowPixels) - params.pad_columns) * params.c - params.lead;
+    left = Tag::PairsOf(band.count);
+    from = band.row * kShape.stride - params.pad_rows;
+    element = (band.strip * kStripPixels - params.pad_columns) * params.c - params.lead;
     image = static_cast<const T*>(params.x) +
             int64_t{image_first + band.image} * (params.in_rows * params.row_elements);
     return true;
@@ -103,21 +110,24 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
       from += 2;
       --left;
     }
-    if constexpr (Tag::kProducers > 1) skip_pair();
+    if constexpr (Tag::kShape.producers() > 1) skip_pair();
     CopyAsyncCommit();
   };
   if (producer != 0) skip_pair();
   const auto bands = params.out_rows.Div(end - 1) - params.out_rows.Div(first_unit) + 1;
-  const auto pairs = static_cast<uint32_t>(end - first_unit + bands * (kWindowPairs - 1));
-  for (int i = 0; i < Tag::kRawPairs - 1; ++i) load(raw + i * raw_bytes);
+  const auto pairs =
+      static_cast<uint32_t>(Tag::PairsOf(end - first_unit) + (bands - 1) * Tag::PairsOf(0));
+  for (int i = 0; i < kRawPairs - 1; ++i) load(raw + i * raw_bytes);
   const int32_t misaligned = params.lead % 2 * 16;  // bits
   const uint32_t words = params.lead / 2 * 4 + thread * (4 * params.c);
-  uint32_t stage = 0, next_stage = Tag::kRawPairs - 1;
-  static_assert(Tag::kProducers <= 2);
-  for (uint32_t pair = producer; pair < pairs; pair += Tag::kProducers) {
-    CopyAsyncWait<Tag::kRawPairs - 2>();
+  uint32_t stage = 0, next_stage = kRawPairs - 1;
+  const uint32_t place = (thread % kPlanes * kShape.pitch() + thread / kPlanes) * 16;
+  const bool last = thread % kPlanes == (kShape.window_pairs() - 1) % kPlanes;
+  static_assert(kShape.producers() <= 2);
+  for (uint32_t pair = producer; pair < pairs; pair += kShape.producers()) {
+    CopyAsyncWait<kRawPairs - 2>();
     // All copies are here, and nobody reads the pair before this one.
-    NamedBarrierSync(2 + kRowConsumers + producer, 128);
+    NamedBarrierSync(kProducerBarrier + producer, 128);
     load(raw + next_stage * raw_bytes);
     BarrierWait(ring.Empty(pair), ring.Parity(pair) ^ 1);
     if (thread < kChunks) {
@@ -153,58 +163,70 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
           second[0] = value[2];
           second[1] = value[3];
         }
-        const uint32_t to = ring.Slot(pair) + row * Tag::kRowBytes + thread * 16;
+        const uint32_t to = ring.Slot(pair) + row * kShape.row_bytes() + place;
         StoreChunk(to, {first[0], first[1], second[0], second[1]});
-        if (Tag::kFilterColumns % 2 != 0) StoreChunk(to + kChunks * 16, first);
+        if (kShape.filter_columns % 2 != 0 && last) {
+          StoreChunk(to + (kPlanes - thread % kPlanes) * (kShape.pitch() * 16), first);
+        }
       }
     }
     FenceForCopies();
     __syncwarp();
     if (threadIdx.x % 32 == 0) BarrierArrive(ring.Full(pair));
-    stage = stage + 1 == Tag::kRawPairs ? 0 : stage + 1;
-    next_stage = next_stage + 1 == Tag::kRawPairs ? 0 : next_stage + 1;
+    stage = stage + 1 == kRawPairs ? 0 : stage + 1;
+    next_stage = next_stage + 1 == kRawPairs ? 0 : next_stage + 1;
   }
 }
 
-// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, two pixels by
-// four channels twice. It passes through the staged rows' place, a line of 128 bytes for each tap
-// and input channel.
+// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, four pixels by four
+// channels. It passes through the staged rows' place, a line of 128 bytes for each tap and input
+// channel, whose chunks are exchanged so that those of eight lines lie in different banks.
 template <class Tag>
 __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsigned short* w,
-                                           int n_first, unsigned char* lines,
+                                           int n_first, uint32_t lines, uint32_t zeros,
                                            uint32_t (&a)[Tag::kSteps][4]) {
-  static_assert(Tag::kFilterRows * Tag::kFilterColumns * 4 * 128 <=
-                kRowConsumers * kStagedRowBytes);
-  const int chunks = Tag::kFilterRows * Tag::kFilterColumns * params.c * 8;
+  constexpr int kRows = Tag::kShape.filter_rows, kColumns = Tag::kShape.filter_columns;
+  const int chunks = kRows * kColumns * params.c * 8;
   for (int i = threadIdx.x; i < chunks; i += kRowConsumers * 128) {
-    const int32_t n = n_first + i % 8 * 8;
-    const auto* source = reinterpret_cast<const uint4*>(w + int64_t{i / 8} * params.k + n);
-    *reinterpret_cast<uint4*>(lines + i * 16) =
-        n < params.k ? __ldg(source) : make_uint4(0, 0, 0, 0);
+    const int32_t n = n_first + i % 8 * 8, line = i / 8;
+    CopyAsync<16>(lines + line * 128 + (i % 8 ^ line % 8) * 16, w + int64_t{line} * params.k + n,
+                  n < params.k);
   }
+  CopyAsyncCommit();
+  if (threadIdx.x == 0) StoreChunk(zeros, {0, 0, 0, 0});
+  CopyAsyncWait<0>();
   NamedBarrierSync(1, kRowConsumers * 128);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
-  const unsigned char* source = lines + (t / 2 * params.c + t % 2 * 2) * 128 + (warp * 16 + g) * 2;
-  const int32_t tap = params.c * 128;
+  // A lane's row of the matrices that it loads: a pixel and channel of the reduction.
+  const int lane = threadIdx.x % 32, channel = lane % 4, pixel = lane / 16 * 2 + lane % 8 / 4;
+  const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
 #pragma unroll
   for (int step = 0; step < Tag::kSteps; ++step) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int s = step % Tag::kStepsOfRow * 4 + e / 2 * 2;  // of lanes whose t is below 2
-      const int line = step / Tag::kStepsOfRow * Tag::kFilterColumns + s;
-      const unsigned char* at = source + line * tap + e % 2 * 16;
-      uint32_t word = 0;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (s + t / 2 < Tag::kFilterColumns && t % 2 * 2 + half < params.c) {
-          word |= uint32_t{*reinterpret_cast<const unsigned short*>(at + half * 128)}
-                  << (half * 16);
-        }
-      }
-      a[step][e] = word;
-    }
+    const int s = step % Tag::kStepsOfRow * 4 + pixel;
+    const int line = (step / Tag::kStepsOfRow * kColumns + s) * params.c + channel;
+    const bool valid = s < kColumns && channel < params.c;
+    LoadMatricesTransposed(valid ? lines + line * 128 + (chunk ^ line % 8) * 16 : zeros, a[step]);
   }
   NamedBarrierSync(1, kRowConsumers * 128);
+}
+
+// A thread's sums of eight pixels as the words that are stored: two pixels of a channel, and of the
+// eighth after it. kClamp: there is an activation.
+template <class Tag, bool kClamp>
+__device__ __forceinline__ void RoundSums(const float* sums, const float (&scale)[2],
+                                          const float (&bias)[2],
+                                          const PairBounds<typename Tag::T>& bounds,
+                                          uint32_t* word) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    float pair[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      pair[e] = WgmmaResult(sums[m * 2 + e]);
+      if constexpr (!Tag::Epilogue::kPlain) pair[e] = fmaf(pair[e], scale[m], bias[m]);
+    }
+    word[m] = PackPair<typename Tag::T>(pair[0], pair[1]);
+    if constexpr (kClamp) word[m] = bounds.Clamp(word[m]);
+  }
 }
 
 template <class Tag>
@@ -212,11 +234,13 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     RowsKernel(const __grid_constant__ RowsParams params,
                const __grid_constant__ CUtensorMap y_map) {
   using T = typename Tag::T;
-  constexpr int kWindowPairs = (Tag::kFilterRows + 1) / 2;
+  constexpr RowsInstance kShape = Tag::kShape;
+  constexpr int kWindowPairs = Tag::PairsOf(1);  // of image rows
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ __align__(8) uint64_t barriers[2 * kPairSlots];
+  __shared__ __align__(8) uint64_t barriers[2 * kShape.ring_pairs()];
+  __shared__ uint4 zeros;
   const uint32_t first = SharedAddress(shared);
-  const PairRing<Tag> ring{first + kRowConsumers * kStagedRowBytes, SharedAddress(barriers)};
+  const PairRing<Tag> ring{first + kShape.first_bytes(), SharedAddress(barriers)};
   ring.Init(4, kRowConsumers);  // warps of the producer
   __syncthreads();
   int32_t part, batch;
@@ -227,20 +251,20 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   const auto end = static_cast<int32_t>(int64_t{params.units} * (blockIdx.x + 1) / gridDim.x);
   const auto warpgroup = __shfl_sync(0xffffffff, static_cast<int32_t>(threadIdx.x / 128), 0);
   if (warpgroup >= kRowConsumers) {
-    if constexpr (Tag::kProducers > 1) LowerRegisters<88>();
+    if constexpr (kShape.producers() > 1) LowerRegisters<256 - Tag::kConsumerRegisters>();
     const int producer = warpgroup - kRowConsumers;
-    const uint32_t raw = ring.first + kPairSlots * 2 * Tag::kRowBytes +
-                         producer * Tag::kRawPairs * (params.raw_chunks * 32);
+    const uint32_t raw = ring.first + kShape.ring_pairs() * 2 * kShape.row_bytes() +
+                         producer * kShape.raw_pairs() * (params.raw_chunks * 32);
     SpreadRows<Tag>(params, ring, producer, raw, image_first, first_unit, end);
     return;
   }
-  if constexpr (Tag::kProducers > 1) RaiseRegisters<168>();
+  if constexpr (kShape.producers() > 1) RaiseRegisters<Tag::kConsumerRegisters>();
 
   uint32_t a[Tag::kSteps][4];
   LoadFilter<Tag>(params, static_cast<const unsigned short*>(params.w) + batch * params.w_batch,
-                  n_first, shared, a);
+                  n_first, first, SharedAddress(&zeros), a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  float scale[2] = {1, 1}, bias[2] = {0, 0}, lower = -INFINITY, upper = INFINITY;
+  float scale[2] = {1, 1}, bias[2] = {0, 0};
   if constexpr (!Tag::Epilogue::kPlain) {
     const typename Tag::Epilogue epilogue(params.epilogue);
 #pragma unroll
@@ -250,92 +274,105 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       scale[half] = terms.scale[0];
       bias[half] = terms.bias[0];
     }
-    if (params.epilogue.activation != Activation::kNone) lower = 0;
-    if (params.epilogue.activation == Activation::kRelu6) upper = 6;
   }
+  const PairBounds<T> bounds(params.epilogue.activation);
   // A lane's row of the matrices that it stores: a pixel's 8 channels.
-  const uint32_t staged = first + warpgroup * kStagedRowBytes;
+  const uint32_t staged = first + warpgroup * kShape.staged_bytes();
   const uint32_t store =
       staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
-  float acc[kRowPixels / 2];
+  float acc[kShape.pixels() / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
-  uint32_t pair = 0;  // the band's first
+  auto stage = [&](auto clamps) {
+#pragma unroll
+    for (int j = 0; j < kShape.pixels(); j += 16) {
+      uint32_t word[4] = {};
+#pragma unroll
+      for (int m = 0; m < 4; m += 2) {
+        if (j + m * 4 < kShape.pixels()) {
+          RoundSums<Tag, decltype(clamps)::value>(acc + j / 2 + m * 2, scale, bias, bounds,
+                                                  word + m);
+        }
+      }
+      StoreMatricesTransposed(store + j * 128, word[0], word[1], word[2], word[3]);
+    }
+  };
+  if (warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);  // consumer 0 has the first turn
+  uint32_t pair = 0;                                          // the band's first
   RowReader reader(ring);
   for (int32_t unit = first_unit; unit < end;) {
     const Band band(params.out_rows, params.strips, unit, end);
 #pragma unroll 1
     for (int32_t i = (warpgroup ^ (unit - first_unit)) & 1; i < band.count; i += 2) {
+      const uint32_t of_row = pair + i * kShape.planes();
       // One producer's pairs come in order.
 #pragma unroll
-      for (uint32_t j = Tag::kProducers > 1 ? 0 : kWindowPairs - 1; j < kWindowPairs; ++j) {
-        BarrierWait(ring.Full(pair + i + j), ring.Parity(pair + i + j));
+      for (uint32_t j = kShape.producers() > 1 ? 0 : kWindowPairs - 1; j < kWindowPairs; ++j) {
+        BarrierWait(ring.Full(of_row + j), ring.Parity(of_row + j));
       }
+      NamedBarrierSync(kTurnBarrier + warpgroup, 256);
       WgmmaFence();
 #pragma unroll
-      for (int r = 0; r < Tag::kFilterRows; ++r) {
-        const uint32_t row = ring.Slot(pair + i + r / 2) + r % 2 * Tag::kRowBytes;
+      for (int r = 0; r < kShape.filter_rows; ++r) {
+        const uint32_t row = (ring.Slot(of_row + r / 2) >> 4) + r % 2 * (kShape.row_bytes() / 16);
 #pragma unroll
         for (int h = 0; h < Tag::kStepsOfRow; ++h) {
-          constexpr uint32_t kFirsts = Tag::kChunks + 1;  // chunks from pair to first
-          const bool odd = h + 1 == Tag::kStepsOfRow && Tag::kFilterColumns % 2 != 0;
-          const uint32_t low = ((row + h * 32) & 0x3ffff) >> 4 | (odd ? kFirsts : 1) << 16;
-          WgmmaFromRegisters(T{}, acc, a[r * Tag::kStepsOfRow + h], DescriptorOf(low, 128 >> 4),
-                             r + h > 0);
+          constexpr int kPlanes = kShape.planes();
+          const bool odd = h + 1 == Tag::kStepsOfRow && kShape.filter_columns % 2 != 0;
+          // Chunks 2 h and 2 h + 1 of the windows, and how far the second lies from the first.
+          const uint32_t at = 2 * h % kPlanes * kShape.pitch() + 2 * h / kPlanes;
+          const uint32_t plane = odd ? kPlanes : (2 * h + 1) % kPlanes;
+          const uint32_t apart = plane * kShape.pitch() + (2 * h + 1) / kPlanes - at;
+          WgmmaFromRegisters(T{}, acc, a[r * Tag::kStepsOfRow + h],
+                             DescriptorOf(row + at + (apart << 16), 128 >> 4), r + h > 0);
         }
       }
       WgmmaCommit();
+      if (unit + i + 1 < end) NamedBarrierArrive(kTurnBarrier + 1 - warpgroup, 256);
       // Meanwhile the row before this one has left its place.
       if (warp == 0 && ElectOne()) WaitForStoresToRead();
       NamedBarrierSync(2 + warpgroup, 128);
       WgmmaWait<0>();
-      if (i + 2 < band.count) reader.FreeUntil(pair + i + 2);
-#pragma unroll
-      for (int j = 0; j < kRowPixels / 16; ++j) {
-        uint32_t word[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          T values[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float sum = WgmmaResult(acc[j * 8 + m * 2 + e]);
-            if constexpr (!Tag::Epilogue::kPlain) {
-              sum = MinNan(MaxNan(fmaf(sum, scale[m % 2], bias[m % 2]), lower), upper);
-            }
-            values[e] = FromFloat<T>(sum);
-          }
-          memcpy(&word[m], values, sizeof(word[m]));
-        }
-        StoreMatricesTransposed(store + j * 2048, word[0], word[1], word[2], word[3]);
+      if (i + 2 < band.count) reader.FreeUntil(of_row + 2 * kShape.planes());
+      if (Tag::Epilogue::kPlain || params.epilogue.activation == Activation::kNone) {
+        stage(std::false_type());
+      } else {
+        stage(std::true_type());
       }
       FenceForCopies();
       NamedBarrierSync(2 + warpgroup, 128);
       if (warp == 0 && ElectOne()) {
-        StoreTile4d(&y_map, staged, n_first, band.strip * kRowPixels, band.row + i,
+        StoreTile4d(&y_map, staged, n_first, band.strip * kShape.pixels(), band.row + i,
                     image_first + band.image);
         CommitStores();
       }
     }
-    pair += band.count + kWindowPairs - 1;
+    pair += Tag::PairsOf(band.count);
     reader.template EndBand<kWindowPairs>(pair, 2 + warpgroup);
     unit += band.count;
   }
   if (warp == 0 && ElectOne()) WaitForStoresToRead();
 }
 
-template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_>
+template <Op kOp, DType kType, int kFilterRows, int kFilterColumns, int kStride = 2>
 struct Rows {
   static_assert(kOp == Op::kFprop);
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
-  static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
+  static constexpr RowsInstance kShape{kFilterRows, kFilterColumns, kStride};
+  static_assert(kStride == 2 || kStride == 4);
   static constexpr int kStepsOfRow = (kFilterColumns + 3) / 4;
   static constexpr int kSteps = kFilterRows * kStepsOfRow;
-  static constexpr int kProducers = RowProducers(kFilterRows), kRawPairs = RawPairs(kFilterRows);
-  static constexpr int kThreads = (kRowConsumers + kProducers) * 128;
-  static constexpr int kChunks = RowChunks(kFilterColumns), kRowBytes = RowBytes(kFilterColumns);
+  static constexpr int kThreads = (kRowConsumers + kShape.producers()) * 128;
+  // With two producers: accumulators, filter and about 40 others.
+  static constexpr int kConsumerRegisters = kShape.pixels() / 2 + 4 * kSteps <= 128 ? 168 : 200;
   // A filter row is whole k-steps, but for the last pixel.
-  static_assert((kFilterColumns + 1) / 2 % 2 == 0);
+  static_assert(kShape.window_pairs() % 2 == 0);
+
+  // Pairs of image rows that the windows of rows of y below each other reach.
+  static constexpr __host__ __device__ int32_t PairsOf(int32_t rows) {
+    return rows * kShape.planes() + (kFilterRows + 1) / 2 - kShape.planes();
+  }
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
@@ -352,7 +389,7 @@ struct Rows {
     y.extent[1] = params.out_columns;
     y.extent[2] = params.out_rows.divisor;
     y.extent[3] = params.images;
-    const int32_t box[4] = {kRowChannels, kRowPixels, 1, 1};
+    const int32_t box[4] = {kRowChannels, kShape.pixels(), 1, 1};
     CUtensorMap map;
     JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(y, box, &map));
     LaunchConfig config;

@@ -87,6 +87,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R120 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", " JAXCONV_R10(11)
 #define JAXCONV_R32 JAXCONV_R30 ", %30, %31"
 #define JAXCONV_R24 JAXCONV_R10() ", " JAXCONV_R10(1) ", " JAXCONV_R4(2)
+#define JAXCONV_R28 JAXCONV_R24 ", %24, %25, %26, %27"
 #define JAXCONV_R48 JAXCONV_R30 ", " JAXCONV_R10(3) ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define JAXCONV_R56 JAXCONV_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
@@ -145,20 +146,26 @@ __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same of 16-bit types, 112 columns.
-#define JAXCONV_WGMMA_FROM_REGISTERS_112(type, names)                                              \
-  __device__ __forceinline__ void WgmmaFromRegisters(type, float (&d)[56], const uint32_t (&a)[4], \
-                                                     uint64_t b, int accumulate) {                 \
-    asm volatile(                                                                                  \
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %61, 0;\n\t"                                         \
-        "wgmma.mma_async.sync.aligned.m64n112k16.f32." names " {" JAXCONV_R56                      \
-        "}, {%56, %57, %58, %59}, %60, p, 1, 1, 0;\n\t}"                                           \
-        : JAXCONV_D32(0), JAXCONV_D16(32), JAXCONV_D4(48), JAXCONV_D4(52)                          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                    \
+// The same of 16-bit types, 112 or 56 columns.
+#define JAXCONV_WGMMA_FROM_REGISTERS(n, type, names, registers, a0, a1, a2, a3, b_at, p_at, ...) \
+  __device__ __forceinline__ void WgmmaFromRegisters(                                            \
+      type, float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {             \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p_at                                  \
+                 ", 0;\n\t"                                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." names " {" registers          \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_at ", p, 1, 1, 0;\n\t}"     \
+                 : __VA_ARGS__                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));         \
   }
-JAXCONV_WGMMA_FROM_REGISTERS_112(__nv_bfloat16, "bf16.bf16")
-JAXCONV_WGMMA_FROM_REGISTERS_112(__half, "f16.f16")
-#undef JAXCONV_WGMMA_FROM_REGISTERS_112
+#define JAXCONV_WGMMA_FROM_REGISTERS_TYPES(...)                                                 \
+  JAXCONV_WGMMA_FROM_REGISTERS(112, __VA_ARGS__, JAXCONV_R56, 56, 57, 58, 59, 60, 61,           \
+                               JAXCONV_D32(0), JAXCONV_D16(32), JAXCONV_D4(48), JAXCONV_D4(52)) \
+  JAXCONV_WGMMA_FROM_REGISTERS(56, __VA_ARGS__, JAXCONV_R28, 28, 29, 30, 31, 32, 33,            \
+                               JAXCONV_D16(0), JAXCONV_D4(16), JAXCONV_D4(20), JAXCONV_D4(24))
+JAXCONV_WGMMA_FROM_REGISTERS_TYPES(__nv_bfloat16, "bf16.bf16")
+JAXCONV_WGMMA_FROM_REGISTERS_TYPES(__half, "f16.f16")
+#undef JAXCONV_WGMMA_FROM_REGISTERS_TYPES
+#undef JAXCONV_WGMMA_FROM_REGISTERS
 
 // The same of TF32, kN (64 or 128) columns: rows g and g + 8, columns t and t + 4 of the reduction.
 template <int kN>
@@ -232,6 +239,7 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 #undef JAXCONV_R56
 #undef JAXCONV_R48
 #undef JAXCONV_R32
+#undef JAXCONV_R28
 #undef JAXCONV_R24
 #undef JAXCONV_R120
 #undef JAXCONV_R90
