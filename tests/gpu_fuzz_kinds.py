@@ -74,10 +74,11 @@ def _image(rng: np.random.Generator, elements: int) -> dict:
     return dict(window=window, stride=stride, c=c, k=8 * _between(rng, 1, 20), even=True)
 
 
-def _strided_image(rng: np.random.Generator, window: int) -> dict:
-    """A stem of a square filter and stride 2, of rows of whole 16 bytes."""
+def _strided_image(rng: np.random.Generator, window: int, stride: int = 2) -> dict:
+    """A stem of a square filter and a stride, of rows of whole 16 bytes."""
     k = 8 * _between(rng, 1, 10)
-    return dict(window=(window, window), stride=(2, 2), c=_of(rng, 1, 2, 3, 3, 4), k=k, even=True)
+    c = _of(rng, 1, 2, 3, 3, 4)
+    return dict(window=(window, window), stride=(stride, stride), c=c, k=k, even=True)
 
 
 def _narrow(rng: np.random.Generator, elements: int) -> dict:
@@ -170,6 +171,7 @@ def _kinds() -> list[Kind]:
     found += each(of(_image, elements=48), ("fprop", "wgrad", FUSED), BITS_16, 3)
     found += each(of(_strided_image, window=3), ("fprop", FUSED), BITS_16, 2)
     found += each(of(_strided_image, window=7), ("fprop", "dgrad", FUSED), BITS_16, 2)
+    found += each(of(_strided_image, window=11, stride=4), ("fprop", FUSED), BITS_16, 2)
     for elements in (16, 48):
         found += each(of(_narrow, elements=elements), (*OPS, FUSED), BITS_16)
     found += each(_patches, ("fprop", "wgrad", FUSED), BITS_16) + each(

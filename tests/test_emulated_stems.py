@@ -1,4 +1,4 @@
-"""The kernels of stems of stride 2 in the emulator: exact, and NaN stays in its windows."""
+"""The kernels of stems by wgmma in the emulator: exact, and NaN stays in its windows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ INSTANCES = [
     "fprop_few_channels_bf16_7x7_stride2",
     "fprop_few_channels_f16_3x3_stride2",
     "dgrad_few_channels_bf16_7x7_stride2",
+    "fprop_few_channels_bf16_11x11_stride4",
 ]
 # Strips, batches and parts of 64 output channels; paddings of both parities, and one that cuts x.
 BATCHED = problem(
@@ -33,6 +34,15 @@ CASES = [
     (INSTANCES[0], problem("bands", (28, 232), 7, c=2, stride=2, padding=((0, 1), 0), batch=2)),
     (INSTANCES[1], problem("bands", (28, 232), 3, n=3, c=2, stride=2, padding=((1, 0), (1, 0)))),
     (INSTANCES[2], problem("bands", (28, 232), 7, n=3, c=1, stride=2, k=8, padding=(3, (2, 3)))),
+    (
+        INSTANCES[3],
+        problem("bands", (71, 236), 11, n=2, c=2, stride=4, k=64, padding=((-2, 0), -1)),
+    ),
+    (
+        INSTANCES[3],
+        problem("11x11", (31, 232), 11, n=3, c=3, k=136, stride=4, padding=((2, 2), (3, 3))),
+    ),
+    (INSTANCES[3], problem("batched", (70, 500), 11, n=3, c=4, k=8, stride=4, padding=2, batch=2)),
     (INSTANCES[2], BATCHED),
     (INSTANCES[2], STRIPS),
     (INSTANCES[2], problem("cut", (21, 36), 7, c=2, k=64, stride=2, padding=((-2, 0), (-1, -1)))),
@@ -61,12 +71,14 @@ def test_rows_are_exact(program, instance, of):
         ("fprop_few_channels_f16_3x3_stride2", (20, 24), 3, 1),
         ("dgrad_few_channels_bf16_7x7_stride2", (20, 24), 7, 3),
         ("dgrad_few_channels_bf16_7x7_stride2", (19, 26), 7, 2),
+        ("fprop_few_channels_bf16_11x11_stride4", (20, 24), 11, 5),
     ],
 )
 def test_nan_and_infinity_stay_in_their_windows(program, instance, size, window, pad, tmp_path):
     """No pixel beside a window meets a zero of the filter, no infinite weight the padding of dy."""
     fprop, dtype = instance.startswith("fprop"), instance.split("_")[3]
-    of = problem("nan", size, window, c=3, k=16, stride=2, padding=pad)
+    stride = int(instance[-1])
+    of = problem("nan", size, window, c=3, k=16, stride=stride, padding=pad)
     rng = np.random.default_rng(3)
     x, w, y = (np.zeros(of.canonical_shape(role)) for role in "xwy")
     source, out = (x, y) if fprop else (y, x)
@@ -76,7 +88,7 @@ def test_nan_and_infinity_stay_in_their_windows(program, instance, size, window,
     source[0, 0, 0, 0], source[-1, -1, -1, -1], source[1, 4, 7, 1] = np.inf, np.nan, np.nan
     given = source.copy()
     for r, s, p, q in np.ndindex(window, window, *y.shape[1:3]):
-        h, v = 2 * p + r - pad, 2 * q + s - pad
+        h, v = stride * p + r - pad, stride * q + s - pad
         inside = 0 <= h < size[0] and 0 <= v < size[1]
         with np.errstate(invalid="ignore"):
             if fprop:

@@ -47,7 +47,7 @@ FUSED = [
 
 
 def clamps_alone(each: kernel_tables.Instance) -> bool:
-    return each.family == "few_channels" and "stride2" in each.variant
+    return each.family == "few_channels" and "_stride" in each.variant
 
 
 def operands_of(problem: Problem, dtype: str, form: Epilogue, seed: int):

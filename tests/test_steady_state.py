@@ -186,9 +186,9 @@ def few_channels_problems(each: Instance) -> list[Problem]:
         tiles = -(-TILES * (2 if tile(each)[1] == 48 else FEW_CTAS) * 256 // (5 * 321))
         pads = tuple((r // 2, r // 2) for r in window)
         return [problem("narrow", (tiles, 321), window, n=5, c=72, k=3, padding=pads)]
-    if each.variant.endswith("_stride2"):
+    if "_stride" in each.variant:
         # Rows (dgrad: pairs of rows) and strips of columns; a CTA has its SM alone.
-        window = int(each.variant[0])
+        window, stride = int(each.variant.split("x")[0]), int(each.variant[-1])
         pad = window // 2
         if each.op == "dgrad":
             make = functools.partial(problem, window=7, stride=2, k=56)
@@ -197,8 +197,8 @@ def few_channels_problems(each: Instance) -> list[Problem]:
                 make("strips", (rows, 250), n=2, c=3, padding=3),
                 make("even_padding", (rows, 225), n=2, c=4, padding=((2, 3), (4, 2))),
             ]
-        make = functools.partial(problem, window=window, stride=2, k=2 * 64 + 8)
-        rows = 2 * -(-TILES // 12)
+        make = functools.partial(problem, window=window, stride=stride, k=2 * 64 + 8)
+        rows = stride * -(-TILES // 12)
         return [
             make("strips", (rows, 248), n=2, c=3, padding=pad),
             make("batched", (rows, 250), n=2, c=4, padding=((0, 1), (1, 0)), batch=2),
