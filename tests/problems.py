@@ -381,6 +381,10 @@ STEMS = [
     problem("stem_3x3_strips", (10, 232), 3, n=1, c=1, k=72, stride=2, padding=((0, 1), (0, 1))),
     problem("stem_3x3_narrow", (9, 20), 3, c=2, k=24, stride=2, padding=1),
     problem("stem_3x3_batched", (8, 14), 3, c=4, k=8, stride=2, padding=1, batch=2),
+    problem("stem_11x11", (31, 40), 11, c=3, k=40, stride=4, padding=2),
+    problem("stem_11x11_strips", (18, 240), 11, n=1, c=1, k=72, stride=4, padding=((3, 2), (4, 1))),
+    problem("stem_11x11_cut", (27, 36), 11, c=2, k=64, stride=4, padding=((-2, 0), (-1, 3))),
+    problem("stem_11x11_batched", (19, 22), 11, c=4, k=8, stride=4, padding=5, batch=2),
 ]
 
 # For kernels of groups of few channels only: 2 to 32 channels, tails of a tile of 64.

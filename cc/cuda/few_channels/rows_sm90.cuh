@@ -66,7 +66,7 @@ using PairRing = RowRing<2 * Tag::kShape.row_bytes(), Tag::kShape.ring_pairs()>;
 
 // A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its copies
 // are raw_pairs() - 1 pairs ahead.
-template <class Tag>
+template <class Tag, int kChannels>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
                                            int producer, uint32_t raw, int32_t image_first,
                                            int32_t first_unit, int32_t end) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
     unit += band.count;
     left = Tag::PairsOf(band.count);
     from = band.row * kShape.stride - params.pad_rows;
-    element = (band.strip * kStripPixels - params.pad_columns) * params.c - params.lead;
+    element = (band.strip * kStripPixels - params.pad_columns) * kChannels - params.lead;
     image = static_cast<const T*>(params.x) +
             int64_t{image_first + band.image} * (params.in_rows * params.row_elements);
     return true;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
       static_cast<uint32_t>(Tag::PairsOf(end - first_unit) + (bands - 1) * Tag::PairsOf(0));
   for (int i = 0; i < kRawPairs - 1; ++i) load(raw + i * raw_bytes);
   const int32_t misaligned = params.lead % 2 * 16;  // bits
-  const uint32_t words = params.lead / 2 * 4 + thread * (4 * params.c);
+  const uint32_t words = params.lead / 2 * 4 + thread * (4 * kChannels);
   uint32_t stage = 0, next_stage = kRawPairs - 1;
   const uint32_t place = (thread % kPlanes * kShape.pitch() + thread / kPlanes) * 16;
   const bool last = thread % kPlanes == (kShape.window_pairs() - 1) % kPlanes;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
         const uint32_t source = raw + stage * raw_bytes + row * params.raw_chunks * 16 + words;
 #pragma unroll
         for (int i = 0; i < 5; ++i) {
-          if (i <= params.c) word[row][i] = LoadWord(source + i * 4);
+          if (i <= kChannels) word[row][i] = LoadWord(source + i * 4);
         }
       }
 #pragma unroll
@@ -149,12 +149,12 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
           value[i] = __funnelshift_r(word[row][i], word[row][i + 1], misaligned);
         }
         uint32_t first[4] = {value[0], 0, 0, 0}, second[2] = {0, 0};
-        if (params.c == 1) {
+        if constexpr (kChannels == 1) {
           first[0] = value[0] & 0xffff;
           second[0] = value[0] >> 16;
-        } else if (params.c == 2) {
+        } else if constexpr (kChannels == 2) {
           second[0] = value[1];
-        } else if (params.c == 3) {
+        } else if constexpr (kChannels == 3) {
           first[1] = value[1] & 0xffff;
           second[0] = value[1] >> 16 | value[2] << 16;
           second[1] = value[2] >> 16;
@@ -255,7 +255,19 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     const int producer = warpgroup - kRowConsumers;
     const uint32_t raw = ring.first + kShape.ring_pairs() * 2 * kShape.row_bytes() +
                          producer * kShape.raw_pairs() * (params.raw_chunks * 32);
-    SpreadRows<Tag>(params, ring, producer, raw, image_first, first_unit, end);
+    auto spread = [&](auto channels) {
+      SpreadRows<Tag, decltype(channels)::value>(params, ring, producer, raw, image_first,
+                                                 first_unit, end);
+    };
+    if (params.c == 1) {
+      spread(std::integral_constant<int, 1>());
+    } else if (params.c == 2) {
+      spread(std::integral_constant<int, 2>());
+    } else if (params.c == 3) {
+      spread(std::integral_constant<int, 3>());
+    } else {
+      spread(std::integral_constant<int, 4>());
+    }
     return;
   }
   if constexpr (kShape.producers() > 1) RaiseRegisters<Tag::kConsumerRegisters>();
