@@ -20,8 +20,8 @@ inline constexpr int kPairSlots = 8;  // row_pairs_sm90.cuh: rows of dy in the r
 // rows_sm90.cuh: pixels of x that the windows of a row of y begin in.
 inline constexpr int kStripPixels = 224;
 
-// A line of kernels.def, of rows_sm90.cuh or row_pairs_sm90.cuh, and what it makes of rows_sm90.cuh.
-// A chunk is 16 bytes, a pair of pixels with four channels each.
+// A line of kernels.def, of rows_sm90.cuh or row_pairs_sm90.cuh, and what it makes of
+// rows_sm90.cuh. A chunk is 16 bytes, a pair of pixels with four channels each.
 struct RowsInstance {
   int32_t filter_rows, filter_columns, stride = 2;
 
@@ -38,15 +38,23 @@ struct RowsInstance {
   JAXCONV_HOST_DEVICE constexpr int32_t pitch() const {
     return planes() == 1 ? plane_chunks() : (plane_chunks() + 3) / 8 * 8 + 4;
   }
-  // A row of the ring: its planes, and where windows end in the middle of a chunk, the plane of their
-  // last chunks once more, with zeros for the second pixel.
-  JAXCONV_HOST_DEVICE constexpr int32_t row_bytes() const { return 16 * pitch() * (planes() + filter_columns % 2); }
-  JAXCONV_HOST_DEVICE constexpr int32_t ring_pairs() const { return 8 * planes(); }  // of image rows
+  // A row of the ring: its planes, and where windows end in the middle of a chunk, the plane of
+  // their last chunks once more, with zeros for the second pixel.
+  JAXCONV_HOST_DEVICE constexpr int32_t row_bytes() const {
+    return 16 * pitch() * (planes() + filter_columns % 2);
+  }
+  JAXCONV_HOST_DEVICE constexpr int32_t ring_pairs() const {
+    return 8 * planes();
+  }  // of image rows
   // Warpgroups that copy rows, and pairs of image rows as they lie in x, of each of them.
-  JAXCONV_HOST_DEVICE constexpr int32_t producers() const { return filter_rows < 5 || stride > 2 ? 2 : 1; }
+  JAXCONV_HOST_DEVICE constexpr int32_t producers() const {
+    return filter_rows < 5 || stride > 2 ? 2 : 1;
+  }
   JAXCONV_HOST_DEVICE constexpr int32_t raw_pairs() const { return producers() == 2 ? 4 : 6; }
   // A staged row of y, whole matrices of 16 pixels.
-  JAXCONV_HOST_DEVICE constexpr int32_t staged_bytes() const { return (pixels() + 15) / 16 * 16 * kRowChannels * 2; }
+  JAXCONV_HOST_DEVICE constexpr int32_t staged_bytes() const {
+    return (pixels() + 15) / 16 * 16 * kRowChannels * 2;
+  }
   // The staged rows' place, through which the filter passes.
   JAXCONV_HOST_DEVICE constexpr int32_t first_bytes() const {
     const int32_t filter_bytes = filter_rows * filter_columns * 4 * kRowChannels * 2;

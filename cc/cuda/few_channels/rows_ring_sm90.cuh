@@ -65,9 +65,9 @@ class RowReader {
     }
   }
 
-  // The same at the end of a band, of whose last kWindow elements a warpgroup may not have waited for
-  // all: an element may be given back only after it has come, and after all threads have seen it. One
-  // that is late would find the slot a round further.
+  // The same at the end of a band, of whose last kWindow elements a warpgroup may not have waited
+  // for all: an element may be given back only after it has come, and after all threads have seen
+  // it. One that is late would find the slot a round further.
   template <int kWindow>
   __device__ __forceinline__ void EndBand(uint32_t limit, int barrier) {
 #pragma unroll

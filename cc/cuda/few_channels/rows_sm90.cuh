@@ -3,35 +3,36 @@
 //
 // GEMM: rows are output channels, columns the pixels of a row of y, the reduction runs over
 // (r, s, c). With four channels a pixel has 8 bytes, so at stride 2 the windows of neighbouring
-// outputs begin 16 bytes apart: a row of the image is a K-major matrix of core matrices as it lies, 8
-// outputs in 128 bytes, and the next two pixels of all windows 16 bytes further. Nothing is copied
-// for each tap.
+// outputs begin 16 bytes apart: a row of the image is a K-major matrix of core matrices as it lies,
+// 8 outputs in 128 bytes, and the next two pixels of all windows 16 bytes further. Nothing is
+// copied for each tap.
 //
 //     row of x      p0 p0 p0 p1 p1 p1 p2 p2 p2 ...          three channels, as in global memory
-//     chunks        |p0 0 p1 0|p2 0 p3 0|p4 0 p5 0| ...     16 bytes each; output q: from chunk q on
-//     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last chunk, of odd filter rows
+//     chunks        |p0 0 p1 0|p2 0 p3 0|p4 0 p5 0| ...     16 bytes each; output q: chunk q on
+//     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last chunk, of odd rows
 //
-// At stride 4 they begin two chunks apart: even chunks lie in one plane and odd ones in another, where
-// those of neighbouring windows are neighbours again.
+// At stride 4 they begin two chunks apart: even chunks lie in one plane and odd ones in another,
+// where those of neighbouring windows are neighbours again.
 //
 // An odd filter row ends in the middle of a chunk. The pixel after it is no part of the window and
 // may be NaN, so the last chunk comes from a second copy that has zeros there.
 //
 // Tile: 64 channels x 112 (stride 4: 56) pixels of a row of y, one wgmma for 16 elements of the
-// reduction. A CTA has consecutive rows of y, and a ring of pairs of image rows; of each S / 2 pairs
-// that follow it computes one row of y. One warpgroup or two, each every other pair, copy x as it
-// lies by cp.async and spread it to four channels; two take the rows of y in turn, with the filter in
-// registers. Registers: 56 (28) accumulators, 4 words of the filter for each k-step (7x7: 14, 11x11:
-// 33). Shared memory: two staged rows of y (28 KB), through which the filter passes; the ring (7x7:
-// 59 KB, 11x11: 92 KB); rows of x as they lie.
+// reduction. A CTA has consecutive rows of y, and a ring of pairs of image rows; of each S / 2
+// pairs that follow it computes one row of y. One warpgroup or two, each every other pair, copy x
+// as it lies by cp.async and spread it to four channels; two take the rows of y in turn, with the
+// filter in registers. Registers: 56 (28) accumulators, 4 words of the filter for each k-step (7x7:
+// 14, 11x11: 33). Shared memory: two staged rows of y (28 KB), through which the filter passes; the
+// ring (7x7: 59 KB, 11x11: 92 KB); rows of x as they lie.
 //
-// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back those
-// that its next row does not need; each pair waits for both consumers. Consumers issue their products
-// in turn: one that is given half of the tensor core ends together with the other, and both then
-// store at the same time. Rows of y are staged with the swizzle of 128 bytes and stored by TMA.
+// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back
+// those that its next row does not need; each pair waits for both consumers. Consumers issue their
+// products in turn: one that is given half of the tensor core ends together with the other, and
+// both then store at the same time. Rows of y are staged with the swizzle of 128 bytes and stored
+// by TMA.
 //
-// Refuses: other strides and filters than the instance's, dilation, rows of x that are not multiples
-// of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
+// Refuses: other strides and filters than the instance's, dilation, rows of x that are not
+// multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 
@@ -64,8 +65,8 @@ inline constexpr int kProducerBarrier = kTurnBarrier + kRowConsumers;
 template <class Tag>
 using PairRing = RowRing<2 * Tag::kShape.row_bytes(), Tag::kShape.ring_pairs()>;
 
-// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its copies
-// are raw_pairs() - 1 pairs ahead.
+// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its
+// copies are raw_pairs() - 1 pairs ahead.
 template <class Tag, int kChannels>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
                                            int producer, uint32_t raw, int32_t image_first,
@@ -178,9 +179,9 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   }
 }
 
-// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, four pixels by four
-// channels. It passes through the staged rows' place, a line of 128 bytes for each tap and input
-// channel, whose chunks are exchanged so that those of eight lines lie in different banks.
+// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, four pixels by
+// four channels. It passes through the staged rows' place, a line of 128 bytes for each tap and
+// input channel, whose chunks are exchanged so that those of eight lines lie in different banks.
 template <class Tag>
 __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsigned short* w,
                                            int n_first, uint32_t lines, uint32_t zeros,
