@@ -156,8 +156,12 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params->shared_bytes =
       instance.first_bytes() + int64_t{instance.ring_pairs()} * 2 * instance.row_bytes() +
       int64_t{instance.producers()} * instance.raw_pairs() * 32 * params->raw_chunks;
-  // Of a row of y what the warpgroups do around the products, and its products.
-  const double cycles = 670 + 48 * instance.filter_rows * ((instance.filter_columns + 3) / 4);
+  // Of a row of y: what the warpgroups do around the products, its products, of 112 columns 46
+  // cycles, and at stride 4 the second pair of rows of x.
+  const int64_t products = instance.filter_rows * ((instance.filter_columns + 3) / 4);
+  const double columns = static_cast<double>(instance.pixels()) / kRowPixels;
+  const double cycles = 610 + 46.0 * static_cast<double>(products) * columns +
+                        250.0 * static_cast<double>(instance.stride / 2 - 1);
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, cycles, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
