@@ -65,20 +65,26 @@ def _small_groups(rng: np.random.Generator, widths: tuple[int, ...], stride: int
     return dict(window=window, stride=(stride, stride), c=c, k=c, groups=groups)
 
 
-def _image(rng: np.random.Generator, elements: int) -> dict:
-    """A stem: a few input channels, and windows whose rows have up to so many elements."""
+def _image(
+    rng: np.random.Generator,
+    elements: int = 48,
+    window: int | None = None,
+    stride: int | None = None,
+) -> dict:
+    """A stem: a few input channels, mostly rows of whole 16 bytes.
+
+    Args:
+        rng: decides what is not given.
+        elements: that a row of the window has at most, unless ``window`` is given.
+        window, stride: of both axes.
+    """
     c = _of(rng, 1, 2, 3, 3, 4)
     columns = max(1, min(15, elements // c))
-    window = (_of(rng, 1, 3, 5, 7), _of(rng, columns, _between(rng, 1, columns)))
-    stride = (_of(rng, 1, 2, 2, 4),) * 2
-    return dict(window=window, stride=stride, c=c, k=8 * _between(rng, 1, 20), even=True)
-
-
-def _strided_image(rng: np.random.Generator, window: int, stride: int = 2) -> dict:
-    """A stem of a square filter and a stride, of rows of whole 16 bytes."""
-    k = 8 * _between(rng, 1, 10)
-    c = _of(rng, 1, 2, 3, 3, 4)
-    return dict(window=(window, window), stride=(stride, stride), c=c, k=k, even=True)
+    drawn = (_of(rng, 1, 3, 5, 7), _of(rng, columns, _between(rng, 1, columns)))
+    strides = (_of(rng, 1, 2, 2, 4) if stride is None else stride,) * 2
+    windows = drawn if window is None else (window, window)
+    k = 8 * _between(rng, 1, 20 if window is None else 10)
+    return dict(window=windows, stride=strides, c=c, k=k, even=True)
 
 
 def _narrow(rng: np.random.Generator, elements: int) -> dict:
@@ -169,9 +175,9 @@ def _kinds() -> list[Kind]:
     for elements in (16, 24, 40, 48):
         found += each(of(_image, elements=elements), ("dgrad",), BITS_16)
     found += each(of(_image, elements=48), ("fprop", "wgrad", FUSED), BITS_16, 3)
-    found += each(of(_strided_image, window=3), ("fprop", FUSED), BITS_16, 2)
-    found += each(of(_strided_image, window=7), ("fprop", "dgrad", FUSED), BITS_16, 2)
-    found += each(of(_strided_image, window=11, stride=4), ("fprop", FUSED), BITS_16, 2)
+    found += each(of(_image, window=3, stride=2), ("fprop", FUSED), BITS_16, 2)
+    found += each(of(_image, window=7, stride=2), ("fprop", "dgrad", FUSED), BITS_16, 2)
+    found += each(of(_image, window=11, stride=4), ("fprop", FUSED), BITS_16, 2)
     for elements in (16, 48):
         found += each(of(_narrow, elements=elements), (*OPS, FUSED), BITS_16)
     found += each(_patches, ("fprop", "wgrad", FUSED), BITS_16) + each(
