@@ -38,6 +38,11 @@ DEPTHWISE = [
     problem("toeplitz_17", (10, 20), (3, 15), c=24, k=24, groups=24, padding=((0, 2), (7, 7))),
     problem("toeplitz_33", (5, 33), (5, 31), n=1, c=16, k=16, groups=16, padding=(2, 15)),
     problem("toeplitz_33_wide", (11, 67), (3, 33), n=1, c=16, k=16, groups=16, padding=(1, 16)),
+    # Two products of 32 rows, three tiles of a CTA; two tiles of rows, windows that are not even.
+    problem("toeplitz_33_wgmma", (37, 20), (19, 31), n=3, c=8, k=8, groups=8, padding=(9, 15)),
+    problem(
+        "toeplitz_33_wgmma", (60, 13), (4, 15), c=16, k=16, groups=16, padding=((2, 1), (6, 8))
+    ),
     # Parts of 16 rows and columns of taps, two strips, rows of zeros between those of x.
     problem("hankel_16x16", (10, 40), (18, 17), c=16, k=16, groups=16, padding=((9, 8), (3, 13))),
     problem(

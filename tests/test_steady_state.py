@@ -259,10 +259,15 @@ def depthwise_problems(each: Instance) -> list[Problem]:
         "toeplitz_17": (3, 17),
         "toeplitz_33": (5, 33),
         "toeplitz_33_wide": (3, 31),
+        "toeplitz_33_wgmma": (19, 31),
     }
     window = windows.get(form) or tuple(map(int, form.removesuffix("_stride2").split("x")))
     stride = 2 if form.endswith("_stride2") else 1
     pads = tuple((r // 2, (r - 1) // 2) for r in window)
+    if form.endswith("_wgmma"):
+        # A map is one tile, and a CTA has its SM alone.
+        n = -(-TILES // 5)
+        return [problem("vectors", (35, 60), window, n=n, c=40, k=40, groups=40, padding=pads)]
     images = -(-TILES // 10) if form.endswith("_wide") else -(-2 * TILES // 30)
     make = functools.partial(
         problem, spatial=(35 * stride, 75 * stride), window=window, stride=stride, padding=pads

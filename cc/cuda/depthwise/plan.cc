@@ -12,6 +12,7 @@
 #include "cuda/depthwise/pairs_plan.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
+#include "cuda/depthwise/toeplitz_wgmma_plan.h"
 
 namespace jaxconv::depthwise {
 namespace {
@@ -289,9 +290,11 @@ std::pair<int, int> CapabilitiesOf(const Instance& instance) {
   return instance.tma ? std::pair(90, 90) : std::pair(80, 1000);
 }
 std::pair<int, int> CapabilitiesOf(const PairsInstance&) { return {90, 90}; }
+std::pair<int, int> CapabilitiesOf(const ToeplitzWgmmaInstance&) { return {90, 90}; }
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
+PlanFunction PlanOf(const ToeplitzWgmmaInstance&) { return PlanToeplitzWgmma; }
 PlanFunction PlanOf(const PairsInstance&) { return PlanPairs; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 

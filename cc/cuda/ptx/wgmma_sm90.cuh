@@ -167,6 +167,21 @@ JAXCONV_WGMMA_FROM_REGISTERS_TYPES(__half, "f16.f16")
 #undef JAXCONV_WGMMA_FROM_REGISTERS_TYPES
 #undef JAXCONV_WGMMA_FROM_REGISTERS
 
+// And 256 columns.
+#define JAXCONV_WGMMA_FROM_REGISTERS_256(type, names)                              \
+  __device__ __forceinline__ void WgmmaFromRegisters(                              \
+      type, float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+    asm volatile(                                                                  \
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %133, 0;\n\t"                        \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." names " {" JAXCONV_R128     \
+        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;\n\t}"                      \
+        : JAXCONV_D32(0), JAXCONV_D32(32), JAXCONV_D32(64), JAXCONV_D32(96)        \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));    \
+  }
+JAXCONV_WGMMA_FROM_REGISTERS_256(__nv_bfloat16, "bf16.bf16")
+JAXCONV_WGMMA_FROM_REGISTERS_256(__half, "f16.f16")
+#undef JAXCONV_WGMMA_FROM_REGISTERS_256
+
 // The same of TF32, kN (64 or 128) columns: rows g and g + 8, columns t and t + 4 of the reduction.
 template <int kN>
 __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[kN / 2], const uint32_t (&a)[4],
