@@ -25,6 +25,8 @@ from jaxconv._src.spec import Op
 
 # Families of which every line of the table runs.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
+# Whose line fprop has too, but whose steps are others.
+ALSO = ("dgrad_depthwise_bf16_4ch_5x5_stride2_walk",)
 
 DEPTHWISE = [
     problem("3x3", (9, 11), 3, c=72, k=72, groups=72, padding=1),
@@ -81,6 +83,12 @@ DEPTHWISE_TMA = [
     problem("5x5", (2, 70), 5, n=3, c=72, k=72, groups=72, padding=2, batch=2),
     problem("1x3", (2, 131), (1, 3), c=136, k=136, groups=136, padding=(0, 1)),
     problem("1x4", (1, 333), (1, 4), c=72, k=72, groups=72, padding=((0, 0), (3, 0))),
+]
+# Of walks besides: parts of a map's rows, windows that begin at odd rows, a batch of filters.
+DEPTHWISE_WALK = [
+    problem("3x3_stride2", (37, 13), 3, c=16, k=16, groups=16, padding=(0, 1), stride=2, batch=2),
+    problem("5x5_stride2", (38, 15), 5, c=40, k=40, groups=40, padding=((1, 2), 2), stride=2),
+    problem("5x5_stride2", (9, 12), 5, c=24, k=24, groups=24, padding=(2, 1), stride=2, batch=2),
 ]
 # Of products of two taps besides: tiles of two images, of which the last lacks one.
 DEPTHWISE_PAIRS = [problem("3x3", (20, 7), 3, n=3, c=72, k=72, groups=72, padding=1)]
@@ -335,6 +343,10 @@ EPILOGUES = {
         (DEPTHWISE_TMA[4], "bias", ""),
         (DEPTHWISE_TMA[4], "scale residual silu pre", ""),
     ],
+    "fprop_depthwise_f16_8ch_3x3_stride2_walk": [
+        (DEPTHWISE_TMA[2], "scale bias residual relu6 pre", "")
+    ],
+    "fprop_depthwise_bf16_4ch_5x5_stride2_walk": [(DEPTHWISE_WALK[1], "scale residual silu", "")],
     "fprop_depthwise_bf16_32ch_7x7": [(DEPTHWISE[4], "scale bias relu", "")],
     "fprop_depthwise_f32_32ch_5x5_stride2": [(DEPTHWISE[3], "scale residual hard_swish", "")],
 }
@@ -373,6 +385,10 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
     if filter_and_stride.endswith("_pairs"):
         of_name = filter_and_stride.removesuffix("_pairs")
         yield from ((p, "") for p in DEPTHWISE_TMA + DEPTHWISE_PAIRS if p.name == of_name)
+        return
+    if filter_and_stride.endswith("_walk"):
+        of_name = filter_and_stride.removesuffix("_walk")
+        yield from ((p, "") for p in DEPTHWISE_TMA + DEPTHWISE_WALK if p.name == of_name)
         return
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
         # dgrad of a stride also takes kernels that put zeros into dy's box.
@@ -421,7 +437,8 @@ def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
 
 def cases() -> Iterator[Case]:
     """Every case, in the order of the tables."""
-    for instance in [*(name for family in WHOLE for name in lines_of(family)), *OTHERS]:
+    whole = [name for family in WHOLE for name in lines_of(family)]
+    for instance in [*whole, *ALSO, *OTHERS]:
         family, op, dtype, *_ = host_build.forms()[instance]
         options: tuple[str, ...] = ()
         if family == "depthwise":

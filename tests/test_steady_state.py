@@ -240,9 +240,10 @@ def depthwise_problems(each: Instance) -> list[Problem]:
     """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM.
 
     Of wide Toeplitz strips a map is two tiles, and a CTA has its SM alone. Of wgrad by Hankel
-    matrices a map is one tile: three tiles of channels, and many images.
+    matrices a map is one tile: three tiles of channels, and many images. A walk's thread has one
+    part of a map's rows, of more steps than its ring has stages, and a map has several parts.
     """
-    channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma|_pairs)?$", each.variant).groups()
+    channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma|_pairs|_walk)?$", each.variant).groups()
     if form.startswith("hankel"):
         window = {"hankel_16x16": (9, 13), "hankel_32x32": (17, 31)}[form]
         pads = tuple((r // 2, (r - 1) // 2) for r in window)

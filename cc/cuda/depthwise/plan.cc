@@ -13,6 +13,7 @@
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_plan.h"
 #include "cuda/depthwise/toeplitz_wgmma_plan.h"
+#include "cuda/depthwise/walk_plan.h"
 
 namespace jaxconv::depthwise {
 namespace {
@@ -291,11 +292,13 @@ std::pair<int, int> CapabilitiesOf(const Instance& instance) {
 }
 std::pair<int, int> CapabilitiesOf(const PairsInstance&) { return {90, 90}; }
 std::pair<int, int> CapabilitiesOf(const ToeplitzWgmmaInstance&) { return {90, 90}; }
+std::pair<int, int> CapabilitiesOf(const WalkInstance&) { return {90, 90}; }
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const ToeplitzInstance&) { return PlanToeplitz; }
 PlanFunction PlanOf(const ToeplitzWgmmaInstance&) { return PlanToeplitzWgmma; }
 PlanFunction PlanOf(const PairsInstance&) { return PlanPairs; }
+PlanFunction PlanOf(const WalkInstance&) { return PlanWalk; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
 using DirectInstance = Instance;

@@ -9,19 +9,20 @@
 namespace jaxconv {
 
 // Copies kBytes (16, 8 or 4); where `valid` is false it writes zeros and reads nothing, whatever
-// `source` is. 16 bytes go past the L1 cache (.cg); narrower copies exist only through it (.ca),
-// which also merges the neighbours of a sector.
+// `source` is. 16 bytes go past the L1 cache (.cg) unless kThroughL1; narrower copies exist only
+// through it (.ca), which also merges the neighbours of a sector.
 // No memory clobber, here and in the loads of mma.cuh: what orders them is CopyAsyncWait and the
 // barriers, and between those the compiler should move other instructions past them.
-template <int kBytes>
+template <int kBytes, bool kThroughL1 = (kBytes < 16)>
 __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* source, bool valid) {
-  if constexpr (kBytes == 16) {
+  if constexpr (!kThroughL1) {
+    static_assert(kBytes == 16);
     asm volatile(
         "{\n\t.reg .pred ignore;\n\tsetp.eq.u32 ignore, %2, 0;\n\t"
         "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n\t}" ::"r"(shared),
         "l"(source), "r"(static_cast<uint32_t>(valid)));
   } else {
-    static_assert(kBytes == 8 || kBytes == 4);
+    static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4);
     asm volatile(
         "{\n\t.reg .pred ignore;\n\tsetp.eq.u32 ignore, %2, 0;\n\t"
         "cp.async.ca.shared.global [%0], [%1], %3, ignore;\n\t}" ::"r"(shared),
