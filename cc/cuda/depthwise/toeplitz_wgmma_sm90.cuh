@@ -180,7 +180,7 @@ __device__ __forceinline__ void LoadBand(uint32_t band, int warp, int lane,
       const int index = 2 * product + e / 2;
       const int row = index / Tag::kChunks * kBandStep + e % 2;
       const uint32_t at = lanes + (row * Tag::kTaps + index % Tag::kChunks * 8) * 2;
-      a[product][e] = __funnelshift_r(LoadWord(at), LoadWord(at + 4), odd * 16);
+      a[product][e] = __funnelshift_r(LoadWord(at), LoadWord(at + odd * 4), odd * 16);
     }
   }
 }

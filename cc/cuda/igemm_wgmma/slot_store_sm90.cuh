@@ -201,6 +201,11 @@ struct SlotStore {
         float term[8][4];
 #pragma unroll
         for (int j = 0; j < 8; ++j) LoadShared<0>(terms + (c / 8 + j) * 64, term[j]);
+        // In a short ring the other consumer may have the slot's last fill still before it. Until that has
+        // come, Full(slot) is in the phase that has this one's parity too.
+        if constexpr (Ring::kSlots < 2 * Ring::kOfTile) {
+          BarrierWait(ring.Empty(slot.slot), slot.parity ^ 1);
+        }
         BarrierWait(ring.Full(slot.slot), slot.parity);
         uint32_t words[4][4];
 #pragma unroll
