@@ -509,5 +509,7 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
     assert epilogues(lambda x: normalised(biased(x)), x) == []
     assert epilogues(lambda x: biased(x).sum((1, 2)), x) == []
     assert epilogues(lambda x: conv(y := biased(x)) + normalised(y), x)[0] == "bias"
+    # A residual of another call is stored.
+    assert epilogues(lambda x: biased(x) + biased(2 * x), x) == ["bias", "bias residual"]
     predicted[True] = 4.0, 12.0  # it costs the kernel nothing
     assert epilogues(lambda x: normalised(biased(x)), x) == ["bias"]

@@ -22,10 +22,11 @@ IDENTITIES = ("copy", "copy_p")
 _SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
 
 # Operations in whose fusions XLA computes what makes their operands, each number once: reductions
-# and elementwise operations.
+# and elementwise operations. An addition's operand may be the residual of another convolution's
+# call, which needs it stored.
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
 _ABSORBING = REDUCTIONS | {
-    *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
+    *("sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
     *("integer_pow", "pow", "sqrt", "rsqrt", "exp", "exp2", "log", "log1p", "expm1", "tanh"),
     *("logistic", "erf", "erfc", "select_n", "clamp", "convert_element_type"),
     *("eq", "ne", "lt", "le", "gt", "ge"),
