@@ -106,8 +106,8 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
         conv: the convolution.
         form: the epilogue of its call.
         out_dtype: the result's type.
-        absorbed: whether XLA would compute the epilogue where its result is used (a reduction, an
-            elementwise operation), in a pass that the program has in any case.
+        absorbed: whether XLA would compute the epilogue where its result is used
+            (``Graph.absorbed``), in a pass that the program has in any case.
 
     Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
     XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
