@@ -17,15 +17,14 @@ import argparse
 import collections
 import functools
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import check_programs
 import gpu_report
 from problems import Problem, problem
 
@@ -68,30 +67,19 @@ def lines() -> Iterator[str]:
 
 
 def hashes(
-    commands: Sequence[Sequence[str]], gpu: str | None, seconds: float
+    commands: Sequence[Sequence[str]], options: argparse.Namespace, number: int
 ) -> dict[tuple[str, str], str]:
-    """One after the other: the hash of each (problem and operation, instance).
+    """The hash of each (problem and operation, instance), of commands one after the other.
 
     Raises:
         RuntimeError: a program fails, or does not end in time.
     """
-    environment = {**os.environ} if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     found = {}
     for command in commands:
-        try:
-            ran = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired as late:
-            raise RuntimeError(f"{' '.join(command)}: no end after {seconds:.0f} s") from late
-        if ran.returncode:
+        ran = check_programs.run(command, number, options)
+        if ran.status != 0:
             output = ran.stdout[-2000:] + ran.stderr[-2000:]
-            raise RuntimeError(f"{' '.join(command)}: status {ran.returncode}\n{output}")
+            raise RuntimeError(f"{' '.join(command)}: status {ran.status}\n{output}")
         for line in ran.stdout.splitlines():
             if not line.startswith("hash:"):
                 name, instance, bits = line.split()
@@ -114,30 +102,22 @@ def differing(runs: Sequence[dict[tuple[str, str], str]]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--program", required=True, help="kernel_check")
-    add("--pass-program", type=pathlib.Path, help="pass_check (default: beside kernel_check)")
-    add("--families", nargs="+", default=FAMILIES)
-    add("--processes", type=int, default=3)
-    add("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES"), help="for example 0,1")
-    add("--seconds", type=float, default=300, help="for one process")
-    add("--record", type=pathlib.Path, help="the GPU record to add a summary to")
+    check_programs.add_options(parser, seconds=300)
+    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--processes", type=int, default=3)
     options = parser.parse_args(argv)
     if options.processes < 2:
         parser.error("--processes: expected 2 at least, to compare")
-    gpus = options.gpus.split(",") if options.gpus else [None]
-    pass_program = options.pass_program or pathlib.Path(options.program).with_name("pass_check")
-    if not pass_program.exists():
-        parser.error(f"{pass_program}: no such program")
+    pass_program = check_programs.pass_program(parser, options)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
         problems = pathlib.Path(folder) / "problems.tsv"
         problems.write_text("".join(lines()))
         families = [f"_{family}_" for family in options.families]
-        commands = [options.program, "hash", str(problems), *families], [str(pass_program), "hash"]
-        one = functools.partial(hashes, commands, seconds=options.seconds)
+        commands = [options.program, "hash", str(problems), *families], [pass_program, "hash"]
+        one = functools.partial(hashes, commands, options)
         try:
-            runs = list(pool.map(one, (gpus[i % len(gpus)] for i in range(options.processes))))
+            runs = list(pool.map(one, range(options.processes)))
         except RuntimeError as error:
             print(f"FAILED {error}")
             return 1

@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import check_programs
 import gpu_report
 from test_emulated_kernels import CASES, Case
 
@@ -51,23 +51,12 @@ class Outcome(NamedTuple):
     output: str
 
 
-def run(tool: str, call: Call, gpu: str | None, seconds: float) -> Outcome:
-    """Runs a check program under the sanitizer, for so long at most."""
-    environment = {**os.environ, "SMS": "2"}
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    try:
-        ran = subprocess.run(
-            ["compute-sanitizer", "--tool", tool, *call.command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired as late:
-        output = (late.stdout or b"").decode(errors="replace")
-        return Outcome(0, -1, f"{output[-2000:]}\nno end after {seconds:.0f} s")
+def run(number: int, call: Call, options: argparse.Namespace) -> Outcome:
+    """Runs a check program under the sanitizer, as process ``number``."""
+    command = ["compute-sanitizer", "--tool", options.tool, *call.command]
+    ran = check_programs.run(command, number, options, {**os.environ, "SMS": "2"})
+    if ran.status is None:
+        return Outcome(0, -1, f"{ran.stdout[-2000:]}\n{ran.stderr}")
     output = ran.stdout + ran.stderr
     summary, kernels = SUMMARY.search(output), KERNELS.search(output)
     count, failures = map(int, kernels.groups()) if kernels else (0, 0)
@@ -107,22 +96,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("tool", choices=TOOLS)
-    add("--program", required=True, help="kernel_check")
+    check_programs.add_options(parser, seconds=600)
     add("--int8-program", required=True, help="int8_check")
-    add("--pass-program", type=pathlib.Path, help="pass_check (default: beside kernel_check)")
     add("--processes", type=int, default=4, help="at a time")
     add("--parts", type=int, default=16, help="processes for the kernels of floats")
-    add("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES"), help="for example 0,1")
     add("--select", default="", help=f"only instances whose name contains this; {PASSES}")
-    add("--seconds", type=float, default=600, help="for one process")
-    add("--record", type=pathlib.Path, help="the GPU record to add a summary to")
     options = parser.parse_args(argv)
-    gpus = options.gpus.split(",") if options.gpus else [None]
     cases = [case for case in CASES if options.select in case.instance]
-    pass_program = options.pass_program or pathlib.Path(options.program).with_name("pass_check")
-    passes = [Call([str(pass_program), "check"], 1)] if options.select in PASSES else []
-    if passes and not pass_program.exists():
-        parser.error(f"{pass_program}: no such program")
+    passes = []
+    if options.select in PASSES:
+        passes.append(Call([check_programs.pass_program(parser, options), "check"], 1))
     if not cases and not passes:
         parser.error(f"--select {options.select}: no case's instance contains it")
     start = time.monotonic()
@@ -133,12 +116,7 @@ def main(argv: Sequence[str]) -> int:
         calls = passes + commands(
             cases, options.program, options.int8_program, options.parts, pathlib.Path(folder)
         )
-        outcomes = list(
-            pool.map(
-                lambda i: run(options.tool, calls[i], gpus[i % len(gpus)], options.seconds),
-                range(len(calls)),
-            )
-        )
+        outcomes = list(pool.map(lambda i: run(i, calls[i], options), range(len(calls))))
     failed = [(c, o) for c, o in zip(calls, outcomes, strict=True) if o.found]
     for call, outcome in failed:
         print(f"FAILED {' '.join(call.command)}: {outcome.found} reports\n{outcome.output}")
