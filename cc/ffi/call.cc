@@ -63,6 +63,34 @@ Status CheckTerm(const char* name, const ffi::AnyBuffer& buffer, bool present, D
   return CheckArray(name, buffer, dtype, expected);
 }
 
+// An array of 16 bits with its channels on the last axis: its type, shape, rows and channels.
+Status CheckChannelsInnermost(const char* name, const ffi::AnyBuffer& buffer, DType* dtype,
+                              Extents* shape, int64_t* rows, int64_t* channels) {
+  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+  if (found.size() < 2 || found.size() > shape->values.size() || !Present(buffer)) {
+    return Status::InvalidArgument(std::string(name) +
+                                   ": expected elements along at least two axes, got shape " +
+                                   ToText(found, found.size()));
+  }
+  for (const int64_t extent : found) shape->Append(extent);
+  *dtype = buffer.element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  *channels = found.back();
+  *rows = static_cast<int64_t>(buffer.element_count()) / *channels;
+  return CheckArray(name, buffer, *dtype, *shape);
+}
+
+// One bit for each element of an array of this shape, eight channels in a byte.
+Status CheckBits(const ffi::AnyBuffer& buffer, bool present, Extents shape) {
+  if (!present) return CheckAbsent("bits", buffer);
+  int64_t& channels = shape.values[shape.rank - 1];
+  if (channels % 8 != 0) {
+    return Status::InvalidArgument("bits: expected channels in a multiple of 8, got " +
+                                   std::to_string(channels));
+  }
+  channels /= 8;
+  return CheckArray("bits", buffer, DType::kU8, shape);
+}
+
 Status CheckSlices(int64_t slices) {
   if (slices >= 1) return {};
   return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
@@ -186,37 +214,54 @@ Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
 
 Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
                            int64_t* channels) {
-  const ffi::AnyBuffer::Dimensions found = call.gradient.dimensions();
   Extents shape;
-  if (found.size() < 2 || found.size() > shape.values.size() || !Present(call.gradient)) {
-    return Status::InvalidArgument(
-        "gradient: expected elements along at least two axes, got shape " +
-        ToText(found, found.size()));
-  }
-  for (const int64_t extent : found) shape.Append(extent);
-  *dtype = call.gradient.element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
-  *channels = found.back();
-  *rows = static_cast<int64_t>(call.gradient.element_count()) / *channels;
-  JAXCONV_RETURN_IF_ERROR(CheckArray("gradient", call.gradient, *dtype, shape));
+  JAXCONV_RETURN_IF_ERROR(
+      CheckChannelsInnermost("gradient", call.gradient, dtype, &shape, rows, channels));
   auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
     return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
   };
   const bool two = Present(call.y2), by_result = Present(call.result);
+  const bool by_bits = Present(call.bits), affine = !by_result && !by_bits;
   JAXCONV_RETURN_IF_ERROR(check("gradient2", call.gradient2, Present(call.gradient2)));
   JAXCONV_RETURN_IF_ERROR(check("result", call.result, by_result));
+  JAXCONV_RETURN_IF_ERROR(CheckBits(call.bits, by_bits && !by_result, shape));
   JAXCONV_RETURN_IF_ERROR(check("y", call.y, true));
   JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
   JAXCONV_RETURN_IF_ERROR(check("masked", call.masked, Present(call.masked)));
   JAXCONV_RETURN_IF_ERROR(CheckTerm("mean", call.mean, true, DType::kF32, *channels));
   JAXCONV_RETURN_IF_ERROR(CheckTerm("mean2", call.mean2, two, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, !by_result, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, !by_result, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, affine, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, affine, DType::kF32, *channels));
   const ffi::AnyBuffer::Dimensions sums = call.sums.dimensions();
   Extents parts;
   parts.Append(sums.size() == 3 && sums[0] > 0 ? sums[0] : 1);
   parts.Append(two ? 3 : 2);
   parts.Append(*channels);
   return CheckArray("sums", call.sums, DType::kF32, parts);
+}
+
+Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
+                             int64_t* channels) {
+  Extents shape;
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost("y", call.y, dtype, &shape, rows, channels));
+  const bool two = Present(call.y2);
+  auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
+    return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
+  };
+  JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
+  JAXCONV_RETURN_IF_ERROR(check("shortcut", call.shortcut, !two));
+  const struct {
+    const char* name;
+    const ffi::AnyBuffer& buffer;
+    bool present;
+  } vectors[] = {{"mean", call.mean, true},     {"mean2", call.mean2, two},
+                 {"scale", call.scale, true},   {"scale2", call.scale2, two},
+                 {"offset", call.offset, true}, {"offset2", call.offset2, two}};
+  for (const auto& [name, buffer, present] : vectors) {
+    JAXCONV_RETURN_IF_ERROR(CheckTerm(name, buffer, present, DType::kF32, *channels));
+  }
+  JAXCONV_RETURN_IF_ERROR(check("result", call.result, true));
+  return CheckBits(call.bits, true, shape);
 }
 
 ffi::Error ToError(const Status& status) {

@@ -51,12 +51,22 @@ struct FusedCall {
 // The call `jaxconv_masked_sums` (cuda/batch_norm/masked_sums.h): arrays of one type and shape, the
 // channels innermost, vectors of float32; an absent one has no elements.
 struct MaskedSumsCall {
-  ffi::AnyBuffer gradient, gradient2, result, y, y2, mean, mean2, scale, offset, masked, sums;
+  ffi::AnyBuffer gradient, gradient2, result, bits, y, y2, mean, mean2, scale, offset;
+  ffi::AnyBuffer masked, sums;
 };
 
 // Compares the buffers with each other. The numbers are those of the rows and of the channels.
 Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
                            int64_t* channels);
+
+// The call `jaxconv_normalise_add` (cuda/batch_norm/normalise_add.h): arrays of one type and shape,
+// the channels innermost, vectors of float32; an absent one has no elements.
+struct NormaliseAddCall {
+  ffi::AnyBuffer y, y2, shortcut, mean, mean2, scale, scale2, offset, offset2, result, bits;
+};
+
+Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
+                             int64_t* channels);
 
 // Whether an operand or a result that a call may leave out is there.
 inline bool Present(const ffi::AnyBuffer& buffer) { return buffer.element_count() > 0; }
@@ -117,9 +127,26 @@ ffi::Error ToError(const Status& status);
       .Arg<::xla::ffi::AnyBuffer>()            \
       .Arg<::xla::ffi::AnyBuffer>()            \
       .Arg<::xla::ffi::AnyBuffer>()            \
+      .Arg<::xla::ffi::AnyBuffer>()            \
       .Ret<::xla::ffi::AnyBuffer>()            \
       .Ret<::xla::ffi::AnyBuffer>()            \
       .Attr<float>("above")                    \
+      .Attr<float>("below")
+
+// The same of `jaxconv_normalise_add`.
+#define JAXCONV_BIND_NORMALISE_ADD_CALL(binding) \
+  (binding)                                      \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Ret<::xla::ffi::AnyBuffer>()              \
+      .Ret<::xla::ffi::AnyBuffer>()              \
       .Attr<float>("below")
 
 // The same of `jaxconv_int8`.

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "cuda/batch_norm/masked_sums.h"
+#include "cuda/batch_norm/normalise_add.h"
 #include "cuda/common/launch_table.h"
 #include "cuda/common/plan_cache.h"
 #include "cuda/common/query_gpu.h"
@@ -148,6 +149,7 @@ Status RunMaskedSums(void* stream, const MaskedSumsCall& call, float above, floa
   sums.gradient = pointer(call.gradient);
   sums.gradient2 = pointer(call.gradient2);
   sums.result = pointer(call.result);
+  sums.bits = static_cast<const uint8_t*>(pointer(call.bits));
   sums.arrays[0] = pointer(call.y);
   sums.arrays[1] = pointer(call.y2);
   sums.means[0] = floats(call.mean);
@@ -162,13 +164,49 @@ Status RunMaskedSums(void* stream, const MaskedSumsCall& call, float above, floa
 }
 
 ffi::Error ExecuteMaskedSums(void* stream, ffi::AnyBuffer gradient, ffi::AnyBuffer gradient2,
-                             ffi::AnyBuffer result, ffi::AnyBuffer y, ffi::AnyBuffer y2,
-                             ffi::AnyBuffer mean, ffi::AnyBuffer mean2, ffi::AnyBuffer scale,
-                             ffi::AnyBuffer offset, ffi::Result<ffi::AnyBuffer> masked,
-                             ffi::Result<ffi::AnyBuffer> sums, float above, float below) {
+                             ffi::AnyBuffer result, ffi::AnyBuffer bits, ffi::AnyBuffer y,
+                             ffi::AnyBuffer y2, ffi::AnyBuffer mean, ffi::AnyBuffer mean2,
+                             ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                             ffi::Result<ffi::AnyBuffer> masked, ffi::Result<ffi::AnyBuffer> sums,
+                             float above, float below) {
   return ToError(RunMaskedSums(
-      stream, {gradient, gradient2, result, y, y2, mean, mean2, scale, offset, *masked, *sums},
-      above, below));
+      stream,
+      {gradient, gradient2, result, bits, y, y2, mean, mean2, scale, offset, *masked, *sums}, above,
+      below));
+}
+
+Status RunNormaliseAdd(void* stream, int device, const NormaliseAddCall& call, float below) {
+  DType dtype;
+  Gpu gpu;
+  NormaliseAdd sum = {};
+  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAddCall(call, &dtype, &sum.rows, &sum.channels));
+  JAXCONV_RETURN_IF_ERROR(GpuOf(device, &gpu));
+  auto pointer = [](const ffi::AnyBuffer& buffer) { return PointerIf(Present(buffer), buffer); };
+  auto floats = [](const ffi::AnyBuffer& buffer) { return FloatsIf(Present(buffer), buffer); };
+  sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
+  sum.arrays[0] = pointer(call.y);
+  sum.arrays[1] = pointer(call.y2);
+  sum.shortcut = pointer(call.shortcut);
+  sum.means[0] = floats(call.mean);
+  sum.means[1] = floats(call.mean2);
+  sum.scales[0] = floats(call.scale);
+  sum.scales[1] = floats(call.scale2);
+  sum.offsets[0] = floats(call.offset);
+  sum.offsets[1] = floats(call.offset2);
+  sum.below = below;
+  sum.result = call.result.untyped_data();
+  sum.bits = static_cast<uint8_t*>(call.bits.untyped_data());
+  return LaunchNormaliseAdd(dtype, sum, stream);
+}
+
+ffi::Error ExecuteNormaliseAdd(void* stream, int32_t device, ffi::AnyBuffer y, ffi::AnyBuffer y2,
+                               ffi::AnyBuffer shortcut, ffi::AnyBuffer mean, ffi::AnyBuffer mean2,
+                               ffi::AnyBuffer scale, ffi::AnyBuffer scale2, ffi::AnyBuffer offset,
+                               ffi::AnyBuffer offset2, ffi::Result<ffi::AnyBuffer> result,
+                               ffi::Result<ffi::AnyBuffer> bits, float below) {
+  return ToError(RunNormaliseAdd(
+      stream, device,
+      {y, y2, shortcut, mean, mean2, scale, scale2, offset, offset2, *result, *bits}, below));
 }
 
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
@@ -201,13 +239,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JAXCONV_BIND_MASKED_SUMS_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
     {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaNormaliseAdd, ExecuteNormaliseAdd,
+                              JAXCONV_BIND_NORMALISE_ADD_CALL(ffi::Ffi::Bind()
+                                                                  .Ctx<ffi::PlatformStream<void*>>()
+                                                                  .Ctx<ffi::DeviceOrdinal>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCudaFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCudaDgrad)},
           {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCudaWgrad)},
           {"jaxconv_fused", reinterpret_cast<void*>(JaxconvCudaFused)},
           {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCudaInt8)},
-          {"jaxconv_masked_sums", reinterpret_cast<void*>(JaxconvCudaMaskedSums)}};
+          {"jaxconv_masked_sums", reinterpret_cast<void*>(JaxconvCudaMaskedSums)},
+          {"jaxconv_normalise_add", reinterpret_cast<void*>(JaxconvCudaNormaliseAdd)}};
 }
 
 // A product or an architecture ("h200", "sm_90a"); empty: this process's first device (JAX wants

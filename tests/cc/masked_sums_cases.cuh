@@ -13,11 +13,14 @@
 
 namespace jaxconv {
 
+enum class MaskTold { kByResult, kAffine, kByBits };
+
 struct MaskedSumsCase {
   DType dtype;
   int64_t rows, channels, parts;
   int gradients, arrays;
-  bool by_result, stores;
+  MaskTold told;
+  bool stores;
   float below;
 };
 
@@ -34,7 +37,10 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   const DeviceArray gradients[] = {{c.dtype, gradient}, {c.dtype, gradient2}};
   const DeviceArray arrays[] = {{c.dtype, y}, {c.dtype, y2}};
   const DeviceArray means[] = {{DType::kF32, mean}, {DType::kF32, mean2}};
-  const DeviceArray of_result(c.dtype, result), scales(DType::kF32, scale),
+  auto inside = [&](double a) { return a > 0 && !(a >= c.below); };
+  std::vector<double> bytes(count / 8);
+  for (int64_t at = 0; at < count; ++at) bytes[at / 8] += int{inside(result[at])} << at % 8;
+  const DeviceArray of_result(c.dtype, result), bits(DType::kU8, bytes), scales(DType::kF32, scale),
       offsets(DType::kF32, offset), masked(c.dtype, count),
       sums(DType::kF32, c.parts * kinds * c.channels);
   MaskedSums p = {};
@@ -44,10 +50,15 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   for (int a = 0; a < c.arrays; ++a) {
     p.arrays[a] = arrays[a].data(), p.means[a] = means[a].as<float>();
   }
-  if (c.by_result) {
-    p.result = of_result.data();
-  } else {
-    p.scale = scales.as<float>(), p.offset = offsets.as<float>();
+  switch (c.told) {
+    case MaskTold::kByResult:
+      p.result = of_result.data();
+      break;
+    case MaskTold::kAffine:
+      p.scale = scales.as<float>(), p.offset = offsets.as<float>();
+      break;
+    case MaskTold::kByBits:
+      p.bits = bits.as<uint8_t>();
   }
   p.above = 0, p.below = c.below;
   if (c.stores) p.masked = masked.data();
@@ -55,8 +66,8 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   test.Launched(LaunchMaskedSums(c.dtype, p, nullptr));
   auto dz = [&](int64_t at) {
     const int64_t k = at % c.channels;
-    const double a = c.by_result ? result[at] : (y[at] - mean[k]) * scale[k] + offset[k];
-    if (!(a > 0) || a >= c.below) return 0.0;
+    const bool affine = c.told == MaskTold::kAffine;
+    if (!inside(affine ? (y[at] - mean[k]) * scale[k] + offset[k] : result[at])) return 0.0;
     return c.gradients == 2 ? gradient[at] + gradient2[at] : gradient[at];
   };
   if (c.stores) {
@@ -89,11 +100,17 @@ inline void MaskedSumsCases(PassTest& test) {
                                     {29, 264, 2}, {41, 520, 5}, {9, 72, 11}};
   struct Form {
     int gradients, arrays;
-    bool by_result, stores;
+    MaskTold told;
+    bool stores;
   };
-  constexpr Form kForms[] = {{1, 1, true, false}, {1, 2, true, true},  {2, 1, true, true},
-                             {2, 2, true, true},  {2, 2, true, false}, {1, 1, false, false},
-                             {1, 1, false, true}};
+  constexpr MaskTold kByResult = MaskTold::kByResult, kAffine = MaskTold::kAffine,
+                     kByBits = MaskTold::kByBits;
+  constexpr Form kForms[] = {
+      {1, 1, kByResult, false}, {1, 2, kByResult, true},  {2, 1, kByResult, true},
+      {2, 2, kByResult, true},  {2, 2, kByResult, false}, {1, 1, kAffine, false},
+      {1, 1, kAffine, true},    {1, 1, kByBits, false},   {1, 2, kByBits, true},
+      {2, 1, kByBits, true},    {2, 2, kByBits, true}};
+  constexpr const char* kNames[] = {"_result", "_affine", "_bits"};
   int number = 0;
   for (const auto& [rows, channels, parts] : kShapes) {
     for (const Form& form : kForms) {
@@ -102,8 +119,8 @@ inline void MaskedSumsCases(PassTest& test) {
       test.Begin(std::string(Name(dtype)) + "_" + std::to_string(rows) + "x" +
                  std::to_string(channels) + "_parts" + std::to_string(parts) + "_gradients" +
                  std::to_string(form.gradients) + "_arrays" + std::to_string(form.arrays) +
-                 (form.by_result ? "_result" : "_affine") + (form.stores ? "_stored" : ""));
-      RunMaskedSums({dtype, rows, channels, parts, form.gradients, form.arrays, form.by_result,
+                 kNames[static_cast<int>(form.told)] + (form.stores ? "_stored" : ""));
+      RunMaskedSums({dtype, rows, channels, parts, form.gradients, form.arrays, form.told,
                      form.stores, below},
                     test);
     }

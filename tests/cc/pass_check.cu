@@ -20,6 +20,7 @@
 #include <string>
 
 #include "masked_sums_cases.cuh"
+#include "normalise_add_cases.cuh"
 #include "pass_test.cuh"
 
 namespace jaxconv {
@@ -32,6 +33,7 @@ struct Pass {
 
 constexpr Pass kPasses[] = {
     {"masked_sums", MaskedSumsCases},
+    {"normalise_add", NormaliseAddCases},
 };
 
 int Main(int argc, char** argv) {

@@ -2,42 +2,30 @@
 
 #include <string>
 
+#include "cuda/batch_norm/channel_vectors.cuh"
 #include "cuda/batch_norm/masked_sums.h"
-#include "cuda/common/element.cuh"
 #include "cuda/common/launch.cuh"
 
 namespace jaxconv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;  // channels of a thread, 16 bytes
+constexpr int kVector = kChannelsOfThread;
 constexpr int kMaxLanes = 32;
 
 template <typename T>
-using Vector = Neighbours<T, kVector>;
+using Vector = ChannelVector<T>;
 
-template <typename T>
-__device__ __forceinline__ Vector<T> Load(const void* array, int64_t at) {
-  return {__ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at))};
-}
-// What nothing reads again soon.
-template <typename T>
-__device__ __forceinline__ Vector<T> LoadLast(const void* array, int64_t at) {
-  return {__ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at))};
-}
-
-__device__ __forceinline__ void LoadFloats(const float* from, float (&values)[kVector]) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) values[i] = __ldg(from + i);
-}
+// What tells the mask: the activation's result, its operand, which is computed, or bits.
+enum class MaskBy { kResult, kAffine, kBits };
 
 // blockIdx.x: a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of the rows. The
 // threads of a CTA are `steps` rows of `lanes` vectors. All CTAs walk side by side, from the ends of
 // the arrays: those of dz are what the kernel before has written last.
-template <typename T, int kGradients, int kArrays, bool kByResult>
+template <typename T, int kGradients, int kArrays, MaskBy kMaskBy>
 __global__ void __launch_bounds__(kThreads, 2) SumMasked(const MaskedSums p, int lanes, int steps) {
   constexpr int kSums = 1 + kArrays;
-  constexpr int kLoads = kGradients + kArrays + kByResult;
+  constexpr int kLoads = kGradients + kArrays + (kMaskBy == MaskBy::kResult);
   constexpr int kUnroll = kLoads > 3 ? 2 : 4;
   __shared__ float of_thread[kSums][kThreads * kVector];
   const int lane = static_cast<int>(threadIdx.x) % lanes;
@@ -48,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 2) SumMasked(const MaskedSums p, int
     float means[kArrays][kVector], scale[kVector], offset[kVector];
 #pragma unroll
     for (int a = 0; a < kArrays; ++a) LoadFloats(p.means[a] + channel, means[a]);
-    if constexpr (!kByResult) {
+    if constexpr (kMaskBy == MaskBy::kAffine) {
       LoadFloats(p.scale + channel, scale);
       LoadFloats(p.offset + channel, offset);
     }
@@ -59,19 +47,23 @@ __global__ void __launch_bounds__(kThreads, 2) SumMasked(const MaskedSums p, int
       const int64_t row = block * rows_of_block + step;
       const int64_t at = row * p.channels + channel;
       Vector<T> gradients[kUnroll][kGradients], arrays[kUnroll][kArrays], results[kUnroll];
+      unsigned bits[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (row + u * steps >= p.rows) continue;
         const int64_t here = at + u * stride;
-        if constexpr (kByResult) {
-          gradients[u][0] = LoadLast<T>(p.gradient, here);
-          results[u] = LoadLast<T>(p.result, here);
+        if constexpr (kMaskBy == MaskBy::kAffine) {
+          gradients[u][0] = LoadChannels<T>(p.gradient, here);
         } else {
-          gradients[u][0] = Load<T>(p.gradient, here);
+          gradients[u][0] = LoadLastChannels<T>(p.gradient, here);
         }
-        if constexpr (kGradients == 2) gradients[u][1] = LoadLast<T>(p.gradient2, here);
+        if constexpr (kMaskBy == MaskBy::kResult) {
+          results[u] = LoadLastChannels<T>(p.result, here);
+        }
+        if constexpr (kMaskBy == MaskBy::kBits) bits[u] = __ldcs(p.bits + here / kVector);
+        if constexpr (kGradients == 2) gradients[u][1] = LoadLastChannels<T>(p.gradient2, here);
 #pragma unroll
-        for (int a = 0; a < kArrays; ++a) arrays[u][a] = Load<T>(p.arrays[a], here);
+        for (int a = 0; a < kArrays; ++a) arrays[u][a] = LoadChannels<T>(p.arrays[a], here);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -88,17 +80,20 @@ __global__ void __launch_bounds__(kThreads, 2) SumMasked(const MaskedSums p, int
 #pragma unroll
           for (int i = 0; i < kVector; ++i) centred[a][i] -= means[a][i];
         }
-        if constexpr (kByResult) {
-          results[u].Unpack(of_mask);
-        } else {
+        if constexpr (kMaskBy == MaskBy::kResult) results[u].Unpack(of_mask);
+        if constexpr (kMaskBy == MaskBy::kAffine) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) of_mask[i] = centred[0][i] * scale[i] + offset[i];
           Vector<T>::Rounded(of_mask).Unpack(of_mask);
         }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          // A bound of NaN bounds nothing.
-          if (!(of_mask[i] > p.above) || of_mask[i] >= p.below) masked[i] = 0;
+          if constexpr (kMaskBy == MaskBy::kBits) {
+            if ((bits[u] >> i & 1) == 0) masked[i] = 0;
+          } else {
+            // A bound of NaN bounds nothing.
+            if (!(of_mask[i] > p.above) || of_mask[i] >= p.below) masked[i] = 0;
+          }
           sums[0][i] += masked[i];
 #pragma unroll
           for (int a = 0; a < kArrays; ++a) sums[1 + a][i] += masked[i] * centred[a][i];
@@ -126,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 2) SumMasked(const MaskedSums p, int
   }
 }
 
-template <typename T, int kGradients, int kArrays, bool kByResult>
+template <typename T, int kGradients, int kArrays, MaskBy kMaskBy>
 Status LaunchForm(const MaskedSums& p, void* stream) {
   const int64_t vectors = p.channels / kVector;
   const int lanes = static_cast<int>(vectors < kMaxLanes ? vectors : kMaxLanes);
@@ -134,23 +129,27 @@ Status LaunchForm(const MaskedSums& p, void* stream) {
   config.threads = kThreads;
   config.grid =
       dim3(static_cast<unsigned>((vectors + lanes - 1) / lanes), static_cast<unsigned>(p.parts));
-  return Launch<SumMasked<T, kGradients, kArrays, kByResult>>("masked_sums", config, stream, p,
-                                                              lanes, kThreads / lanes);
+  return Launch<SumMasked<T, kGradients, kArrays, kMaskBy>>("masked_sums", config, stream, p, lanes,
+                                                            kThreads / lanes);
+}
+
+template <typename T, MaskBy kMaskBy>
+Status LaunchOfCounts(const MaskedSums& p, void* stream) {
+  const bool two = p.arrays[1] != nullptr;
+  if (p.gradient2 == nullptr) {
+    return two ? LaunchForm<T, 1, 2, kMaskBy>(p, stream) : LaunchForm<T, 1, 1, kMaskBy>(p, stream);
+  }
+  return two ? LaunchForm<T, 2, 2, kMaskBy>(p, stream) : LaunchForm<T, 2, 1, kMaskBy>(p, stream);
 }
 
 template <typename T>
 Status LaunchOfType(const MaskedSums& p, void* stream) {
-  const bool two = p.arrays[1] != nullptr;
-  if (p.result == nullptr) {
-    if (two || p.gradient2 != nullptr) {
-      return Status::Unimplemented("masked sums: a mask that is computed takes one gradient and y");
-    }
-    return LaunchForm<T, 1, 1, false>(p, stream);
+  if (p.bits != nullptr) return LaunchOfCounts<T, MaskBy::kBits>(p, stream);
+  if (p.result != nullptr) return LaunchOfCounts<T, MaskBy::kResult>(p, stream);
+  if (p.arrays[1] != nullptr || p.gradient2 != nullptr) {
+    return Status::Unimplemented("masked sums: a mask that is computed takes one gradient and y");
   }
-  if (p.gradient2 == nullptr) {
-    return two ? LaunchForm<T, 1, 2, true>(p, stream) : LaunchForm<T, 1, 1, true>(p, stream);
-  }
-  return two ? LaunchForm<T, 2, 2, true>(p, stream) : LaunchForm<T, 2, 1, true>(p, stream);
+  return LaunchForm<T, 1, 1, MaskBy::kAffine>(p, stream);
 }
 
 }  // namespace
@@ -164,7 +163,7 @@ Status LaunchMaskedSums(DType dtype, const MaskedSums& p, void* stream) {
   }
   for (const void* array : {p.gradient, p.gradient2, p.result, p.arrays[0], p.arrays[1],
                             static_cast<const void*>(p.masked)}) {
-    if (reinterpret_cast<uintptr_t>(array) % (kVector * sizeof(uint16_t)) != 0) {
+    if (!OnSixteenBytes(array)) {
       return Status::Unimplemented("masked sums: an array does not lie on a multiple of 16 bytes");
     }
   }

@@ -1,0 +1,142 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/batch_norm/channel_vectors.cuh"
+#include "cuda/batch_norm/normalise_add.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/ptx/min_max.cuh"
+
+namespace jaxconv {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = kChannelsOfThread;
+constexpr int kMaxLanes = 32;
+constexpr int kUnroll = 4;  // rows of a thread that are loaded at a time
+constexpr int64_t kMaxGrid = 65535;
+
+// What a thread's channels are normalised by.
+template <typename T>
+struct Normalisation {
+  float mean[kVector], scale[kVector], offset[kVector];
+
+  __device__ __forceinline__ void Load(const NormaliseAdd& p, int array, int64_t channel) {
+    LoadFloats(p.means[array] + channel, mean);
+    LoadFloats(p.scales[array] + channel, scale);
+    LoadFloats(p.offsets[array] + channel, offset);
+  }
+  __device__ __forceinline__ void Apply(const ChannelVector<T>& array,
+                                        float (&values)[kVector]) const {
+    array.Unpack(values);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      values[i] = __fmaf_rn(__fsub_rn(values[i], mean[i]), scale[i], offset[i]);
+    }
+    ChannelVector<T>::Rounded(values).Unpack(values);
+  }
+};
+
+// blockIdx.x: a slice of up to kMaxLanes vectors of channels; blockIdx.y: every gridDim.y-th block
+// of rows. The threads of a CTA are `steps` rows of `lanes` vectors, a row's bytes of bits
+// neighbours. All CTAs walk side by side, from the ends of the arrays: those of y are what the
+// kernel before has written last, and the kernel behind begins where the result is written last.
+template <typename T, int kArrays>
+__global__ void __launch_bounds__(kThreads, 2)
+    NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  const int step = static_cast<int>(threadIdx.x) / lanes;
+  const int64_t channel = (int64_t{blockIdx.x} * lanes + lane) * kVector;
+  if (step >= steps || channel >= p.channels) return;
+  Normalisation<T> of[kArrays];
+#pragma unroll
+  for (int a = 0; a < kArrays; ++a) of[a].Load(p, a, channel);
+  const int64_t stride = steps * p.channels;
+  const int64_t rows_of_block = kUnroll * steps;
+  const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
+  for (int64_t block = blocks - 1 - blockIdx.y; block >= 0; block -= gridDim.y) {
+    const int64_t row = block * rows_of_block + step;
+    const int64_t at = row * p.channels + channel;
+    ChannelVector<T> first[kUnroll], second[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (row + u * steps >= p.rows) continue;
+      const int64_t here = at + u * stride;
+      first[u] = LoadLastChannels<T>(p.arrays[0], here);
+      second[u] = LoadLastChannels<T>(kArrays == 2 ? p.arrays[1] : p.shortcut, here);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (row + u * steps >= p.rows) continue;
+      const int64_t here = at + u * stride;
+      float values[kVector], other[kVector];
+      of[0].Apply(first[u], values);
+      if constexpr (kArrays == 2) {
+        of[1].Apply(second[u], other);
+      } else {
+        second[u].Unpack(other);
+      }
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[i] = __fadd_rn(values[i], other[i]);
+      ChannelVector<T>::Rounded(values).Unpack(values);
+      unsigned bits = 0;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        // A bound of NaN bounds nothing.
+        values[i] = MaxNan(values[i], 0);
+        if (values[i] > p.below) values[i] = p.below;
+        const bool inside = values[i] > 0 && !(values[i] >= p.below);
+        bits |= static_cast<unsigned>(inside) << i;
+      }
+      ChannelVector<T>::Rounded(values).Store(static_cast<T*>(p.result) + here);
+      p.bits[here / kVector] = static_cast<uint8_t>(bits);
+    }
+  }
+}
+
+template <typename T, int kArrays>
+Status LaunchForm(const NormaliseAdd& p, void* stream) {
+  const int64_t vectors = p.channels / kVector;
+  const int lanes = static_cast<int>(std::min<int64_t>(vectors, kMaxLanes));
+  const int steps = kThreads / lanes;
+  const int64_t slices = (vectors + lanes - 1) / lanes;
+  const int64_t blocks = (p.rows + kUnroll * steps - 1) / (kUnroll * steps);
+  const int64_t most = std::min(std::max<int64_t>(p.ctas / slices, 1), kMaxGrid);
+  LaunchConfig config;
+  config.threads = kThreads;
+  config.grid = dim3(static_cast<unsigned>(slices), static_cast<unsigned>(std::min(blocks, most)));
+  return Launch<NormaliseAndAdd<T, kArrays>>("normalise_add", config, stream, p, lanes, steps);
+}
+
+template <typename T>
+Status LaunchOfType(const NormaliseAdd& p, void* stream) {
+  return p.arrays[1] != nullptr ? LaunchForm<T, 2>(p, stream) : LaunchForm<T, 1>(p, stream);
+}
+
+}  // namespace
+
+Status LaunchNormaliseAdd(DType dtype, const NormaliseAdd& p, void* stream) {
+  if (p.channels % kVector != 0 || p.channels < kVector || p.rows < 1) {
+    return Status::Unimplemented(
+        "normalise add: expected rows, and channels in a multiple of 8, got " +
+        std::to_string(p.rows) + " and " + std::to_string(p.channels));
+  }
+  for (const void* array :
+       {p.arrays[0], p.arrays[1], p.shortcut, static_cast<const void*>(p.result)}) {
+    if (!OnSixteenBytes(array)) {
+      return Status::Unimplemented(
+          "normalise add: an array does not lie on a multiple of 16 bytes");
+    }
+  }
+  switch (dtype) {
+    case DType::kBF16:
+      return LaunchOfType<__nv_bfloat16>(p, stream);
+    case DType::kF16:
+      return LaunchOfType<__half>(p, stream);
+    default:
+      return Status::Unimplemented("normalise add: expected float16 or bfloat16");
+  }
+}
+
+}  // namespace jaxconv
