@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxconv._src import fused, int8_primitive, lowering, masked_sums, native
+from jaxconv._src import fused, int8_primitive, lowering, masked_sums, native, normalise_add
 from jaxconv._src.spec import Op
 
 
@@ -22,6 +22,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         fused.TARGET,
         int8_primitive.TARGET,
         masked_sums.TARGET,
+        normalise_add.TARGET,
     ]
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
 

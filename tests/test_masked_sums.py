@@ -16,14 +16,14 @@ from jaxconv._src import masked_sums
 from jaxconv._src.masked_sums import Form
 
 FORMS = {
-    "one gradient": Form(1, 1, False, False, 0.0, None),
-    "bounded, stored": Form(1, 1, False, True, 0.0, 2.0),
-    "two gradients": Form(2, 1, False, True, 0.0, None),
-    "two arrays": Form(1, 2, False, True, 0.0, None),
-    "two of each": Form(2, 2, False, True, -1.0, None),
-    "two of each, not stored": Form(2, 2, False, False, 0.0, 1.0),
-    "affine": Form(1, 1, True, False, 0.0, None),
-    "affine, stored": Form(1, 1, True, True, 0.0, 1.0),
+    "one gradient": Form(1, 1, "result", False, 0.0, None),
+    "bounded, stored": Form(1, 1, "result", True, 0.0, 2.0),
+    "two gradients": Form(2, 1, "result", True, 0.0, None),
+    "two arrays": Form(1, 2, "result", True, 0.0, None),
+    "two of each": Form(2, 2, "result", True, -1.0, None),
+    "two of each, not stored": Form(2, 2, "result", False, 0.0, 1.0),
+    "affine": Form(1, 1, "affine", False, 0.0, None),
+    "affine, stored": Form(1, 1, "affine", True, 0.0, 1.0),
 }
 # Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
@@ -37,9 +37,9 @@ def drawn(form: Form, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.
         return jnp.asarray(rng.integers(-3, 4, shape), dtype)
 
     arrays = [integers(*shape, dtype=dtype) for _ in range(form.gradients + form.arrays)]
-    vectors = [integers(shape[-1]) for _ in range(form.arrays + 2 * form.affine)]
+    vectors = [integers(shape[-1]) for _ in range(form.arrays + 2 * (form.masked_by == "affine"))]
     result = integers(*shape, dtype=dtype).at[(0,) * len(shape)].set(np.nan)
-    if form.affine:
+    if form.masked_by == "affine":
         mean, scale, offset = vectors
         result = ((arrays[-1].astype(np.float32) - mean) * scale + offset).astype(dtype)
     return [*arrays, *vectors, result]
@@ -100,7 +100,7 @@ def test_derivative():
         (FORMS["one gradient"], (4, 12), jnp.bfloat16),
         (FORMS["one gradient"], (4, 8), np.float32),
         (FORMS["one gradient"], (0, 8), jnp.bfloat16),
-        (Form(2, 1, True, False, 0.0, None), (4, 8), jnp.bfloat16),
+        (Form(2, 1, "affine", False, 0.0, None), (4, 8), jnp.bfloat16),
     ],
 )
 def test_what_the_kernel_does_not_take(form, shape, dtype):

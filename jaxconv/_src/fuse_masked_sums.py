@@ -7,7 +7,7 @@ operation's result would be stored for it, which costs more than the call saves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import fused, masked_sums
 from jaxconv._src.fuse_graph import Graph, Vector, traced, type_of
-from jaxconv._src.masked_sums import Form
+from jaxconv._src.masked_sums import Form, MaskedBy
 
 # What makes gradients that are in memory.
 _STORED = {
@@ -27,6 +27,21 @@ _STORED = {
     "jaxconv_fprop",
     fused.conv_fused_p.name,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """An array centred * scale + offset, of float32, that is converted.
+
+    Attributes:
+        centred: the array that is multiplied.
+        vectors: scale and offset.
+        between: the array itself, the sum and the product.
+    """
+
+    centred: Any
+    vectors: tuple[Vector, Vector]
+    between: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +107,19 @@ def find(
     if bounds is None or graph.constant(on_false) != 0.0:
         return None
     gradients = _summands(graph, gradient)
-    if not all(_in_memory(graph, g, held) for g in gradients):
+    if not all(in_memory(graph, g, held) for g in gradients):
         return None
-    centred = [_centred(graph, other, aval) for other in others]
+    centred = [centred_by(graph, other, aval) for other in others]
     if any(c is None for c in centred):
         return None
     arrays, means = zip(*[c for c in centred if c is not None], strict=True)
-    affine: tuple[Vector, ...] = ()
-    if not stores and len(gradients) == len(arrays) == 1:
-        affine = _affine(graph, operand, others[0], aval)
-    form = Form(len(gradients), len(arrays), bool(affine), stores, *bounds)
-    vectors = *means, *affine
+    alone = not stores and len(gradients) == len(arrays) == 1
+    affine = affine_of(graph, operand, aval) if alone else None
+    if affine is not None and graph.source(affine.centred) is not graph.source(others[0]):
+        affine = None
+    masked_by: MaskedBy = "affine" if affine else "result"
+    form = Form(len(gradients), len(arrays), masked_by, stores, *bounds)
+    vectors = *means, *(affine.vectors if affine else ())
     read = [*gradients, *arrays, *(v.atom for v in vectors), result]
     made = [graph.index(a) for a in read]
     if any(at is not None and at >= position for at in made):
@@ -141,12 +158,13 @@ def _summands(graph: Graph, gradient: Any) -> list[Any]:
     return [graph.source(gradient)]
 
 
-def _in_memory(graph: Graph, atom: Any, held: set[Any]) -> bool:
+def in_memory(graph: Graph, atom: Any, held: Set[Any]) -> bool:
+    """Whether an array is stored: ``held``, an argument, or the result of a call."""
     made = graph.producer(atom)
     return made is None or atom in held or made.primitive.name in _STORED
 
 
-def _centred(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:
+def centred_by(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:
     """The array and the vector whose difference, in float32, an array is."""
     made = graph.producer(other)
     if made is None or made.primitive.name != "sub":
@@ -163,23 +181,25 @@ def _centred(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:
     return array, mean
 
 
-def _affine(graph: Graph, operand: Any, centred: Any, like: Any) -> tuple[Vector, ...]:
-    """Scale and offset with operand = centred * scale + offset, computed in float32, or ()."""
+def affine_of(graph: Graph, operand: Any, like: Any) -> Affine | None:
+    """How an operand is computed from a centred array, in float32; None where it is not."""
     converted = graph.producer(operand)
     if converted is None or converted.primitive.name != "convert_element_type":
-        return ()
+        return None
     found: list[Vector] = []
+    between = [operand]
     atom = converted.invars[0]
     for name in ("add", "mul"):
         made = graph.producer(atom)
         if made is None or made.primitive.name != name:
-            return ()
+            return None
         if type_of(made.outvars[0]).dtype != np.float32:
-            return ()
+            return None
         read = [graph.channel_vector(a, like.shape, len(like.shape) - 1) for a in made.invars]
         vector = read[1] or read[0]
         if vector is None:
-            return ()
+            return None
         found.insert(0, vector)
+        between.append(atom)
         atom = made.invars[0] if read[1] else made.invars[1]
-    return tuple(found) if graph.source(atom) is graph.source(centred) else ()
+    return Affine(atom, (found[0], found[1]), tuple(between))

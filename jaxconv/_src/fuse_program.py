@@ -24,6 +24,7 @@ from jaxconv._src import (
     fuse_chain,
     fuse_convolution,
     fuse_gradient,
+    fuse_normalise_add,
     fuse_pooling,
     fused,
     fused_partition,
@@ -98,6 +99,7 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
         if refused.count == before:
             if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
                 eqns = _live(fuse_gradient.rewritten(eqns, outvars), outvars)
+                eqns = _live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
             eqns = _live(fuse_pooling.rewritten(eqns, outvars), outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 

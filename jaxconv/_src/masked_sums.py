@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,25 +42,30 @@ _VECTOR, _LANES, _THREADS = 8, 32, 256
 _CTAS, _LEAST_ROWS = 264, 8
 
 
+# What a kernel tells the mask from.
+MaskedBy = Literal["result", "affine", "bits"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What a call computes, and of what.
 
-    Its operands are the gradients, the arrays, their means (C,), where it is ``affine`` a scale
-    and an offset (C,), and the activation's result. Vectors are float32.
+    Its operands are the gradients, the arrays, their means (C,), what tells the mask, and the
+    activation's result, which the operations of JAX always take the mask from. Vectors are float32.
 
     Attributes:
         gradients: 1 or 2.
         arrays: how many are multiplied by dz, 1 or 2.
-        affine: whether the activation's operand is (y_0 - mean_0) * scale + offset, rounded as the
-            gradient's type, so that the kernel tells the mask from it and does not read the result.
+        masked_by: "result": the activation's result. "affine": its operand, which is
+            (y_0 - mean_0) * scale + offset, rounded as the gradient's type; scale and offset (C,)
+            are operands. "bits": those of ``normalise_add``, uint8 (..., C / 8), an operand.
         stores: whether dz is a result, in front of the sums.
         above, below: between what the activation's result is where dz is not 0; below may be None.
     """
 
     gradients: int
     arrays: int
-    affine: bool
+    masked_by: MaskedBy
     stores: bool
     above: float
     below: float | None
@@ -80,7 +85,7 @@ def accepts(form: Form, shape: tuple[int, ...], dtype: np.dtype) -> bool:
         and 2 <= len(shape) <= 7
         and shape[-1] % _VECTOR == 0
         and 0 not in shape
-        and (not form.affine or form.gradients == form.arrays == 1)
+        and (form.masked_by != "affine" or form.gradients == form.arrays == 1)
         and 1 <= form.gradients <= 2
         and 1 <= form.arrays <= 2
     )
@@ -152,11 +157,16 @@ def _lower(platform: str, ctx, *operands, form: Form):
         return _lower_in_jax(ctx, *operands, form=form)
     absent = mlir.ir_constant(np.zeros((0,), np.float32)), ShapedArray((0,), np.float32)
     gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
-    result, scale, offset = [absent, *of_mask[:2]] if form.affine else [*of_mask, absent, absent]
+    bits, scale, offset = {
+        "result": (absent, absent, absent),
+        "affine": (absent, *of_mask[:-1]),
+        "bits": (*of_mask[:-1], absent, absent),
+    }[form.masked_by]
+    result = of_mask[-1] if form.masked_by == "result" else absent
     (gradient1, gradient2), (y, y2), (mean, mean2) = (
         (each if len(each) == 2 else [*each, absent]) for each in (gradients, arrays, means)
     )
-    given = (gradient1, gradient2, result, y, y2, mean, mean2, scale, offset)
+    given = (gradient1, gradient2, result, bits, y, y2, mean, mean2, scale, offset)
     values, avals = zip(*given, strict=True)
     sums = ctx.avals_out[-1]
     by_part = ShapedArray((parts(gradient.shape), *sums.shape), sums.dtype)

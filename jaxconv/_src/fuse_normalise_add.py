@@ -1,0 +1,185 @@
+"""Finds the ends of residual blocks whose masks the backward pass reads, and writes masks as bits.
+
+    result = activation(normalised + shortcut),   masked_sums(..., result)
+
+becomes one call of ``normalise_add``, which gives the result and a bit for each of its elements;
+``masked_sums`` reads the bits. XLA computes the forward pass in as few passes, but does not write
+bits at the speed of memory.
+
+The call reads memory: its operands must be there anyway, and no other operation may need what lies
+between them and the result. The result's other uses keep it. Where one of them is elementwise or a
+reduction, there is no call: XLA may compute that operation in the pass that the call replaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Var
+
+from jaxconv._src import (
+    compat,
+    fuse_activations,
+    fuse_convolution,
+    fuse_masked_sums,
+    fused,
+    normalise_add,
+    primitives,
+)
+from jaxconv._src.fuse_activations import Activation
+from jaxconv._src.fuse_graph import IDENTITIES, Graph, Vector, traced, type_of
+from jaxconv._src.masked_sums import Form, masked_sums_p
+
+_CONVOLUTIONS = {
+    *fuse_convolution.NAMES,
+    fused.conv_fused_p.name,
+    *(p.name for p in primitives.PRIMITIVES.values()),
+}
+# Uses of a result that read it from memory: another block's shortcut is one.
+_READ = _CONVOLUTIONS | {masked_sums_p.name, "add"}
+
+# The largest number of an activation's result, by its name.
+_BELOW: dict[Activation | None, float | None] = {"relu": None, "relu6": 6.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """The end of a residual block.
+
+    Attributes:
+        position: of the activation.
+        form: what the call computes.
+        arrays: the normalised one, then the other or the shortcut.
+        vectors: mean, scale and offset of each array that is normalised.
+    """
+
+    position: int
+    form: normalise_add.Form
+    arrays: tuple[Any, Any]
+    vectors: tuple[Vector, ...]
+
+    def equations(self, graph: Graph, result: Var, bits: Var) -> list[JaxprEqn]:
+        """The call, for an activation's result and its bits."""
+        channels = type_of(result).shape[-1]
+
+        def call(arrays: list[jax.Array], given: list[Any]) -> list[jax.Array]:
+            read = [v.read(a, channels) for v, a in zip(self.vectors, given, strict=True)]
+            return normalise_add.normalise_add(*arrays, *read, form=self.form)
+
+        operands = list(self.arrays), [v.atom for v in self.vectors]
+        return traced(call, operands, [result, bits], graph, self.position)
+
+
+def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations with bits for masks behind residual additions.
+
+    What becomes superfluous stays, without uses.
+
+    Args:
+        eqns: the equations, in order, with calls of ``masked_sums``.
+        outvars: what the program returns.
+    """
+    graph = Graph(eqns, outvars)
+    by_result: dict[Any, list[int]] = {}
+    for position, eqn in enumerate(graph.eqns):
+        if eqn.primitive is masked_sums_p and eqn.params["form"].masked_by == "result":
+            by_result.setdefault(graph.source(eqn.invars[-1]), []).append(position)
+    replaced: dict[int, list[JaxprEqn]] = {}
+    for result, positions in by_result.items():
+        found = _find(graph, result, [graph.eqns[i].params["form"] for i in positions])
+        if found is None:
+            continue
+        bits = compat.variable(normalise_add.bits_type(type_of(result)))
+        try:
+            replaced[found.position] = found.equations(graph, result, bits)
+        except (TypeError, ValueError, compat.ShardingTypeError):
+            continue  # arrays of types that this does not know
+        for position in positions:
+            replaced[position] = [_by_bits(graph.eqns[position], bits)]
+    return [e for i, eqn in enumerate(graph.eqns) for e in replaced.get(i, [eqn])]
+
+
+def _by_bits(eqn: JaxprEqn, bits: Var) -> JaxprEqn:
+    """A call of ``masked_sums`` that takes the mask from bits."""
+    form = dataclasses.replace(eqn.params["form"], masked_by="bits")
+    operands = [*eqn.invars[:-1], bits, eqn.invars[-1]]
+    return eqn.replace(invars=operands, params={**eqn.params, "form": form})
+
+
+def _find(graph: Graph, result: Any, masks: Sequence[Form]) -> _Sum | None:
+    """What computes an activation's result, of which calls with these forms take the mask."""
+    position = graph.index(result)
+    if position is None:
+        return None
+    if not all(graph.eqns[i].primitive.name in _READ for i in graph.uses(result)):
+        return None
+    aval = type_of(result)
+    for operand in graph.eqns[position].invars:
+        activation = fuse_activations.classify(graph, result, operand)
+        if activation not in _BELOW or not _only_use(graph, operand):
+            continue
+        below = _BELOW[activation]
+        added = graph.producer(operand)
+        if added is None or added.primitive.name != "add":
+            return None
+        normalised = [_normalised(graph, a, aval) for a in added.invars]
+        at = 0 if normalised[0] is not None else 1
+        first, second, shortcut = normalised[at], normalised[1 - at], added.invars[1 - at]
+        if first is None:
+            return None
+        other = graph.source(shortcut) if second is None else second.array
+        form = normalise_add.Form(1 if second is None else 2, below)
+        if (
+            all((m.above, m.below) == (0.0, below) for m in masks)
+            and all(_in_memory(graph, a) for a in (first.array, other))
+            and normalise_add.accepts(form, aval.shape, aval.dtype)
+        ):
+            vectors = *first.vectors, *(() if second is None else second.vectors)
+            return _Sum(position, form, (first.array, other), vectors)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalised:
+    """An array that is normalised: the array, and mean, scale and offset."""
+
+    array: Any
+    vectors: tuple[Vector, Vector, Vector]
+
+
+def _normalised(graph: Graph, atom: Any, like: Any) -> _Normalised | None:
+    """What an atom is the normalisation of, where nothing else needs what lies between."""
+    affine = fuse_masked_sums.affine_of(graph, atom, like)
+    if affine is None:
+        return None
+    centred = fuse_masked_sums.centred_by(graph, affine.centred, like)
+    if centred is None:
+        return None
+    if not all(_only_use(graph, a) for a in affine.between):
+        return None
+    # Elementwise operations compute it from the array again.
+    if not _only_use(graph, affine.centred) and not graph.absorbed(graph.source(affine.centred)):
+        return None
+    array, mean = centred
+    return _Normalised(array, (mean, *affine.vectors))
+
+
+def _only_use(graph: Graph, atom: Any) -> bool:
+    """Whether an atom, and what it is a copy of, has one use."""
+    while isinstance(atom, Var) and atom not in graph.returned and len(graph.uses(atom)) == 1:
+        index = graph.index(atom)
+        if index is None or graph.eqns[index].primitive.name not in IDENTITIES:
+            return True
+        atom = graph.eqns[index].invars[0]
+    return False
+
+
+def _in_memory(graph: Graph, atom: Any) -> bool:
+    """Whether an array is stored: by what makes it, or for what reads it."""
+    if not isinstance(atom, Var):
+        return False
+    read = {graph.eqns[i].primitive.name for i in graph.uses(atom)}
+    return not read.isdisjoint(_CONVOLUTIONS) or fuse_masked_sums.in_memory(graph, atom, set())
