@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv._src import masked_sums
+from jaxconv._src import masked_sums, native
 from jaxconv._src.masked_sums import Form
 
 FORMS = {
@@ -24,6 +25,9 @@ FORMS = {
     "two of each, not stored": Form(2, 2, "result", False, 0.0, 1.0),
     "affine": Form(1, 1, "affine", False, 0.0, None),
     "affine, stored": Form(1, 1, "affine", True, 0.0, 1.0),
+    "bits": Form(1, 1, "bits", False, 0.0, None),
+    "bits, bounded, stored": Form(2, 1, "bits", True, 0.0, 2.0),
+    "bits, two of each": Form(2, 2, "bits", True, 0.0, None),
 }
 # Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
@@ -42,6 +46,9 @@ def drawn(form: Form, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.
     if form.masked_by == "affine":
         mean, scale, offset = vectors
         result = ((arrays[-1].astype(np.float32) - mean) * scale + offset).astype(dtype)
+    if form.masked_by == "bits":
+        inside = (result > form.above) & (result < (np.inf if form.below is None else form.below))
+        vectors.append(jnp.packbits(inside, axis=-1, bitorder="little"))
     return [*arrays, *vectors, result]
 
 
@@ -81,9 +88,10 @@ def test_operations_of_jax(name, dtype):
         )
 
 
-def test_derivative():
+@pytest.mark.parametrize("name", ["two gradients", "bits, bounded, stored"])
+def test_derivative(name):
     """It is linear in the gradients, and differentiated as the operations of JAX are."""
-    form = FORMS["two gradients"]
+    form = FORMS[name]
     g, h, *rest = drawn(form, (4, 6, 8), jnp.bfloat16)
     bind = functools.partial(masked_sums.masked_sums, form=form)
     with jax.default_device(jax.devices("cpu")[0]):
@@ -114,6 +122,22 @@ def test_parts():
         assert 1 <= parts <= 65535 and parts <= rows
 
 
+def test_lowering_for_a_gpu(monkeypatch):
+    """One call, which reads bits in place of the result where they tell the mask."""
+    monkeypatch.setattr(native, "load", lambda platform: object())
+    array, vector, absent = "tensor<4x6x24xbf16>", "tensor<24xf32>", "tensor<0xf32>"
+    for name, told in (
+        ("two of each", [array, absent]),
+        ("bits, two of each", [absent, "tensor<4x6x3xui8>"]),
+    ):
+        operands = drawn(FORMS[name], (4, 6, 24), jnp.bfloat16)
+        bind = jax.jit(functools.partial(masked_sums.masked_sums, form=FORMS[name]))
+        text = bind.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        (types,) = re.findall(r"custom_call @jaxconv_masked_sums.* : \((.*)\) ->", text)
+        vectors = [vector, vector, absent, absent]
+        assert types.split(", ") == [array, array, *told, array, array, *vectors]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMS)
@@ -138,14 +162,15 @@ def test_kernel(name, shape):
     [
         (1, lambda a: a[:1], "gradient2: expected shape"),
         (2, lambda a: a.astype(np.float32), "result: expected dtype"),
-        (5, lambda a: a[:-1], "mean: expected shape"),
-        (7, lambda a: jnp.ones(8), "scale: expected no elements"),
+        (3, lambda a: jnp.ones((4, 1), np.uint8), "bits: expected no elements"),
+        (6, lambda a: a[:-1], "mean: expected shape"),
+        (8, lambda a: jnp.ones(8), "scale: expected no elements"),
     ],
 )
 def test_a_handler_names_the_buffer_that_does_not_match(at, change, said):
     none = jnp.zeros(0)
     array, vector = jnp.ones((4, 8), jnp.bfloat16), jnp.ones(8)
-    given = [array, array, array, array, none, vector, none, none, none]
+    given = [array, array, array, none, array, none, vector, none, none, none]
     given[at] = change(given[at])
     call = jax.ffi.ffi_call(
         masked_sums.TARGET,
