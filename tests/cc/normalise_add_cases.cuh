@@ -88,11 +88,13 @@ inline void NormaliseAddCases(PassTest& test) {
   int number = 0;
   for (const auto& [rows, channels, ctas] : kShapes) {
     for (const int arrays : {1, 2}) {
-      for (const float below : {kNone, 6.0f}) {
-        const DType dtype = ++number % 3 != 0 ? DType::kBF16 : DType::kF16;
+      // Some sums are rounded up to the larger bound.
+      for (const float below : {kNone, 6.0f, 1024.0f}) {
+        const DType dtype = ++number % 4 != 0 ? DType::kBF16 : DType::kF16;
         test.Begin(std::string(Name(dtype)) + "_" + std::to_string(rows) + "x" +
                    std::to_string(channels) + "_ctas" + std::to_string(ctas) + "_arrays" +
-                   std::to_string(arrays) + (std::isnan(below) ? "" : "_bounded"));
+                   std::to_string(arrays) +
+                   (std::isnan(below) ? "" : "_below" + std::to_string(static_cast<int>(below))));
         RunNormaliseAdd({dtype, rows, channels, ctas, arrays, below}, test);
       }
     }
