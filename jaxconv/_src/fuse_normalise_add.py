@@ -14,7 +14,7 @@ reduction, there is no call: XLA may compute that operation in the pass that the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -89,7 +89,9 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
             by_result.setdefault(graph.source(eqn.invars[-1]), []).append(position)
     replaced: dict[int, list[JaxprEqn]] = {}
     for result, positions in by_result.items():
-        found = _find(graph, result, [graph.eqns[i].params["form"] for i in positions])
+        masks = [graph.eqns[i].params["form"] for i in positions]
+        held = {graph.source(a) for i in positions for a in graph.eqns[i].invars}
+        found = _find(graph, result, masks, held)
         if found is None:
             continue
         bits = compat.variable(normalise_add.bits_type(type_of(result)))
@@ -109,8 +111,15 @@ def _by_bits(eqn: JaxprEqn, bits: Var) -> JaxprEqn:
     return eqn.replace(invars=operands, params={**eqn.params, "form": form})
 
 
-def _find(graph: Graph, result: Any, masks: Sequence[Form]) -> _Sum | None:
-    """What computes an activation's result, of which calls with these forms take the mask."""
+def _find(graph: Graph, result: Any, masks: Sequence[Form], held: Set[Any]) -> _Sum | None:
+    """The end of a residual block, if it is one.
+
+    Args:
+        graph: the program.
+        result: an activation's.
+        masks: the forms of the calls that take their masks from the result.
+        held: arrays that are in memory for other reasons.
+    """
     position = graph.index(result)
     if position is None:
         return None
@@ -134,7 +143,7 @@ def _find(graph: Graph, result: Any, masks: Sequence[Form]) -> _Sum | None:
         form = normalise_add.Form(1 if second is None else 2, below)
         if (
             all((m.above, m.below) == (0.0, below) for m in masks)
-            and all(_in_memory(graph, a) for a in (first.array, other))
+            and all(_in_memory(graph, a, held) for a in (first.array, other))
             and normalise_add.accepts(form, aval.shape, aval.dtype)
         ):
             vectors = *first.vectors, *(() if second is None else second.vectors)
@@ -177,9 +186,9 @@ def _only_use(graph: Graph, atom: Any) -> bool:
     return False
 
 
-def _in_memory(graph: Graph, atom: Any) -> bool:
+def _in_memory(graph: Graph, atom: Any, held: Set[Any]) -> bool:
     """Whether an array is stored: by what makes it, or for what reads it."""
     if not isinstance(atom, Var):
         return False
     read = {graph.eqns[i].primitive.name for i in graph.uses(atom)}
-    return not read.isdisjoint(_CONVOLUTIONS) or fuse_masked_sums.in_memory(graph, atom, set())
+    return not read.isdisjoint(_CONVOLUTIONS) or fuse_masked_sums.in_memory(graph, atom, held)

@@ -38,6 +38,9 @@ inline void RunNormaliseAdd(const NormaliseAddCase& c, PassTest& test) {
     offsets[a] = test.Drawn(c.channels, -300, 300);
   }
   arrays[0][count / 2] = std::nan("");
+  // The smallest number of the type, which a shortcut is added as to 0.
+  scales[0][0] = offsets[0][0] = 0;
+  arrays[1][0] = std::ldexp(1.0, c.dtype == DType::kBF16 ? -133 : -24);
   const DeviceArray y[] = {{c.dtype, arrays[0]}, {c.dtype, arrays[1]}};
   const DeviceArray mean[] = {{DType::kF32, means[0]}, {DType::kF32, means[1]}};
   const DeviceArray scale[] = {{DType::kF32, scales[0]}, {DType::kF32, scales[1]}};

@@ -42,7 +42,7 @@ struct Normalisation {
 // of rows. The threads of a CTA are `steps` rows of `lanes` vectors, a row's bytes of bits
 // neighbours. All CTAs walk side by side, from the ends of the arrays: those of y are what the
 // kernel before has written last, and the kernel behind begins where the result is written last.
-template <typename T, int kArrays>
+template <typename T, int kArrays, bool kBounded>
 __global__ void __launch_bounds__(kThreads, 2)
     NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {
   const int lane = static_cast<int>(threadIdx.x) % lanes;
@@ -79,15 +79,16 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) values[i] = __fadd_rn(values[i], other[i]);
-      ChannelVector<T>::Rounded(values).Unpack(values);
+      // A sum may be rounded up to the bound. A sum above 0 is a multiple of T's smallest number, so
+      // that none is rounded to 0.
+      if constexpr (kBounded) ChannelVector<T>::Rounded(values).Unpack(values);
       unsigned bits = 0;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        // A bound of NaN bounds nothing.
-        values[i] = MaxNan(values[i], 0);
-        if (values[i] > p.below) values[i] = p.below;
-        const bool inside = values[i] > 0 && !(values[i] >= p.below);
+        const bool inside = values[i] > 0 && (!kBounded || values[i] < p.below);
         bits |= static_cast<unsigned>(inside) << i;
+        values[i] = MaxNan(values[i], 0);
+        if constexpr (kBounded) values[i] = MinNan(values[i], p.below);
       }
       ChannelVector<T>::Rounded(values).Store(static_cast<T*>(p.result) + here);
       p.bits[here / kVector] = static_cast<uint8_t>(bits);
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <typename T, int kArrays>
+template <typename T, int kArrays, bool kBounded>
 Status LaunchForm(const NormaliseAdd& p, void* stream) {
   const int64_t vectors = p.channels / kVector;
   const int lanes = static_cast<int>(std::min<int64_t>(vectors, kMaxLanes));
@@ -106,12 +107,17 @@ Status LaunchForm(const NormaliseAdd& p, void* stream) {
   LaunchConfig config;
   config.threads = kThreads;
   config.grid = dim3(static_cast<unsigned>(slices), static_cast<unsigned>(std::min(blocks, most)));
-  return Launch<NormaliseAndAdd<T, kArrays>>("normalise_add", config, stream, p, lanes, steps);
+  return Launch<NormaliseAndAdd<T, kArrays, kBounded>>("normalise_add", config, stream, p, lanes,
+                                                       steps);
 }
 
 template <typename T>
 Status LaunchOfType(const NormaliseAdd& p, void* stream) {
-  return p.arrays[1] != nullptr ? LaunchForm<T, 2>(p, stream) : LaunchForm<T, 1>(p, stream);
+  const bool two = p.arrays[1] != nullptr;
+  if (p.below == p.below) {
+    return two ? LaunchForm<T, 2, true>(p, stream) : LaunchForm<T, 1, true>(p, stream);
+  }
+  return two ? LaunchForm<T, 2, false>(p, stream) : LaunchForm<T, 1, false>(p, stream);
 }
 
 }  // namespace

@@ -6,8 +6,9 @@
 //     bits    = 0 < result < below, of 8 channels a byte, the first channel's the lowest
 //
 // Arrays are (rows, channels), contiguous, of 16 bits, the bits (rows, channels / 8); vectors are
-// float32 of `channels` numbers. The product and its sum round once (FMA), as where XLA compiles
-// the program for a GPU. NaN stays NaN, and its bit is 0.
+// float32 of `channels` numbers. A product and its sum round once (FMA), as XLA's code may, so that
+// the result is XLA's but for a rounding; the bits are those of this result. NaN stays NaN, and its
+// bit is 0.
 #ifndef JAXCONV_CUDA_BATCH_NORM_NORMALISE_ADD_H_
 #define JAXCONV_CUDA_BATCH_NORM_NORMALISE_ADD_H_
 
