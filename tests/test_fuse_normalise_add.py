@@ -34,6 +34,7 @@ from test_fuse_gradient import (
 
 import jaxconv
 from jaxconv._src import fuse_normalise_add
+from jaxconv.bench.networks import NETWORKS, programs
 
 
 def clamped(p, x):
@@ -353,3 +354,25 @@ def test_flax(library, without_bits):
     assert sum(c[1] == "affine" for c in found) == 6
     actual = jax.jit(jaxconv.fuse(step))(parameters, X)
     assert_close(actual, jax.jit(without_bits(step))(parameters, X), 0.02)
+
+
+def test_resnet50():
+    """14 of its 16 blocks: elementwise operations make the last two's gradients, all or in part."""
+    network = NETWORKS["resnet50"]
+    shape = programs.input_shape(network, 2, 64)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    state = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, programs.initial_state(network, x)))
+    examples = jax.eval_shape(lambda: programs.random_examples(network, shape, jnp.bfloat16))
+    found = calls(jaxconv.fuse(programs.training_step(network)), state, examples)
+    assert [c for c, masked_by in found if masked_by == ""] == [
+        2,
+        1,
+        1,
+        2,
+        *[1] * 3,
+        2,
+        *[1] * 5,
+        2,
+    ]
+    assert sum(masked_by == "bits" for _, masked_by in found) == 14
+    assert not any(masked_by == "result" for _, masked_by in found)

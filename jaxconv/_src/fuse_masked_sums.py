@@ -7,7 +7,7 @@ operation's result would be stored for it, which costs more than the call saves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -27,21 +27,6 @@ _STORED = {
     "jaxconv_fprop",
     fused.conv_fused_p.name,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Affine:
-    """An array centred * scale + offset, of float32, that is converted.
-
-    Attributes:
-        centred: the array that is multiplied.
-        vectors: scale and offset.
-        between: the array itself, the sum and the product.
-    """
-
-    centred: Any
-    vectors: tuple[Vector, Vector]
-    between: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +94,16 @@ def find(
     gradients = _summands(graph, gradient)
     if not all(in_memory(graph, g, held) for g in gradients):
         return None
-    centred = [centred_by(graph, other, aval) for other in others]
+    centred = [_centred(graph, other, aval) for other in others]
     if any(c is None for c in centred):
         return None
     arrays, means = zip(*[c for c in centred if c is not None], strict=True)
-    alone = not stores and len(gradients) == len(arrays) == 1
-    affine = affine_of(graph, operand, aval) if alone else None
-    if affine is not None and graph.source(affine.centred) is not graph.source(others[0]):
-        affine = None
+    affine: tuple[Vector, ...] = ()
+    if not stores and len(gradients) == len(arrays) == 1:
+        affine = _affine(graph, operand, others[0], aval)
     masked_by: MaskedBy = "affine" if affine else "result"
     form = Form(len(gradients), len(arrays), masked_by, stores, *bounds)
-    vectors = *means, *(affine.vectors if affine else ())
+    vectors = *means, *affine
     read = [*gradients, *arrays, *(v.atom for v in vectors), result]
     made = [graph.index(a) for a in read]
     if any(at is not None and at >= position for at in made):
@@ -158,13 +142,13 @@ def _summands(graph: Graph, gradient: Any) -> list[Any]:
     return [graph.source(gradient)]
 
 
-def in_memory(graph: Graph, atom: Any, held: Set[Any]) -> bool:
-    """Whether an array is stored: ``held``, an argument, or the result of a call."""
+def in_memory(graph: Graph, atom: Any, held: Container[Any] = ()) -> bool:
+    """Whether an array is, in any program, or among those that are in this one."""
     made = graph.producer(atom)
     return made is None or atom in held or made.primitive.name in _STORED
 
 
-def centred_by(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:
+def _centred(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:
     """The array and the vector whose difference, in float32, an array is."""
     made = graph.producer(other)
     if made is None or made.primitive.name != "sub":
@@ -181,13 +165,18 @@ def centred_by(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None
     return array, mean
 
 
-def affine_of(graph: Graph, operand: Any, like: Any) -> Affine | None:
-    """How an operand is computed from a centred array, in float32; None where it is not."""
+def _affine(graph: Graph, operand: Any, centred: Any, like: Any) -> tuple[Vector, ...]:
+    """Scale and offset with operand = centred * scale + offset, computed in float32, or ()."""
+    found = _scaled(graph, operand, like)
+    return found[1] if found and graph.source(found[0]) is graph.source(centred) else ()
+
+
+def _scaled(graph: Graph, operand: Any, like: Any) -> tuple[Any, tuple[Vector, ...]] | None:
+    """An array, scale and offset with operand = array * scale + offset, computed in float32."""
     converted = graph.producer(operand)
     if converted is None or converted.primitive.name != "convert_element_type":
         return None
     found: list[Vector] = []
-    between = [operand]
     atom = converted.invars[0]
     for name in ("add", "mul"):
         made = graph.producer(atom)
@@ -200,6 +189,19 @@ def affine_of(graph: Graph, operand: Any, like: Any) -> Affine | None:
         if vector is None:
             return None
         found.insert(0, vector)
-        between.append(atom)
         atom = made.invars[0] if read[1] else made.invars[1]
-    return Affine(atom, (found[0], found[1]), tuple(between))
+    return atom, tuple(found)
+
+
+def normalised(graph: Graph, operand: Any) -> tuple[Var, tuple[Vector, ...]] | None:
+    """Where an array of 16 bits is batch norm of one: that one, and mean, scale and offset.
+
+    It is (array - mean) * scale + offset, computed in float32, channels last.
+    """
+    aval = type_of(operand)
+    found = _scaled(graph, operand, aval)
+    centred = None if found is None else _centred(graph, found[0], aval)
+    if found is None or centred is None:
+        return None
+    array, mean = centred
+    return array, (mean, *found[1])

@@ -134,46 +134,37 @@ def _find(graph: Graph, result: Any, masks: Sequence[Form], held: Set[Any]) -> _
         added = graph.producer(operand)
         if added is None or added.primitive.name != "add":
             return None
-        normalised = [_normalised(graph, a, aval) for a in added.invars]
+        normalised = [_normalised(graph, a) for a in added.invars]
         at = 0 if normalised[0] is not None else 1
         first, second, shortcut = normalised[at], normalised[1 - at], added.invars[1 - at]
         if first is None:
             return None
-        other = graph.source(shortcut) if second is None else second.array
+        other = graph.source(shortcut) if second is None else second[0]
         form = normalise_add.Form(1 if second is None else 2, below)
         if (
             all((m.above, m.below) == (0.0, below) for m in masks)
-            and all(_in_memory(graph, a, held) for a in (first.array, other))
+            and all(_in_memory(graph, a, held) for a in (first[0], other))
             and normalise_add.accepts(form, aval.shape, aval.dtype)
         ):
-            vectors = *first.vectors, *(() if second is None else second.vectors)
-            return _Sum(position, form, (first.array, other), vectors)
+            vectors = *first[1], *(() if second is None else second[1])
+            return _Sum(position, form, (first[0], other), vectors)
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Normalised:
-    """An array that is normalised: the array, and mean, scale and offset."""
-
-    array: Any
-    vectors: tuple[Vector, Vector, Vector]
-
-
-def _normalised(graph: Graph, atom: Any, like: Any) -> _Normalised | None:
+def _normalised(graph: Graph, atom: Any) -> tuple[Var, tuple[Vector, ...]] | None:
     """What an atom is the normalisation of, where nothing else needs what lies between."""
-    affine = fuse_masked_sums.affine_of(graph, atom, like)
-    if affine is None:
+    found = fuse_masked_sums.normalised(graph, atom)
+    if found is None:
         return None
-    centred = fuse_masked_sums.centred_by(graph, affine.centred, like)
-    if centred is None:
-        return None
-    if not all(_only_use(graph, a) for a in affine.between):
-        return None
-    # Elementwise operations compute it from the array again.
-    if not _only_use(graph, affine.centred) and not graph.absorbed(graph.source(affine.centred)):
-        return None
-    array, mean = centred
-    return _Normalised(array, (mean, *affine.vectors))
+    shape = type_of(found[0]).shape
+    while (made := graph.producer(atom)) is not None and made.primitive.name != "sub":
+        if not _only_use(graph, atom):
+            return None
+        atom = next(
+            a for a in made.invars if graph.channel_vector(a, shape, len(shape) - 1) is None
+        )
+    # Elementwise operations compute the centred array from the array again.
+    return found if _only_use(graph, atom) or graph.absorbed(graph.source(atom)) else None
 
 
 def _only_use(graph: Graph, atom: Any) -> bool:

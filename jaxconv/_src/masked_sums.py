@@ -6,8 +6,9 @@ type and shape, channels last,
     dz      = (the gradient, or the sum of two, rounded) where above < a < below, else 0
     sums[0] = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 
-On NVIDIA GPUs one kernel reads every array once. Elsewhere, under vmap and where XLA partitions the
-program, it is the same in operations of JAX.
+On NVIDIA GPUs one kernel reads every array once; in place of a it reads a bit for each element, or
+computes a from y_0, where it may. Elsewhere, under vmap and where XLA partitions the program, it is
+the same in operations of JAX.
 """
 
 from __future__ import annotations

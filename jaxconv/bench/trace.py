@@ -90,8 +90,8 @@ _COMPUTING_KERNEL = re.compile(
     r"|conv(?!ert)|gemm|splitk|nchwtonhwc|nhwctonchw|fft",
     re.IGNORECASE,
 )
-# Of jaxconv's, the sums of batch norm's backward pass, which other libraries leave to XLA.
-_OTHER_KERNEL = "SumMasked"
+# Of jaxconv's, those of batch norm, which other libraries leave to XLA.
+_OTHER_KERNEL = re.compile("SumMasked|NormaliseAndAdd")
 
 
 class Classifier:
@@ -114,7 +114,9 @@ class Classifier:
         for table, name in ((self.instructions, event.hlo_op), (self._by_kernel, event.name)):
             if name in table:
                 return table[name]
-        return _OTHER_KERNEL not in event.name and bool(_COMPUTING_KERNEL.search(event.name))
+        if _OTHER_KERNEL.search(event.name):
+            return False
+        return bool(_COMPUTING_KERNEL.search(event.name))
 
 
 def _kernel_name(instruction: str) -> str:
