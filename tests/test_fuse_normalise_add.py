@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from test_fuse_gradient import (
 )
 
 import jaxconv
-from jaxconv._src import fuse_normalise_add
+from jaxconv._src import fuse_normalise_add, masked_sums, native, normalise_add
 from jaxconv.bench.networks import NETWORKS, programs
 
 
@@ -124,6 +125,24 @@ def test_nothing_large_is_left_between(without_bits):
     for forward, operations in ((residual, 4), (two_norms, 7)):
         step = gradient(forward)
         assert large(jaxconv.fuse(step)) == large(without_bits(step)) - operations
+
+
+def test_lowered_for_a_gpu(monkeypatch):
+    """The bits are a call's second result, and an operand of the sums, which lack the result."""
+    built = types.SimpleNamespace(load=lambda platform: object(), Refusal=native.Refusal)
+    for module in (masked_sums, normalise_add):
+        monkeypatch.setattr(module, "native", built)
+    traced = jax.jit(jaxconv.fuse(gradient(blocks))).trace(PARAMETERS, X)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    made = re.findall(r"(%\d+):2 = stablehlo.custom_call @jaxconv_normalise_add", text)
+    read = re.findall(r"custom_call @jaxconv_masked_sums\((.*?)\).*? : \((.*?)\) ->", text)
+    assert len(made) == len(read) == 3
+    for operands, operand_types in read:
+        _, _, result, bits, *_ = operands.split(", ")
+        _, _, result_type, bits_type, *_ = operand_types.split(", ")
+        assert (result_type, bits_type) == ("tensor<0xf32>", f"tensor<{N}x{H}x{H}x{C // 8}xui8>")
+        made.remove(bits.removesuffix("#1"))
+        assert "#" not in result
 
 
 def hand_written(projected, x, w, dz, vectors, shortcut):
