@@ -54,15 +54,6 @@ Status CheckAbsent(const char* name, const ffi::AnyBuffer& buffer) {
                                  ToText(found, found.size()));
 }
 
-// A term of an epilogue, a vector of `count` elements where it is present.
-Status CheckTerm(const char* name, const ffi::AnyBuffer& buffer, bool present, DType dtype,
-                 int64_t count) {
-  if (!present) return CheckAbsent(name, buffer);
-  Extents expected;
-  expected.Append(count);
-  return CheckArray(name, buffer, dtype, expected);
-}
-
 // An array of 16 bits with its channels on the last axis: its type, shape, rows and channels.
 Status CheckChannelsInnermost(const char* name, const ffi::AnyBuffer& buffer, DType* dtype,
                               Extents* shape, int64_t* rows, int64_t* channels) {
@@ -89,6 +80,15 @@ Status CheckBits(const ffi::AnyBuffer& buffer, bool present, Extents shape) {
   }
   channels /= 8;
   return CheckArray("bits", buffer, DType::kU8, shape);
+}
+
+// A term of an epilogue, a vector of `count` elements where it is present.
+Status CheckTerm(const char* name, const ffi::AnyBuffer& buffer, bool present, DType dtype,
+                 int64_t count) {
+  if (!present) return CheckAbsent(name, buffer);
+  Extents expected;
+  expected.Append(count);
+  return CheckArray(name, buffer, dtype, expected);
 }
 
 Status CheckSlices(int64_t slices) {
@@ -212,6 +212,30 @@ Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
   return CheckTerm("residual_scale", call.residual_scale, terms.residual, DType::kF32, 1);
 }
 
+Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
+                             int64_t* channels) {
+  Extents shape;
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost("y", call.y, dtype, &shape, rows, channels));
+  const bool two = Present(call.y2);
+  auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
+    return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
+  };
+  JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
+  JAXCONV_RETURN_IF_ERROR(check("shortcut", call.shortcut, !two));
+  const struct {
+    const char* name;
+    const ffi::AnyBuffer& buffer;
+    bool present;
+  } vectors[] = {{"mean", call.mean, true},     {"mean2", call.mean2, two},
+                 {"scale", call.scale, true},   {"scale2", call.scale2, two},
+                 {"offset", call.offset, true}, {"offset2", call.offset2, two}};
+  for (const auto& [name, buffer, present] : vectors) {
+    JAXCONV_RETURN_IF_ERROR(CheckTerm(name, buffer, present, DType::kF32, *channels));
+  }
+  JAXCONV_RETURN_IF_ERROR(check("result", call.result, true));
+  return CheckBits(call.bits, true, shape);
+}
+
 Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
                            int64_t* channels) {
   Extents shape;
@@ -238,30 +262,6 @@ Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* ro
   parts.Append(two ? 3 : 2);
   parts.Append(*channels);
   return CheckArray("sums", call.sums, DType::kF32, parts);
-}
-
-Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
-                             int64_t* channels) {
-  Extents shape;
-  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost("y", call.y, dtype, &shape, rows, channels));
-  const bool two = Present(call.y2);
-  auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
-    return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
-  };
-  JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
-  JAXCONV_RETURN_IF_ERROR(check("shortcut", call.shortcut, !two));
-  const struct {
-    const char* name;
-    const ffi::AnyBuffer& buffer;
-    bool present;
-  } vectors[] = {{"mean", call.mean, true},     {"mean2", call.mean2, two},
-                 {"scale", call.scale, true},   {"scale2", call.scale2, two},
-                 {"offset", call.offset, true}, {"offset2", call.offset2, two}};
-  for (const auto& [name, buffer, present] : vectors) {
-    JAXCONV_RETURN_IF_ERROR(CheckTerm(name, buffer, present, DType::kF32, *channels));
-  }
-  JAXCONV_RETURN_IF_ERROR(check("result", call.result, true));
-  return CheckBits(call.bits, true, shape);
 }
 
 ffi::Error ToError(const Status& status) {

@@ -48,6 +48,16 @@ struct FusedCall {
   Axes lhs_axes, rhs_axes, out_axes;
 };
 
+// The call `jaxconv_normalise_add` (cuda/batch_norm/normalise_add.h): arrays of one type and shape,
+// the channels innermost, vectors of float32; an absent one has no elements.
+struct NormaliseAddCall {
+  ffi::AnyBuffer y, y2, shortcut, mean, mean2, scale, scale2, offset, offset2, result, bits;
+};
+
+// Compares the buffers with each other. The numbers are those of the rows and of the channels.
+Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
+                             int64_t* channels);
+
 // The call `jaxconv_masked_sums` (cuda/batch_norm/masked_sums.h): arrays of one type and shape, the
 // channels innermost, vectors of float32; an absent one has no elements.
 struct MaskedSumsCall {
@@ -55,18 +65,8 @@ struct MaskedSumsCall {
   ffi::AnyBuffer masked, sums;
 };
 
-// Compares the buffers with each other. The numbers are those of the rows and of the channels.
 Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
                            int64_t* channels);
-
-// The call `jaxconv_normalise_add` (cuda/batch_norm/normalise_add.h): arrays of one type and shape,
-// the channels innermost, vectors of float32; an absent one has no elements.
-struct NormaliseAddCall {
-  ffi::AnyBuffer y, y2, shortcut, mean, mean2, scale, scale2, offset, offset2, result, bits;
-};
-
-Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
-                             int64_t* channels);
 
 // Whether an operand or a result that a call may leave out is there.
 inline bool Present(const ffi::AnyBuffer& buffer) { return buffer.element_count() > 0; }
@@ -115,6 +115,22 @@ ffi::Error ToError(const Status& status);
       .Attr<::jaxconv::Axes>("rhs_axes")  \
       .Attr<::jaxconv::Axes>("out_axes")
 
+// The same of `jaxconv_normalise_add`.
+#define JAXCONV_BIND_NORMALISE_ADD_CALL(binding) \
+  (binding)                                      \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Arg<::xla::ffi::AnyBuffer>()              \
+      .Ret<::xla::ffi::AnyBuffer>()              \
+      .Ret<::xla::ffi::AnyBuffer>()              \
+      .Attr<float>("below")
+
 // The same of `jaxconv_masked_sums`.
 #define JAXCONV_BIND_MASKED_SUMS_CALL(binding) \
   (binding)                                    \
@@ -131,22 +147,6 @@ ffi::Error ToError(const Status& status);
       .Ret<::xla::ffi::AnyBuffer>()            \
       .Ret<::xla::ffi::AnyBuffer>()            \
       .Attr<float>("above")                    \
-      .Attr<float>("below")
-
-// The same of `jaxconv_normalise_add`.
-#define JAXCONV_BIND_NORMALISE_ADD_CALL(binding) \
-  (binding)                                      \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Arg<::xla::ffi::AnyBuffer>()              \
-      .Ret<::xla::ffi::AnyBuffer>()              \
-      .Ret<::xla::ffi::AnyBuffer>()              \
       .Attr<float>("below")
 
 // The same of `jaxconv_int8`.

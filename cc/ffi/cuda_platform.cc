@@ -139,6 +139,40 @@ ffi::Error ExecuteInt8(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyB
                           instance, problem, slices}));
 }
 
+Status RunNormaliseAdd(void* stream, int device, const NormaliseAddCall& call, float below) {
+  DType dtype;
+  Gpu gpu;
+  NormaliseAdd sum = {};
+  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAddCall(call, &dtype, &sum.rows, &sum.channels));
+  JAXCONV_RETURN_IF_ERROR(GpuOf(device, &gpu));
+  auto pointer = [](const ffi::AnyBuffer& buffer) { return PointerIf(Present(buffer), buffer); };
+  auto floats = [](const ffi::AnyBuffer& buffer) { return FloatsIf(Present(buffer), buffer); };
+  sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
+  sum.arrays[0] = pointer(call.y);
+  sum.arrays[1] = pointer(call.y2);
+  sum.shortcut = pointer(call.shortcut);
+  sum.means[0] = floats(call.mean);
+  sum.means[1] = floats(call.mean2);
+  sum.scales[0] = floats(call.scale);
+  sum.scales[1] = floats(call.scale2);
+  sum.offsets[0] = floats(call.offset);
+  sum.offsets[1] = floats(call.offset2);
+  sum.below = below;
+  sum.result = call.result.untyped_data();
+  sum.bits = static_cast<uint8_t*>(call.bits.untyped_data());
+  return LaunchNormaliseAdd(dtype, sum, stream);
+}
+
+ffi::Error ExecuteNormaliseAdd(void* stream, int32_t device, ffi::AnyBuffer y, ffi::AnyBuffer y2,
+                               ffi::AnyBuffer shortcut, ffi::AnyBuffer mean, ffi::AnyBuffer mean2,
+                               ffi::AnyBuffer scale, ffi::AnyBuffer scale2, ffi::AnyBuffer offset,
+                               ffi::AnyBuffer offset2, ffi::Result<ffi::AnyBuffer> result,
+                               ffi::Result<ffi::AnyBuffer> bits, float below) {
+  return ToError(RunNormaliseAdd(
+      stream, device,
+      {y, y2, shortcut, mean, mean2, scale, scale2, offset, offset2, *result, *bits}, below));
+}
+
 Status RunMaskedSums(void* stream, const MaskedSumsCall& call, float above, float below) {
   DType dtype;
   MaskedSums sums = {};
@@ -175,40 +209,6 @@ ffi::Error ExecuteMaskedSums(void* stream, ffi::AnyBuffer gradient, ffi::AnyBuff
       below));
 }
 
-Status RunNormaliseAdd(void* stream, int device, const NormaliseAddCall& call, float below) {
-  DType dtype;
-  Gpu gpu;
-  NormaliseAdd sum = {};
-  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAddCall(call, &dtype, &sum.rows, &sum.channels));
-  JAXCONV_RETURN_IF_ERROR(GpuOf(device, &gpu));
-  auto pointer = [](const ffi::AnyBuffer& buffer) { return PointerIf(Present(buffer), buffer); };
-  auto floats = [](const ffi::AnyBuffer& buffer) { return FloatsIf(Present(buffer), buffer); };
-  sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
-  sum.arrays[0] = pointer(call.y);
-  sum.arrays[1] = pointer(call.y2);
-  sum.shortcut = pointer(call.shortcut);
-  sum.means[0] = floats(call.mean);
-  sum.means[1] = floats(call.mean2);
-  sum.scales[0] = floats(call.scale);
-  sum.scales[1] = floats(call.scale2);
-  sum.offsets[0] = floats(call.offset);
-  sum.offsets[1] = floats(call.offset2);
-  sum.below = below;
-  sum.result = call.result.untyped_data();
-  sum.bits = static_cast<uint8_t*>(call.bits.untyped_data());
-  return LaunchNormaliseAdd(dtype, sum, stream);
-}
-
-ffi::Error ExecuteNormaliseAdd(void* stream, int32_t device, ffi::AnyBuffer y, ffi::AnyBuffer y2,
-                               ffi::AnyBuffer shortcut, ffi::AnyBuffer mean, ffi::AnyBuffer mean2,
-                               ffi::AnyBuffer scale, ffi::AnyBuffer scale2, ffi::AnyBuffer offset,
-                               ffi::AnyBuffer offset2, ffi::Result<ffi::AnyBuffer> result,
-                               ffi::Result<ffi::AnyBuffer> bits, float below) {
-  return ToError(RunNormaliseAdd(
-      stream, device,
-      {y, y2, shortcut, mean, mean2, scale, scale2, offset, offset2, *result, *bits}, below));
-}
-
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
 // needs no CUDA header.
 #define JAXCONV_CUDA_HANDLER(name, op)                                                   \
@@ -234,16 +234,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaInt8, ExecuteInt8,
                                                          .Ctx<ffi::DeviceOrdinal>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxconvCudaMaskedSums, ExecuteMaskedSums,
-    JAXCONV_BIND_MASKED_SUMS_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
-    {ffi::Traits::kCmdBufferCompatible});
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaNormaliseAdd, ExecuteNormaliseAdd,
                               JAXCONV_BIND_NORMALISE_ADD_CALL(ffi::Ffi::Bind()
                                                                   .Ctx<ffi::PlatformStream<void*>>()
                                                                   .Ctx<ffi::DeviceOrdinal>()),
                               {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxconvCudaMaskedSums, ExecuteMaskedSums,
+    JAXCONV_BIND_MASKED_SUMS_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
+    {ffi::Traits::kCmdBufferCompatible});
 
 std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCudaFprop)},
