@@ -36,6 +36,14 @@ __global__ void __launch_bounds__(kSplitkThreads)
   const bool inside = first < elements;
   const int64_t begin = threadIdx.y * slices_of_run;
   const int64_t end = min(slices, begin + slices_of_run);
+  // The residual is asked for with the slices, for whose sums it would else wait.
+  [[maybe_unused]] const bool by_vectors = kWidth == 4 && channels % 4 == 0;
+  [[maybe_unused]] Neighbours<Out, kWidth> residual{};
+  if constexpr (!Epilogue::kPlain) {
+    if (by_vectors && inside && threadIdx.y == 0 && epilogue_params.residual != nullptr) {
+      residual = Epilogue(epilogue_params).template Residual<Out, kWidth>(first);
+    }
+  }
   float sum[kWidth] = {};
   for (int64_t slice = begin; inside && slice < end; slice += kSplitkInFlight) {
     Pack<float, kWidth> packs[kSplitkInFlight];
@@ -65,11 +73,7 @@ __global__ void __launch_bounds__(kSplitkThreads)
   if (!inside) return;
   if constexpr (!Epilogue::kPlain) {
     const Epilogue epilogue(epilogue_params);
-    if (kWidth == 4 && channels % 4 == 0) {
-      Neighbours<Out, kWidth> residual{};
-      if (epilogue_params.residual != nullptr) {
-        residual = epilogue.template Residual<Out, kWidth>(first);
-      }
+    if (by_vectors) {
       epilogue.Scale(epilogue.template Terms<kWidth>(static_cast<int32_t>(first % channels)), sum);
       epilogue.template Add<Out>(sum, residual, first);
       Activate(epilogue_params.activation, epilogue_params.negative_slope, sum);

@@ -38,9 +38,33 @@
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/lane.cuh"
 
 namespace jaxconv::igemm_wgmma {
+
+// Asks for the residual of a warp's part of a tile before the tile is multiplied, so that the store,
+// which nothing hides, finds it in L2. `m_first`: the warp's first row.
+template <Op kOp, typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void PrefetchResidual(const Params& params, const TilePlace& place,
+                                                 const ResidueClass& of, int32_t m_first) {
+  if constexpr (!Epilogue::kPlain) {
+    if (params.epilogue.residual == nullptr || params.slice_elements > 0) return;
+    constexpr int kColumns = 128 / sizeof(T), kLines = Tile::kTileN / kColumns;  // of a row
+    const int32_t n_first = place.n_tile * Tile::kTileN;
+    const T* const residual =
+        static_cast<const T*>(params.epilogue.residual) + place.OutputOffset(params, n_first);
+#pragma unroll 1
+    for (int i = Lane(); i < Tile::kBlocks * 16 * kLines; i += 32) {
+      const int row = i / kLines, column = i % kLines * kColumns;
+      const int32_t m = OutputRow<kOp>(params, of, m_first + row / 16 * 64 + row % 16);
+      if (m < 0 || n_first + column >= params.gemm_n) continue;
+      PrefetchToL2(residual + int64_t{m} * params.out_channels + column);
+    }
+  }
+}
 
 // A consumer warpgroup. Its number is a template parameter, so that the compiler sees that all
 // threads have the same descriptors and keeps them in uniform registers: moved there from others
@@ -56,10 +80,10 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
     const TilePlace place(params, index);
     const ResidueClass& of = params.residue_class[place.residue_class];
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
+    const int32_t m_first = place.m_tile * Tile::kTileM + kFirstRow + threadIdx.x / 32 % 4 * 16;
     auto store = [&](const typename Tile::Accumulators& results) {
       StoreTile<kOp, T, Tile>(
-          params, place, of, results,
-          place.m_tile * Tile::kTileM + kFirstRow + threadIdx.x / 32 % 4 * 16,
+          params, place, of, results, m_first,
           ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes,
           MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
     };
@@ -70,6 +94,7 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
       }
       continue;
     }
+    PrefetchResidual<kOp, T, Tile, Epilogue>(params, place, of, m_first);
     typename Tile::Accumulators acc;
     const uint32_t last =
         MultiplyKBlocks<kOp, T, Tile>(k_blocks, kFirstRow, ring, barriers, release, &stage, acc);
