@@ -513,3 +513,34 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
     assert epilogues(lambda x: biased(x) + biased(2 * x), x) == ["bias", "bias residual"]
     predicted[True] = 4.0, 12.0  # it costs the kernel nothing
     assert epilogues(lambda x: normalised(biased(x)), x) == ["bias"]
+
+
+@pytest.mark.parametrize(
+    ("residual", "saves"),
+    [
+        (lambda z: (z, 0.0), True),  # an argument
+        (lambda z: (jnp.exp(z), 0.0), False),  # XLA would store it for the call
+        (lambda z: (jnp.exp(z).astype(np.float32), 0.0), False),
+        (lambda z: ((e := jnp.exp(z)), conv(e).sum()), True),  # a convolution reads it too
+        (lambda z: (conv(z) + BIAS.astype(z.dtype), 0.0), True),  # another call's result
+        (lambda z: (jnp.flip(z, 1), 0.0), True),  # no elementwise operation's
+    ],
+)
+def test_a_residual_that_is_computed_for_the_call_saves_no_pass(monkeypatch, residual, saves):
+    absorbed: list[bool] = []
+
+    def slower(conv, form, out_dtype, saves_nothing):
+        if form.residual:
+            absorbed.append(saves_nothing)
+        return ""
+
+    monkeypatch.setattr(fuse_convolution, "slower", slower)
+
+    def block(x, z):
+        added, other = residual(z)
+        y = conv(x)
+        total = y.astype(added.dtype) + added
+        return total.astype(x.dtype), other
+
+    jax.make_jaxpr(jaxconv.fuse(block))(X.astype(jnp.bfloat16), X.astype(jnp.bfloat16))
+    assert absorbed == [not saves]

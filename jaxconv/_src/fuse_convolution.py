@@ -106,8 +106,8 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
         conv: the convolution.
         form: the epilogue of its call.
         out_dtype: the result's type.
-        absorbed: whether XLA would compute the epilogue where its result is used
-            (``Graph.absorbed``), in a pass that the program has in any case.
+        absorbed: whether the epilogue saves no pass: XLA would compute it where its result is used
+            (``Graph.absorbed``), or takes a pass for the residual instead.
 
     Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
     XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
@@ -115,7 +115,6 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
     kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
     its result. That is what the epilogue adds to the prediction of XLA's own convolution, or half
     of it where the pass reads and writes float32 sums there; of statistics it reads the result.
-    An epilogue that is absorbed has no pass of its own.
     """
     operands = type_of(conv.x), type_of(conv.w)
     if operands[0].dtype == np.float32 and not form.statistics:

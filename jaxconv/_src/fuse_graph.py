@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ _ABSORBING = REDUCTIONS | {
     *("logistic", "erf", "erfc", "select_n", "clamp", "convert_element_type"),
     *("eq", "ne", "lt", "le", "gt", "ge"),
 }
+_ELEMENTWISE = (_ABSORBING - REDUCTIONS) | {"add", "add_any"}
 
 
 def is_float(dtype: Any) -> bool:
@@ -102,6 +103,22 @@ class Graph:
             and var not in self.returned
             and all(self.eqns[i].primitive.name in _ABSORBING for i in uses)
         )
+
+    def computed_for_one_use(self, atom: Any, stored: Collection[Var]) -> bool:
+        """Whether an atom is an elementwise operation's result that one equation reads.
+
+        Args:
+            atom: the atom; of one that is converted, what it is converted from.
+            stored: variables that are none.
+        """
+        while (made := self.producer(atom)) is not None:
+            uses = self.uses(atom) if isinstance(atom, Var) else []
+            if atom in stored or atom in self.returned or len(uses) > 1:
+                return False
+            if made.primitive.name != "convert_element_type":
+                return made.primitive.name in _ELEMENTWISE
+            atom = made.invars[0]
+        return False
 
     def constant(self, atom: Any) -> float | None:
         """The number that a scalar, or an array of one number, is known to be."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,10 +143,11 @@ def _with_calls_traced(
             fusions[position] = fusion
             taken |= fusion.chain.taken
     rewritten: list[JaxprEqn] = []
+    results = {fusion.chain.out for fusion in fusions.values()}
     for item in _live(_with_calls(graph, fusions, notes), outvars):
         try:
             if isinstance(item, _Call):
-                rewritten += _traced_call(graph, item, extra)
+                rewritten += _traced_call(graph, item, results, extra)
             elif isinstance(item, _Answer):
                 rewritten += _traced_answer(graph, item)
             else:
@@ -277,8 +278,16 @@ def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
     return [compat.within(graph.eqns[position], e) for e in eqns]
 
 
-def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> list[JaxprEqn]:
+def _traced_call(
+    graph: Graph, call: _Call, results_of_calls: Collection[Var], extra: dict[Var, Any] | None
+) -> list[JaxprEqn]:
     """The equations of a call: scale and bias, ``conv_fused``, and the results' shapes.
+
+    Args:
+        graph: the program.
+        call: the call.
+        results_of_calls: what this and other such calls give.
+        extra: takes the filter with its scale, or None.
 
     Raises:
         _RefusedError: there is no such call.
@@ -299,7 +308,9 @@ def _traced_call(graph: Graph, call: _Call, extra: dict[Var, Any] | None) -> lis
     name, slope = epilogue.parse_activation(chain.activation)
     results = call.pre is not None, call.statistics is not None
     form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results)
-    absorbed = graph.absorbed(chain.out)
+    # XLA would store the residual for the call alone: the pass that the call saves, once more.
+    computed = graph.computed_for_one_use(call.fusion.residual, results_of_calls)
+    absorbed = computed or graph.absorbed(chain.out)
     if reason := fuse_convolution.slower(conv, form, out_dtype, absorbed):
         raise _RefusedError(conv.position, reason, form.statistics)
 
