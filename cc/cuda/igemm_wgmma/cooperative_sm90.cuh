@@ -66,13 +66,13 @@ __device__ __forceinline__ void PrefetchResidual(const Params& params, const Til
   }
 }
 
-// A consumer warpgroup. Its number is a template parameter, so that the compiler sees that all
-// threads have the same descriptors and keeps them in uniform registers: moved there from others
-// before every wgmma, they cost the narrow tiles half their rate.
-template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup>
+// The consumers. The number of a warpgroup is a constant where it multiplies, so that the compiler
+// sees that all threads have the same descriptors and keeps them in uniform registers: moved there
+// from others before every wgmma, they cost the narrow tiles half their rate. All of them store by
+// the same code, because a CTA that stores one tile waits longer for instructions than for memory.
+template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_t ring,
-                                                   const Barriers<Tile>& barriers) {
-  constexpr uint32_t kFirstRow = kWarpgroup * Tile::kRowsOfWarpgroup;
+                                                   const Barriers<Tile>& barriers, int number) {
   const Release release;
   RingPlace<Tile::kStages> stage;
   const int32_t stride = gridDim.x;
@@ -80,7 +80,8 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
     const TilePlace place(params, index);
     const ResidueClass& of = params.residue_class[place.residue_class];
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
-    const int32_t m_first = place.m_tile * Tile::kTileM + kFirstRow + threadIdx.x / 32 % 4 * 16;
+    const int32_t m_first =
+        place.m_tile * Tile::kTileM + number * Tile::kRowsOfWarpgroup + threadIdx.x / 32 % 4 * 16;
     auto store = [&](const typename Tile::Accumulators& results) {
       StoreTile<kOp, T, Tile>(
           params, place, of, results, m_first,
@@ -96,9 +97,19 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
     }
     PrefetchResidual<kOp, T, Tile, Epilogue>(params, place, of, m_first);
     typename Tile::Accumulators acc;
-    const uint32_t last =
-        MultiplyKBlocks<kOp, T, Tile>(k_blocks, kFirstRow, ring, barriers, release, &stage, acc);
-    WgmmaWait<0>();
+    uint32_t last;
+    if (number == 0) {
+      last = MultiplyKBlocks<kOp, T, Tile>(k_blocks, 0, ring, barriers, release, &stage, acc);
+      WgmmaWait<0>();
+    } else if (Tile::kWarpgroups == 2 || number == 1) {
+      last = MultiplyKBlocks<kOp, T, Tile>(k_blocks, Tile::kRowsOfWarpgroup, ring, barriers,
+                                           release, &stage, acc);
+      WgmmaWait<0>();
+    } else {
+      last = MultiplyKBlocks<kOp, T, Tile>(k_blocks, 2 * Tile::kRowsOfWarpgroup, ring, barriers,
+                                           release, &stage, acc);
+      WgmmaWait<0>();
+    }
     release(barriers.Empty(last));
     store(acc);
   }
@@ -128,13 +139,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();
-    if (warpgroup == 1) {
-      ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue, 0>(params, ring, barriers);
-    } else if (Tile::kWarpgroups == 2 || warpgroup == 2) {
-      ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue, 1>(params, ring, barriers);
-    } else {
-      ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue, 2>(params, ring, barriers);
-    }
+    ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue>(params, ring, barriers,
+                                                                  warpgroup - 1);
   }
 }
 
