@@ -18,7 +18,7 @@ CC = REPOSITORY / "cc"
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
 # Kernels of operations around convolutions, which the handlers launch themselves.
-AROUND = {"cuda/batch_norm"}
+AROUND = {"cuda/batch_norm", "cuda/pooling"}
 
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {

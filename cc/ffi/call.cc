@@ -120,6 +120,49 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
   return CheckArray(name, buffer, dtype, expected);
 }
 
+// What a pooled array and its gradient share: `x` is the array's buffer, `y` one of the windows'.
+Status CheckPooled(const char* x_name, const ffi::AnyBuffer& x, const char* y_name,
+                   const ffi::AnyBuffer& y, const PoolAttributes& attributes, DType* dtype,
+                   Extents* pooled, PoolWindows* windows) {
+  const ffi::AnyBuffer::Dimensions from = x.dimensions(), to = y.dimensions();
+  const size_t axes = from.size() < 2 ? 0 : from.size() - 2;
+  if (axes < 1 || axes > kPoolAxes || !Present(x)) {
+    return Status::InvalidArgument(std::string(x_name) +
+                                   ": expected elements and one to three spatial axes, got shape " +
+                                   ToText(from, from.size()));
+  }
+  for (const Axes& each : {attributes.sizes, attributes.strides, attributes.padding}) {
+    if (each.size() != axes) {
+      return Status::InvalidArgument("sizes, strides, padding: expected " + std::to_string(axes) +
+                                     " numbers, got " + ToText(each, each.size()));
+    }
+  }
+  if (to.size() != from.size() || !Present(y)) {
+    return Status::InvalidArgument(std::string(y_name) + ": expected the axes of " + x_name +
+                                   ", got shape " + ToText(to, to.size()));
+  }
+  *dtype = x.element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  windows->batch = from[0];
+  windows->channels = from[axes + 1];
+  Extents whole;
+  whole.Append(from[0]);
+  pooled->Append(from[0]);
+  for (size_t i = 0; i < axes; ++i) {
+    // Of two axes the outer and the inner one, of one the outer one.
+    const size_t at = i == 1 && axes == 2 ? 2 : i;
+    windows->in[at] = from[i + 1];
+    windows->out[at] = to[i + 1];
+    windows->size[at] = attributes.sizes[i];
+    windows->stride[at] = attributes.strides[i];
+    windows->low[at] = attributes.padding[i];
+    whole.Append(from[i + 1]);
+    pooled->Append(to[i + 1]);
+  }
+  whole.Append(windows->channels);
+  pooled->Append(windows->channels);
+  return CheckArray(x_name, x, *dtype, whole);
+}
+
 }  // namespace
 
 Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
@@ -262,6 +305,49 @@ Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* ro
   parts.Append(two ? 3 : 2);
   parts.Append(*channels);
   return CheckArray("sums", call.sums, DType::kF32, parts);
+}
+
+Status CheckMaxPoolCall(const MaxPoolCall& call, const PoolAttributes& attributes, DType* dtype,
+                        PoolWindows* windows) {
+  Extents pooled;
+  JAXCONV_RETURN_IF_ERROR(
+      CheckPooled("x", call.x, "maxima", call.maxima, attributes, dtype, &pooled, windows));
+  const bool affine = Present(call.mean);
+  const int64_t channels = windows->channels;
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("mean", call.mean, affine, DType::kF32, channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, affine, DType::kF32, channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, affine, DType::kF32, channels));
+  JAXCONV_RETURN_IF_ERROR(CheckArray("maxima", call.maxima, *dtype, pooled));
+  if (!Present(call.places)) {
+    JAXCONV_RETURN_IF_ERROR(CheckAbsent("places", call.places));
+    return CheckAbsent("operands", call.operands);
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckArray("places", call.places, DType::kU8, pooled));
+  return Present(call.operands) ? CheckArray("operands", call.operands, *dtype, pooled)
+                                : CheckAbsent("operands", call.operands);
+}
+
+Status CheckMaxPoolGradientCall(const MaxPoolGradientCall& call, const PoolAttributes& attributes,
+                                DType* dtype, PoolWindows* windows) {
+  Extents pooled;
+  JAXCONV_RETURN_IF_ERROR(
+      CheckPooled("dx", call.dx, "dy", call.dy, attributes, dtype, &pooled, windows));
+  JAXCONV_RETURN_IF_ERROR(CheckArray("dy", call.dy, *dtype, pooled));
+  JAXCONV_RETURN_IF_ERROR(Present(call.dy2) ? CheckArray("dy2", call.dy2, *dtype, pooled)
+                                            : CheckAbsent("dy2", call.dy2));
+  JAXCONV_RETURN_IF_ERROR(CheckArray("places", call.places, DType::kU8, pooled));
+  const bool affine = Present(call.y);
+  const int64_t channels = windows->channels;
+  if (affine) {
+    Extents whole;
+    for (const int64_t extent : call.dx.dimensions()) whole.Append(extent);
+    JAXCONV_RETURN_IF_ERROR(CheckArray("y", call.y, *dtype, whole));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(CheckAbsent("y", call.y));
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, affine, DType::kF32, channels));
+  JAXCONV_RETURN_IF_ERROR(CheckTerm("y_scale", call.y_scale, affine, DType::kF32, channels));
+  return CheckTerm("offset", call.offset, affine, DType::kF32, channels);
 }
 
 ffi::Error ToError(const Status& status) {

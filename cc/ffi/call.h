@@ -12,6 +12,7 @@
 
 #include "core/conv_problem.h"
 #include "core/status.h"
+#include "cuda/pooling/windows.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxconv {
@@ -67,6 +68,28 @@ struct MaskedSumsCall {
 
 Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
                            int64_t* channels);
+
+// Extents of pooling along the spatial axes, of which there are one to three.
+struct PoolAttributes {
+  Axes sizes, strides, padding;  // in front
+};
+
+// The call `jaxconv_max_pool` (cuda/pooling/max_pool.h): x, maxima and operands of one type, the
+// channels innermost, places of 8 bits, vectors of float32; an absent one has no elements.
+struct MaxPoolCall {
+  ffi::AnyBuffer x, mean, scale, offset, maxima, places, operands;
+};
+
+// The call `jaxconv_max_pool_gradient` (cuda/pooling/max_pool_gradient.h).
+struct MaxPoolGradientCall {
+  ffi::AnyBuffer dy, dy2, places, y, scale, y_scale, offset, dx;
+};
+
+// Compare the buffers with each other and with the attributes.
+Status CheckMaxPoolCall(const MaxPoolCall& call, const PoolAttributes& attributes, DType* dtype,
+                        PoolWindows* windows);
+Status CheckMaxPoolGradientCall(const MaxPoolGradientCall& call, const PoolAttributes& attributes,
+                                DType* dtype, PoolWindows* windows);
 
 // Whether an operand or a result that a call may leave out is there.
 inline bool Present(const ffi::AnyBuffer& buffer) { return buffer.element_count() > 0; }
@@ -148,6 +171,33 @@ ffi::Error ToError(const Status& status);
       .Ret<::xla::ffi::AnyBuffer>()            \
       .Attr<float>("above")                    \
       .Attr<float>("below")
+
+#define JAXCONV_BIND_POOL_ATTRIBUTES(binding)                                                      \
+  (binding).Attr<::jaxconv::Axes>("sizes").Attr<::jaxconv::Axes>("strides").Attr<::jaxconv::Axes>( \
+      "padding")
+
+// The same of `jaxconv_max_pool`.
+#define JAXCONV_BIND_MAX_POOL_CALL(binding)                      \
+  JAXCONV_BIND_POOL_ATTRIBUTES((binding)                         \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Ret<::xla::ffi::AnyBuffer>() \
+                                   .Ret<::xla::ffi::AnyBuffer>() \
+                                   .Ret<::xla::ffi::AnyBuffer>())
+
+// The same of `jaxconv_max_pool_gradient`.
+#define JAXCONV_BIND_MAX_POOL_GRADIENT_CALL(binding)             \
+  JAXCONV_BIND_POOL_ATTRIBUTES((binding)                         \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Arg<::xla::ffi::AnyBuffer>() \
+                                   .Ret<::xla::ffi::AnyBuffer>())
 
 // The same of `jaxconv_int8`.
 #define JAXCONV_BIND_INT8_CALL(binding)   \

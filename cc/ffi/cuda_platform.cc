@@ -13,6 +13,8 @@
 #include "cuda/common/query_gpu.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
+#include "cuda/pooling/max_pool.h"
+#include "cuda/pooling/max_pool_gradient.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
@@ -209,6 +211,59 @@ ffi::Error ExecuteMaskedSums(void* stream, ffi::AnyBuffer gradient, ffi::AnyBuff
       below));
 }
 
+Status RunMaxPool(void* stream, int32_t device, const MaxPoolCall& call,
+                  const PoolAttributes& attributes) {
+  DType dtype;
+  MaxPool pool = {};
+  JAXCONV_RETURN_IF_ERROR(CheckMaxPoolCall(call, attributes, &dtype, &pool.windows));
+  auto floats = [](const ffi::AnyBuffer& buffer) { return FloatsIf(Present(buffer), buffer); };
+  pool.x = call.x.untyped_data();
+  pool.mean = floats(call.mean);
+  pool.scale = floats(call.scale);
+  pool.offset = floats(call.offset);
+  pool.maxima = call.maxima.untyped_data();
+  if (Present(call.places)) pool.places = static_cast<uint8_t*>(call.places.untyped_data());
+  if (Present(call.operands)) pool.operands = call.operands.untyped_data();
+  Gpu gpu;
+  JAXCONV_RETURN_IF_ERROR(GpuOf(device, &gpu));
+  return LaunchMaxPool(dtype, pool, gpu.compute_capability() == 90, stream);
+}
+
+ffi::Error ExecuteMaxPool(void* stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer mean,
+                          ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                          ffi::Result<ffi::AnyBuffer> maxima, ffi::Result<ffi::AnyBuffer> places,
+                          ffi::Result<ffi::AnyBuffer> operands, Axes sizes, Axes strides,
+                          Axes padding) {
+  return ToError(RunMaxPool(stream, device, {x, mean, scale, offset, *maxima, *places, *operands},
+                            {sizes, strides, padding}));
+}
+
+Status RunMaxPoolGradient(void* stream, const MaxPoolGradientCall& call,
+                          const PoolAttributes& attributes) {
+  DType dtype;
+  MaxPoolGradient gradient = {};
+  JAXCONV_RETURN_IF_ERROR(CheckMaxPoolGradientCall(call, attributes, &dtype, &gradient.windows));
+  gradient.dy = call.dy.untyped_data();
+  gradient.dy2 = PointerIf(Present(call.dy2), call.dy2);
+  gradient.places = static_cast<const uint8_t*>(call.places.untyped_data());
+  const bool affine = Present(call.y);
+  gradient.y = PointerIf(affine, call.y);
+  gradient.scale = FloatsIf(affine, call.scale);
+  gradient.y_scale = FloatsIf(affine, call.y_scale);
+  gradient.offset = FloatsIf(affine, call.offset);
+  gradient.dx = call.dx.untyped_data();
+  return LaunchMaxPoolGradient(dtype, gradient, stream);
+}
+
+ffi::Error ExecuteMaxPoolGradient(void* stream, ffi::AnyBuffer dy, ffi::AnyBuffer dy2,
+                                  ffi::AnyBuffer places, ffi::AnyBuffer y, ffi::AnyBuffer scale,
+                                  ffi::AnyBuffer y_scale, ffi::AnyBuffer offset,
+                                  ffi::Result<ffi::AnyBuffer> dx, Axes sizes, Axes strides,
+                                  Axes padding) {
+  return ToError(RunMaxPoolGradient(stream, {dy, dy2, places, y, scale, y_scale, offset, *dx},
+                                    {sizes, strides, padding}));
+}
+
 // PlatformStream decodes to any pointer type; the kernels take the stream as void*, and this file
 // needs no CUDA header.
 #define JAXCONV_CUDA_HANDLER(name, op)                                                   \
@@ -245,6 +300,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JAXCONV_BIND_MASKED_SUMS_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
     {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCudaMaxPool, ExecuteMaxPool,
+                              JAXCONV_BIND_MAX_POOL_CALL(ffi::Ffi::Bind()
+                                                             .Ctx<ffi::PlatformStream<void*>>()
+                                                             .Ctx<ffi::DeviceOrdinal>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxconvCudaMaxPoolGradient, ExecuteMaxPoolGradient,
+    JAXCONV_BIND_MAX_POOL_GRADIENT_CALL(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
+    {ffi::Traits::kCmdBufferCompatible});
+
 std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCudaFprop)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCudaDgrad)},
@@ -252,7 +318,9 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_fused", reinterpret_cast<void*>(JaxconvCudaFused)},
           {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCudaInt8)},
           {"jaxconv_masked_sums", reinterpret_cast<void*>(JaxconvCudaMaskedSums)},
-          {"jaxconv_normalise_add", reinterpret_cast<void*>(JaxconvCudaNormaliseAdd)}};
+          {"jaxconv_normalise_add", reinterpret_cast<void*>(JaxconvCudaNormaliseAdd)},
+          {"jaxconv_max_pool", reinterpret_cast<void*>(JaxconvCudaMaxPool)},
+          {"jaxconv_max_pool_gradient", reinterpret_cast<void*>(JaxconvCudaMaxPoolGradient)}};
 }
 
 // A product or an architecture ("h200", "sm_90a"); empty: this process's first device (JAX wants

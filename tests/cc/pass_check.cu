@@ -20,6 +20,7 @@
 #include <string>
 
 #include "masked_sums_cases.cuh"
+#include "max_pool_cases.cuh"
 #include "normalise_add_cases.cuh"
 #include "pass_test.cuh"
 
@@ -34,6 +35,8 @@ struct Pass {
 constexpr Pass kPasses[] = {
     {"masked_sums", MaskedSumsCases},
     {"normalise_add", NormaliseAddCases},
+    {"max_pool", MaxPoolCases},
+    {"max_pool_gradient", MaxPoolGradientCases},
 };
 
 int Main(int argc, char** argv) {

@@ -20,5 +20,11 @@ inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 a) { return {a, a}; }
 inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 a, __nv_bfloat16 b) { return {a, b}; }
 inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 a) { return a.x; }
 inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 a) { return a.y; }
+inline unsigned __hge2_mask(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return (a.x >= b.x ? 0xffffu : 0) | (a.y >= b.y ? 0xffff0000u : 0);
+}
+inline unsigned __hgt2_mask(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return (a.x > b.x ? 0xffffu : 0) | (a.y > b.y ? 0xffff0000u : 0);
+}
 
 #endif  // JAXCONV_TESTS_EMULATOR_CUDA_BF16_H_

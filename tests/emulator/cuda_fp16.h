@@ -26,5 +26,11 @@ inline __half2 __highs2half2(__half2 a, __half2 b) { return {a.y, b.y}; }
 inline __half2 __low2half2(__half2 a) { return {a.x, a.x}; }
 inline __half2 __high2half2(__half2 a) { return {a.y, a.y}; }
 inline __half2 __lowhigh2highlow(__half2 a) { return {a.y, a.x}; }
+inline unsigned __hge2_mask(__half2 a, __half2 b) {
+  return (a.x >= b.x ? 0xffffu : 0) | (a.y >= b.y ? 0xffff0000u : 0);
+}
+inline unsigned __hgt2_mask(__half2 a, __half2 b) {
+  return (a.x > b.x ? 0xffffu : 0) | (a.y > b.y ? 0xffff0000u : 0);
+}
 
 #endif  // JAXCONV_TESTS_EMULATOR_CUDA_FP16_H_

@@ -1,0 +1,410 @@
+// The maxima of windows, and their places (max_pool.h).
+//
+// A thread has 8 channels of one column of windows: it walks along the outer axis from window to
+// window. A row of a window is what it has at one place along the outer axis; its maximum is formed
+// over the middle and the inner axis. Windows that overlap by kKept rows share these rows' maxima,
+// so that an element is read and normalised once a column: 3x3 with stride 2 takes 6 elements for a
+// window in place of 9, of the 4 that there are.
+//
+// Threads are numbered by vector of channels, inner, middle, part of the walk, example: a warp's
+// loads are whole lines, and lines that neighbours read too are in the first-level cache. While a
+// batch of up to kColumns elements of a row is pooled, the next one is loaded in its place, the next
+// row's or window's too.
+//
+// All is computed in pairs of 16-bit elements, but for the normalisation: a comparison gives 16 bits
+// of ones for each element, by which the operand and (bytes of them) the place are selected. Where
+// batch norm is in front, the maximum is compared, since a window with NaN has no place, and rectified
+// at the end, since elements of 0 and below have none. Elsewhere `taken` is compared, and the maximum,
+// NaN from then on, is beside it.
+#ifndef JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
+#define JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/fast_divmod.h"
+#include "cuda/common/element.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/pooling/element_pair.cuh"
+#include "cuda/pooling/max_pool.h"
+
+namespace jaxconv {
+namespace max_pool_internal {
+
+constexpr int kThreads = 128;
+constexpr int kCtas = 6;     // of an SM: 80 registers a thread; fewer where that spills
+constexpr int kColumns = 3;  // of a window of 3x3; wider windows take several batches
+constexpr int kPairs = kPoolVector / 2, kQuads = kPoolVector / 4;
+
+// The longest walk: of 3x3 with stride 2 it reads 17 rows for 8 windows.
+constexpr int64_t kMaxWalk = 8;
+// Four times what 132 SMs hold of them: walks are shorter where there are fewer threads.
+constexpr int64_t kFillThreads = int64_t{4} * 132 * kCtas * kThreads;
+
+struct Params {
+  int32_t in[kPoolAxes], out[kPoolAxes], size[kPoolAxes], stride[kPoolAxes], low[kPoolAxes];
+  int32_t weight[kPoolAxes];
+  int64_t threads;
+  int32_t channels, walk;
+  FastDivmod vectors, inner, middle, parts;
+  const void* x;
+  const float *mean, *scale, *offset;
+  void* maxima;
+  uint8_t* places;
+  void* operands;
+};
+
+// All ones for each element of which it is so, which it is of no NaN.
+template <typename T>
+__device__ __forceinline__ uint32_t GreaterOrEqual(uint32_t a, uint32_t b) {
+  return __hge2_mask(AsPair<T>(a), AsPair<T>(b));
+}
+template <typename T>
+__device__ __forceinline__ uint32_t Positive(uint32_t a) {
+  return __hgt2_mask(AsPair<T>(a), AsPair<T>(0));
+}
+// NaN where one is.
+template <typename T>
+__device__ __forceinline__ uint32_t Larger(uint32_t a, uint32_t b) {
+  return AsWord(__hmax2_nan(AsPair<T>(a), AsPair<T>(b)));
+}
+__device__ __forceinline__ uint32_t Select(uint32_t mask, uint32_t a, uint32_t b) {
+  return (mask & a) | (~mask & b);
+}
+// A byte for each element, of the masks of two pairs.
+__device__ __forceinline__ uint32_t BytesOf(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, 0x6420);
+}
+__device__ __forceinline__ uint32_t InEveryByte(int32_t number) {
+  return static_cast<uint32_t>(number) * 0x01010101u;
+}
+template <typename T>
+__device__ __forceinline__ constexpr uint32_t LowestPair() {
+  return std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
+}
+
+// 8 elements as pairs.
+struct Words {
+  uint32_t pair[kPairs];
+};
+__device__ __forceinline__ Words WordsOf(const uint4& raw) {
+  return {{raw.x, raw.y, raw.z, raw.w}};
+}
+__device__ __forceinline__ uint4 RawOf(const uint32_t (&pair)[kPairs]) {
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+// What is found in some elements of a window, in their order.
+template <typename T, bool kAffine, bool kPlaces>
+struct Found {
+  uint32_t largest[kPairs];
+  uint32_t taken[kPairs];  // the operand at the place
+  uint32_t place[kQuads];
+
+  static __device__ __forceinline__ Found Nothing() {
+    Found found;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) found.largest[i] = found.taken[i] = LowestPair<T>();
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) found.place[i] = 0;
+    return found;
+  }
+  // An element behind them; z is the operand, or computed from it.
+  __device__ __forceinline__ void Take(const Words& z, const Words& operand, uint32_t number) {
+    if constexpr (kPlaces) {
+      uint32_t keeps[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        keeps[i] = GreaterOrEqual<T>(kAffine ? largest[i] : taken[i], z.pair[i]);
+        taken[i] = Select(keeps[i], taken[i], operand.pair[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        place[i] = Select(BytesOf(keeps[2 * i], keeps[2 * i + 1]), place[i], number);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) largest[i] = Larger<T>(largest[i], z.pair[i]);
+  }
+  // The elements of a row behind them, whose places are by `number` higher in the window. Of a row
+  // with NaN an element is taken, whatever is in front.
+  __device__ __forceinline__ void Append(const Found& row, uint32_t number) {
+    if constexpr (kPlaces) {
+      uint32_t keeps[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        if constexpr (kAffine) {
+          keeps[i] = GreaterOrEqual<T>(largest[i], row.largest[i]);
+        } else {
+          keeps[i] = GreaterOrEqual<T>(taken[i], row.taken[i]) &
+                     GreaterOrEqual<T>(row.largest[i], row.largest[i]);
+        }
+        taken[i] = Select(keeps[i], taken[i], row.taken[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+        // No carry from byte to byte: places are below 255.
+        place[i] = Select(BytesOf(keeps[2 * i], keeps[2 * i + 1]), place[i], row.place[i] + number);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) largest[i] = Larger<T>(largest[i], row.largest[i]);
+  }
+  // max(, lowest), and nothing taken where it is not above 0.
+  __device__ __forceinline__ void Rectify(uint32_t lowest) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      uint32_t above[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        above[k] = Positive<T>(largest[2 * i + k]);
+        taken[2 * i + k] &= above[k];
+        largest[2 * i + k] = Larger<T>(largest[2 * i + k], lowest);
+      }
+      place[i] |= ~BytesOf(above[0], above[1]);
+    }
+  }
+};
+
+struct Vectors {
+  float mean[kPoolVector], scale[kPoolVector], offset[kPoolVector];
+};
+
+// round((x - mean) * scale + offset)
+template <typename T>
+__device__ __forceinline__ Words Normalised(const Words& x, const Vectors& by) {
+  float values[kPoolVector];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const float2 pair = UnpackPair<T>(x.pair[i]);
+    values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+  }
+#pragma unroll
+  for (int i = 0; i < kPoolVector; ++i) {
+    values[i] = (values[i] - by.mean[i]) * by.scale[i] + by.offset[i];
+  }
+  return WordsOf(Neighbours<T, kPoolVector>::Rounded(values).raw);
+}
+
+// What a batch of columns ends.
+enum class Ends { kNothing, kRow, kWindow };
+
+// kKept: rows that a window shares with the next one, where there are so many; or 0. kOneBatch: a
+// row is one batch, as in windows of two axes that are up to kColumns wide.
+template <typename T, bool kAffine, bool kPlaces, int kKept, bool kOneBatch, bool kSm90>
+__global__ void __launch_bounds__(kThreads, kSm90 ? kCtas - kKept / 2 : kCtas - 2)
+    PoolMaxima(const Params p) {
+  using Rows = Found<T, kAffine, kPlaces>;
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= p.threads) return;
+  int32_t rest, vector, inner, middle_window, part, example;
+  p.vectors.Divmod(static_cast<int32_t>(index), &rest, &vector);
+  p.inner.Divmod(rest, &rest, &inner);
+  p.middle.Divmod(rest, &rest, &middle_window);
+  p.parts.Divmod(rest, &example, &part);
+  const int32_t first_window = part * p.walk;
+  const int64_t channel = int64_t{vector} * kPoolVector;
+  int64_t out =
+      (((int64_t{example} * p.out[0] + first_window) * p.out[1] + middle_window) * p.out[2] +
+       inner) *
+          p.channels +
+      channel;
+  const int32_t first_middle = middle_window * p.stride[1] - p.low[1];
+  const int32_t first_column = inner * p.stride[2] - p.low[2];
+  // Whether the window along these axes has elements, and the bits of a batch's columns that have.
+  const bool has_elements = first_middle + p.size[1] > 0 && first_middle < p.in[1] &&
+                            first_column + p.size[2] > 0 && first_column < p.in[2];
+  auto columns_of = [&](int32_t column) {
+    const int32_t w = first_column + column;
+    const int32_t end = min(p.size[2] - column, p.in[2] - w);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) bits |= (w + j >= 0 && j < end) ? 1u << j : 0;
+    return bits;
+  };
+  Vectors by;
+  if constexpr (kAffine) {
+    LoadNumbers(p.mean + channel, by.mean);
+    LoadNumbers(p.scale + channel, by.scale);
+    LoadNumbers(p.offset + channel, by.offset);
+  }
+
+  // The batch that is loaded next: `line` is its row's first column.
+  int32_t windows = min(p.walk, p.out[0] - first_window), row = 0, middle = 0, column = 0;
+  int32_t top = first_window * p.stride[0] - p.low[0];  // of the window that is being pooled
+  int32_t h = top;
+  uint32_t columns = columns_of(0);
+  const int64_t line_elements = int64_t{p.in[2]} * p.channels;
+  const T* line = static_cast<const T*>(p.x) +
+                  ((int64_t{example} * p.in[0] + h) * p.in[1] + first_middle) * line_elements +
+                  int64_t{first_column} * p.channels + channel;
+  const int64_t row_elements = p.in[1] * line_elements;
+  auto advance = [&] {
+    if constexpr (!kOneBatch) {
+      column += kColumns;
+      if (column < p.size[2]) {
+        columns = columns_of(column);
+        return Ends::kNothing;
+      }
+      if (p.size[2] > kColumns) columns = columns_of(0);
+      column = 0;
+      line += line_elements;
+      if (++middle < p.size[1]) return Ends::kNothing;
+      middle = 0;
+      line -= p.size[1] * line_elements;
+    }
+    line += row_elements;
+    ++h;
+    if (++row < p.size[0]) return Ends::kRow;
+    const int32_t between = p.stride[0] + kKept - p.size[0];  // to the next window's first new row
+    line += between * row_elements;
+    h += between;
+    row = kKept;
+    --windows;
+    return Ends::kWindow;
+  };
+  uint4 raw[kColumns] = {};
+  auto load_column = [&](int j, const T* from, uint32_t bits) {
+    if ((bits >> j & 1) != 0) {
+      raw[j] = __ldg(reinterpret_cast<const uint4*>(from + j * p.channels));
+    } else if constexpr (!kAffine) {
+      constexpr uint32_t kLowest = LowestPair<T>();
+      raw[j] = make_uint4(kLowest, kLowest, kLowest, kLowest);
+    }
+  };
+  auto bits_of_batch = [&] {
+    const int32_t d = first_middle + middle;
+    return windows > 0 && h >= 0 && h < p.in[0] && d >= 0 && d < p.in[1] ? columns : 0u;
+  };
+  uint32_t loaded = bits_of_batch();
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) load_column(j, line, loaded);
+
+  const uint32_t step = InEveryByte(p.weight[2]);
+  Rows window = Rows::Nothing(), kept[kKept > 0 ? kKept : 1];
+  while (true) {
+    Ends ends;
+    do {
+      Rows found = Rows::Nothing();
+      const uint32_t number_of_row = InEveryByte(row * p.weight[0]);
+      do {
+        uint32_t number = InEveryByte(middle * p.weight[1] + column * p.weight[2]);
+        const int32_t left = p.size[2] - column;
+        const uint32_t bits = loaded;
+        ends = advance();
+        loaded = bits_of_batch();
+        const T* const from = line + int64_t{column} * p.channels;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          const Words operand = WordsOf(raw[j]);
+          if constexpr (kAffine) {
+            // What lies in the padding is below all elements, NaN has no place.
+            if ((bits >> j & 1) != 0) found.Take(Normalised<T>(operand, by), operand, number);
+          } else {
+            if (j < left) found.Take(operand, operand, number);
+          }
+          load_column(j, from, loaded);
+          number += step;
+        }
+      } while (ends == Ends::kNothing);
+      window.Append(found, number_of_row);
+      if constexpr (kKept > 0) {
+#pragma unroll
+        for (int k = 0; k + 1 < kKept; ++k) kept[k] = kept[k + 1];
+        kept[kKept - 1] = found;
+      }
+    } while (ends != Ends::kWindow);
+
+    if constexpr (kAffine) {
+      // The activation, of windows that are not padding alone.
+      const bool rectified = has_elements && top + p.size[0] > 0 && top < p.in[0];
+      window.Rectify(rectified ? 0 : LowestPair<T>());
+    }
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.maxima) + out) = RawOf(window.largest);
+    if constexpr (kPlaces) {
+      *reinterpret_cast<uint2*>(p.places + out) = make_uint2(window.place[0], window.place[1]);
+      if (p.operands != nullptr) {
+        *reinterpret_cast<uint4*>(static_cast<T*>(p.operands) + out) = RawOf(window.taken);
+      }
+    }
+    if (windows == 0) return;
+    out += int64_t{p.out[1]} * p.out[2] * p.channels;
+    top += p.stride[0];
+    window = Rows::Nothing();
+#pragma unroll
+    for (int k = 0; k < kKept; ++k) {
+      if (k == 0) {
+        window = kept[0];
+      } else {
+        window.Append(kept[k], InEveryByte(k * p.weight[0]));
+      }
+    }
+  }
+}
+
+template <typename T, bool kAffine, bool kPlaces, bool kSm90>
+Status LaunchForm(const MaxPool& pool, void* stream) {
+  const PoolWindows& w = pool.windows;
+  Params p = {};
+  for (int i = 0; i < kPoolAxes; ++i) {
+    p.in[i] = static_cast<int32_t>(w.in[i]), p.out[i] = static_cast<int32_t>(w.out[i]);
+    p.size[i] = static_cast<int32_t>(w.size[i]), p.stride[i] = static_cast<int32_t>(w.stride[i]);
+    p.low[i] = static_cast<int32_t>(w.low[i]), p.weight[i] = static_cast<int32_t>(w.weight(i));
+  }
+  const int64_t vectors = w.channels / kPoolVector;
+  const int64_t columns = w.batch * w.out[1] * w.out[2] * vectors;
+  int64_t longest = pool.walk;
+  if (longest == 0) longest = std::min(columns * w.out[0] / kFillThreads, kMaxWalk);
+  longest = std::max<int64_t>(1, std::min(longest, w.out[0]));
+  const int64_t parts = (w.out[0] + longest - 1) / longest;
+  p.walk = static_cast<int32_t>((w.out[0] + parts - 1) / parts);
+  p.threads = columns * parts;
+  p.channels = static_cast<int32_t>(w.channels);
+  p.vectors = FastDivmod(vectors), p.inner = FastDivmod(w.out[2]);
+  p.middle = FastDivmod(w.out[1]), p.parts = FastDivmod(parts);
+  p.x = pool.x;
+  p.mean = pool.mean, p.scale = pool.scale, p.offset = pool.offset;
+  p.maxima = pool.maxima, p.places = pool.places, p.operands = pool.operands;
+  LaunchConfig config;
+  config.threads = kThreads;
+  config.grid = static_cast<unsigned>((p.threads + kThreads - 1) / kThreads);
+  // Along a walk of one window nothing is kept.
+  const int64_t shared = p.walk > 1 ? w.size[0] - w.stride[0] : 0;
+  const auto launch = [&](auto kept) {
+    constexpr int kKept = decltype(kept)::value;
+    return w.size[1] == 1 && w.size[2] <= kColumns
+               ? Launch<PoolMaxima<T, kAffine, kPlaces, kKept, true, kSm90>>("max_pool", config,
+                                                                             stream, p)
+               : Launch<PoolMaxima<T, kAffine, kPlaces, kKept, false, kSm90>>("max_pool", config,
+                                                                              stream, p);
+  };
+  if (shared == 1) return launch(std::integral_constant<int, 1>());
+  if (shared == 2) return launch(std::integral_constant<int, 2>());
+  return launch(std::integral_constant<int, 0>());
+}
+
+template <typename T, bool kSm90>
+Status LaunchOfType(const MaxPool& pool, void* stream) {
+  if (pool.mean != nullptr) {
+    return pool.places != nullptr ? LaunchForm<T, true, true, kSm90>(pool, stream)
+                                  : LaunchForm<T, true, false, kSm90>(pool, stream);
+  }
+  return pool.places != nullptr ? LaunchForm<T, false, true, kSm90>(pool, stream)
+                                : LaunchForm<T, false, false, kSm90>(pool, stream);
+}
+
+}  // namespace max_pool_internal
+
+template <bool kSm90>
+Status LaunchMaxPoolOn(DType dtype, const MaxPool& pool, void* stream) {
+  return dtype == DType::kF16 ? max_pool_internal::LaunchOfType<__half, kSm90>(pool, stream)
+                              : max_pool_internal::LaunchOfType<__nv_bfloat16, kSm90>(pool, stream);
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_POOLING_MAX_POOL_CUH_

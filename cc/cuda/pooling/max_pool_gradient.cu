@@ -1,0 +1,255 @@
+#include <cuda_runtime.h>
+
+#include <string>
+#include <type_traits>
+
+#include "core/fast_divmod.h"
+#include "cuda/common/element.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/pooling/element_pair.cuh"
+#include "cuda/pooling/max_pool_gradient.h"
+#include "cuda/ptx/kept.cuh"
+
+namespace jaxconv {
+namespace {
+
+constexpr int kThreads = 128;
+// Windows whose places and gradients a thread holds at most: 3x3 with stride 1. Of more it holds
+// groups of kGroup.
+constexpr int kMaxHeld = 9, kGroup = 4;
+constexpr int kMaxBefore = (kMaxPoolWindow + kGroup - 1) / kGroup * kGroup;
+
+// One of the windows that the elements of a stride may lie in.
+struct Before {
+  uint8_t strides[kPoolAxes];  // from its begin to theirs
+  uint32_t number;             // of that position in it, in every byte
+};
+
+struct Params {
+  int32_t in[kPoolAxes], out[kPoolAxes], size[kPoolAxes], stride[kPoolAxes], low[kPoolAxes];
+  int32_t weight[kPoolAxes];
+  int32_t windows, channels;
+  Before before[kMaxBefore];
+  // Bits of all windows, and of those that are the farthest before along an axis: they end before
+  // the elements whose place along it is not below `reach`.
+  uint64_t all, farthest[kPoolAxes];
+  int32_t reach[kPoolAxes];
+  int64_t threads;
+  FastDivmod vectors, grid[kPoolAxes];  // strides on the padded array
+  const void* dy;
+  const void* dy2;
+  const uint8_t* places;
+  const void* y;
+  const float *scale, *y_scale, *offset;
+  void* dx;
+};
+
+template <typename T>
+__device__ __forceinline__ uint4 LoadVector(const void* array, int64_t at) {
+  return __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at));
+}
+
+// A thread has 8 channels of one stride along each axis, elements that lie in the same windows: the
+// one that begins with the stride, and those that begin before it. It holds the places and gradients
+// of kHeld of them; all, or it reads them in groups for each element. A warp's loads and stores are
+// whole lines, or shared with the next warp. Loops are the same in all threads: a window that does
+// not exist is read as another one without places, and what lies in the padding is not stored.
+template <typename T, int kHeld, bool kAll, bool kTwo, bool kAffine>
+__global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
+    GatherGradient(const __grid_constant__ Params p) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= p.threads) return;
+  int32_t rest, vector, example, block[kPoolAxes];
+  p.vectors.Divmod(static_cast<int32_t>(index), &rest, &vector);
+  p.grid[2].Divmod(rest, &rest, &block[2]);
+  p.grid[1].Divmod(rest, &rest, &block[1]);
+  p.grid[0].Divmod(rest, &example, &block[0]);
+  const int32_t channel = vector * kPoolVector;
+  const uint32_t step = static_cast<uint32_t>(p.weight[2]) * 0x01010101u;
+  using Bits = std::conditional_t<kAll, uint32_t, uint64_t>;
+
+  float dy[kHeld][kPoolVector];
+  uint2 places[kHeld];
+  auto load = [&](int32_t first) {
+    uint4 gradients[kHeld];
+    uint4 gradients2[kTwo ? kHeld : 1];
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const Before& before = p.before[first + k];
+      bool exists = true;
+      int32_t pixel = example;
+#pragma unroll
+      for (int i = 0; i < kPoolAxes; ++i) {
+        const int32_t window = block[i] - before.strides[i];
+        const int32_t read = min(max(window, 0), p.out[i] - 1);
+        exists = exists && window == read;
+        pixel = pixel * p.out[i] + read;
+      }
+      const int64_t at = int64_t{pixel} * p.channels + channel;
+      places[k] = __ldg(reinterpret_cast<const uint2*>(p.places + at));
+      gradients[k] = LoadVector<T>(p.dy, at);
+      if constexpr (kTwo) gradients2[k] = LoadVector<T>(p.dy2, at);
+      if (!exists) places[k] = make_uint2(0xffffffffu, 0xffffffffu);  // kNoPlace
+    }
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const uint32_t words[] = {gradients[k].x, gradients[k].y, gradients[k].z, gradients[k].w};
+      uint32_t words2[kPoolVector / 2] = {};
+      if constexpr (kTwo) {
+        words2[0] = gradients2[k].x, words2[1] = gradients2[k].y;
+        words2[2] = gradients2[k].z, words2[3] = gradients2[k].w;
+      }
+#pragma unroll
+      for (int i = 0; i < kPoolVector / 2; ++i) {
+        const float2 pair = UnpackPair<T>(kTwo ? AddPairs<T>(words[i], words2[i]) : words[i]);
+        dy[k][2 * i] = pair.x, dy[k][2 * i + 1] = pair.y;
+      }
+    }
+  };
+  // Adds where the place is the element's.
+  auto add = [&](int k, uint32_t number, float (&sum)[kPoolVector]) {
+    const uint32_t low = places[k].x ^ number, high = places[k].y ^ number;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((low & 0xffu << 8 * i) == 0) sum[i] += dy[k][i];
+      if ((high & 0xffu << 8 * i) == 0) sum[i + 4] += dy[k][i + 4];
+    }
+  };
+
+  if constexpr (kAll) load(0);
+  float scale[kPoolVector], y_scale[kPoolVector], offset[kPoolVector];
+  if constexpr (kAffine) {
+    LoadNumbers(p.scale + channel, scale);
+    LoadNumbers(p.y_scale + channel, y_scale);
+    LoadNumbers(p.offset + channel, offset);
+  }
+  int32_t first[kPoolAxes];
+#pragma unroll
+  for (int i = 0; i < kPoolAxes; ++i) first[i] = Kept(block[i] * p.stride[i] - p.low[i]);
+  const int64_t line = int64_t{p.in[2]} * p.channels;
+  int64_t plane = ((int64_t{example} * p.in[0] + first[0]) * p.in[1] + first[1]) * line +
+                  int64_t{first[2]} * p.channels + channel;
+  for (int32_t a = 0; a < p.stride[0]; ++a, plane += p.in[1] * line) {
+    const Bits in_a = static_cast<Bits>(a < p.reach[0] ? p.all : p.all & ~p.farthest[0]);
+    int64_t row = plane;
+    for (int32_t b = 0; b < p.stride[1]; ++b, row += line) {
+      const Bits in_b = b < p.reach[1] ? in_a : in_a & static_cast<Bits>(~p.farthest[1]);
+      const int32_t h = first[0] + a, d = first[1] + b;
+      const bool inside = h >= 0 && h < p.in[0] && d >= 0 && d < p.in[1];
+      uint32_t within = static_cast<uint32_t>(a * p.weight[0] + b * p.weight[1]) * 0x01010101u;
+      int64_t at = row;
+      for (int32_t c = 0; c < p.stride[2]; ++c, at += p.channels, within += step) {
+        Bits contain = c < p.reach[2] ? in_b : in_b & static_cast<Bits>(~p.farthest[2]);
+        const int32_t w = first[2] + c;
+        const bool stored = inside && w >= 0 && w < p.in[2];
+        uint4 y = {};
+        if constexpr (kAffine) {
+          if (stored) y = LoadVector<T>(p.y, at);
+        }
+        float sum[kPoolVector] = {};
+        for (int32_t group = 0; group < (kAll ? 1 : p.windows); group += kHeld) {
+          if constexpr (!kAll) load(group);
+#pragma unroll
+          for (int k = 0; k < kHeld; ++k) {
+            if ((contain >> k & 1) != 0) add(k, p.before[group + k].number + within, sum);
+          }
+          if constexpr (!kAll) contain >>= kHeld;
+        }
+        if constexpr (kAffine) {
+          const uint32_t words[] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+          for (int i = 0; i < kPoolVector; i += 2) {
+            const float2 pair = UnpackPair<T>(words[i / 2]);
+            sum[i] = sum[i] * scale[i] + (pair.x * y_scale[i] + offset[i]);
+            sum[i + 1] = sum[i + 1] * scale[i + 1] + (pair.y * y_scale[i + 1] + offset[i + 1]);
+          }
+        }
+        if (stored) Neighbours<T, kPoolVector>::Rounded(sum).Store(static_cast<T*>(p.dx) + at);
+      }
+    }
+  }
+}
+
+template <typename T, int kHeld, bool kAll, bool kTwo>
+Status LaunchForm(const Params& p, void* stream) {
+  LaunchConfig config;
+  config.threads = kThreads;
+  config.grid = static_cast<unsigned>((p.threads + kThreads - 1) / kThreads);
+  return p.y != nullptr ? Launch<GatherGradient<T, kHeld, kAll, kTwo, true>>("max_pool_gradient",
+                                                                             config, stream, p)
+                        : Launch<GatherGradient<T, kHeld, kAll, kTwo, false>>("max_pool_gradient",
+                                                                              config, stream, p);
+}
+
+template <typename T, int kHeld, bool kAll>
+Status LaunchHolding(const Params& p, void* stream) {
+  return p.dy2 != nullptr ? LaunchForm<T, kHeld, kAll, true>(p, stream)
+                          : LaunchForm<T, kHeld, kAll, false>(p, stream);
+}
+
+template <typename T>
+Status LaunchOfType(const Params& p, void* stream) {
+  if (p.windows == 1) return LaunchHolding<T, 1, true>(p, stream);
+  if (p.windows == 2) return LaunchHolding<T, 2, true>(p, stream);
+  if (p.windows <= 4) return LaunchHolding<T, 4, true>(p, stream);
+  if (p.windows <= kMaxHeld) return LaunchHolding<T, kMaxHeld, true>(p, stream);
+  return LaunchHolding<T, kGroup, false>(p, stream);
+}
+
+}  // namespace
+
+Status LaunchMaxPoolGradient(DType dtype, const MaxPoolGradient& gradient, void* stream) {
+  const PoolWindows& w = gradient.windows;
+  JAXCONV_RETURN_IF_ERROR(CheckPoolWindows(w, /*places=*/true));
+  for (const void* array :
+       {gradient.dy, gradient.dy2, gradient.y, static_cast<const void*>(gradient.places),
+        static_cast<const void*>(gradient.scale), static_cast<const void*>(gradient.y_scale),
+        static_cast<const void*>(gradient.offset), static_cast<const void*>(gradient.dx)}) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
+      return Status::Unimplemented(
+          "max_pool_gradient: an array does not lie on a multiple of 16 bytes");
+    }
+  }
+  Params p = {};
+  p.threads = w.batch * (w.channels / kPoolVector);
+  for (int i = 0; i < kPoolAxes; ++i) {
+    p.in[i] = static_cast<int32_t>(w.in[i]), p.out[i] = static_cast<int32_t>(w.out[i]);
+    p.size[i] = static_cast<int32_t>(w.size[i]), p.stride[i] = static_cast<int32_t>(w.stride[i]);
+    p.low[i] = static_cast<int32_t>(w.low[i]), p.weight[i] = static_cast<int32_t>(w.weight(i));
+    const int64_t grid = (w.low[i] + w.in[i] + w.stride[i] - 1) / w.stride[i];
+    p.grid[i] = FastDivmod(grid);
+    p.reach[i] = static_cast<int32_t>(w.size[i] - (w.overlaps(i) - 1) * w.stride[i]);
+    p.threads *= grid;
+  }
+  for (int64_t a = 0; a < w.overlaps(0); ++a) {
+    for (int64_t b = 0; b < w.overlaps(1); ++b) {
+      for (int64_t c = 0; c < w.overlaps(2); ++c) {
+        const int64_t strides[] = {a, b, c};
+        const uint64_t bit = uint64_t{1} << p.windows;
+        Before& before = p.before[p.windows++];
+        p.all |= bit;
+        for (int i = 0; i < kPoolAxes; ++i) {
+          before.strides[i] = static_cast<uint8_t>(strides[i]);
+          before.number += static_cast<uint32_t>(strides[i] * w.stride[i] * w.weight(i));
+          if (strides[i] + 1 == w.overlaps(i)) p.farthest[i] |= bit;
+        }
+        before.number *= 0x01010101u;
+      }
+    }
+  }
+  p.channels = static_cast<int32_t>(w.channels);
+  p.vectors = FastDivmod(w.channels / kPoolVector);
+  p.dy = gradient.dy, p.dy2 = gradient.dy2, p.places = gradient.places, p.dx = gradient.dx;
+  p.y = gradient.y, p.scale = gradient.scale, p.y_scale = gradient.y_scale;
+  p.offset = gradient.offset;
+  switch (dtype) {
+    case DType::kBF16:
+      return LaunchOfType<__nv_bfloat16>(p, stream);
+    case DType::kF16:
+      return LaunchOfType<__half>(p, stream);
+    default:
+      return Status::Unimplemented("max_pool_gradient: expected float16 or bfloat16");
+  }
+}
+
+}  // namespace jaxconv

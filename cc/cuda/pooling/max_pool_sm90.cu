@@ -1,0 +1,7 @@
+#include "cuda/pooling/max_pool.cuh"
+
+namespace jaxconv {
+
+template Status LaunchMaxPoolOn<true>(DType, const MaxPool&, void*);
+
+}  // namespace jaxconv

@@ -1,0 +1,53 @@
+// How the windows of pooling lie on an array, (batch, outer, middle, inner, channels), contiguous.
+// Arrays of fewer spatial axes have 1 for the middle axis, and of one axis for the inner one.
+#ifndef JAXCONV_CUDA_POOLING_WINDOWS_H_
+#define JAXCONV_CUDA_POOLING_WINDOWS_H_
+
+#include <cstdint>
+
+#include "core/status.h"
+
+namespace jaxconv {
+
+inline constexpr int kPoolAxes = 3;
+
+// Channels of a thread, 16 bytes of 16-bit elements.
+inline constexpr int kPoolVector = 8;
+
+// The most elements of a window, 7x7.
+inline constexpr int64_t kMaxPoolWindow = 49;
+
+// In place of a place: none.
+inline constexpr int kNoPlace = 255;
+
+struct PoolWindows {
+  int64_t batch = 1, channels = 0;
+  int64_t in[kPoolAxes] = {1, 1, 1};      // elements
+  int64_t out[kPoolAxes] = {1, 1, 1};     // windows
+  int64_t size[kPoolAxes] = {1, 1, 1};    // elements of a window
+  int64_t stride[kPoolAxes] = {1, 1, 1};  // from window to window
+  int64_t low[kPoolAxes] = {0, 0, 0};     // elements of padding in front
+
+  // The most windows that an element lies in.
+  int64_t overlaps(int axis) const { return (size[axis] + stride[axis] - 1) / stride[axis]; }
+
+  // The product of a position in a window with the weights is the number of the place, in windows
+  // extended to whole strides: a position is then stride * j + a, with all a and j.
+  int64_t weight(int axis) const {
+    int64_t weight = 1;
+    for (int i = axis + 1; i < kPoolAxes; ++i) weight *= overlaps(i) * stride[i];
+    return weight;
+  }
+  int64_t last_place() const {
+    int64_t place = 0;
+    for (int i = 0; i < kPoolAxes; ++i) place += (size[i] - 1) * weight(i);
+    return place;
+  }
+};
+
+// Unimplemented: what the kernels do not take.
+Status CheckPoolWindows(const PoolWindows& windows, bool places);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_POOLING_WINDOWS_H_
