@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import jax
 
-from jaxconv._src import fused, int8_primitive, lowering, masked_sums, native, normalise_add
+from jaxconv._src import (
+    fused,
+    int8_primitive,
+    lowering,
+    masked_sums,
+    max_pooling,
+    native,
+    normalise_add,
+)
 from jaxconv._src.spec import Op
 
 
@@ -22,6 +30,8 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         fused.TARGET,
         int8_primitive.TARGET,
         masked_sums.TARGET,
+        max_pooling.TARGET,
+        max_pooling.GRADIENT_TARGET,
         normalise_add.TARGET,
     ]
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]

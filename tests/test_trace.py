@@ -64,6 +64,7 @@ ENTRY %main.9 (arg: f32[8]) -> (bf16[8,8]{1,0}, bf16[8]) {
   %jaxconv_fprop.4 = (bf16[8]{0}, u8[0]{0}) custom-call(%arg), custom_call_target="jaxconv_fprop"
   %jaxconv_masked_sums.5 = f32[8]{0} custom-call(%arg), custom_call_target="jaxconv_masked_sums"
   %jaxconv_normalise_add.6 = f32[8]{0} custom-call(%arg), custom_call_target="jaxconv_normalise_add"
+  %jaxconv_max_pool.7 = bf16[8]{0} custom-call(%arg), custom_call_target="jaxconv_max_pool_gradient"
   %topk.1 = (f32[1]{0}, s32[1]{0}) custom-call(%arg), custom_call_target="__gpu$TopK"
   %gemm_fusion_dot.7 = bf16[8,8]{1,0} fusion(%x, %y), kind=kCustom, calls=%dot.7_computation
   %call.2 = bf16[8]{0} call(%arg), to_apply=%command_buffer.1
@@ -115,6 +116,8 @@ def test_device_time_splits_into_convolutions_and_the_rest():
         (Event("void jaxconv::NormaliseAndAdd<bf16>", 0, 1, "jaxconv_normalise_add.6"), False),
         (Event("void jaxconv::NormaliseAndAdd<bf16>", 0, 1, "call.2"), False),
         (Event("void jaxconv::SumMasked<bf16>", 0, 1, "call.2"), False),
+        (Event("void jaxconv::GatherGradient<bf16>", 0, 1, "jaxconv_max_pool.7"), False),
+        (Event("void jaxconv::max_pool_internal::PoolMaxima<bf16>", 0, 1, "call.2"), False),
         # XLA names a kernel after its instruction.
         (Event("gemm_fusion_dot_7", 0, 1), True),
         (Event("loop_convert_fusion_2", 0, 1), False),
