@@ -417,4 +417,5 @@ def test_resnet50():
         2,
     ]
     assert sum(masked_by == "bits" for _, masked_by in found) == 14
-    assert not any(masked_by == "result" for _, masked_by in found)
+    # The sums behind pooling, of windows.
+    assert sum(masked_by == "result" for _, masked_by in found) == 1

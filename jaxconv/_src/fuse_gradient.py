@@ -20,9 +20,11 @@ comparison of its result too:
 Where all that is read lies in memory, one call of ``masked_sums`` does either
 (``fuse_masked_sums``).
 
-Where only pooling reads it, XLA computes the mask as part of both passes by itself. Elsewhere the
-sums stay as they are: XLA stores dz as it forms one of them, which is better than dz in a pass of
-its own. A barrier keeps XLA from computing the result again from its operand.
+Where only pooling reads it, XLA computes the mask as part of both passes by itself. Where calls of
+kernels pool it, the gradient is masked by the places, and the sums are sums over windows, which
+``masked_sums`` forms from the pooled arrays. Elsewhere the sums stay as they are: XLA stores dz as
+it forms one of them, which is better than dz in a pass of its own. A barrier keeps XLA from
+computing the result again from its operand.
 """
 
 from __future__ import annotations
@@ -38,8 +40,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import compat, fuse_activations, fuse_convolution, fuse_masked_sums, fused
+from jaxconv._src import (
+    compat,
+    fuse_activations,
+    fuse_convolution,
+    fuse_masked_sums,
+    fused,
+    max_pooling,
+)
 from jaxconv._src.fuse_graph import REDUCTIONS, Graph, Vector, traced, type_of
+from jaxconv._src.fuse_masked_sums import Pooled
 
 _COMPARISONS = {"gt": lax.gt, "lt": lax.lt}
 
@@ -93,7 +103,7 @@ class _Mask:
         comparisons: positions of the comparisons that make the mask.
         operand: what they compare.
         result: the activation's result.
-        stored: whether a convolution reads it, so that it is in memory; else pooling does.
+        stored: whether a call reads it, so that it is in memory; else XLA's pooling does.
         branches: how many arrays the operand is computed from.
     """
 
@@ -113,13 +123,13 @@ class _Group:
         array: the array.
         members: the sums.
         others: for each sum that is formed, what the array is multiplied by, or None.
-        mask: of the array.
+        mask: of the array, or the pooling that it is the masked gradient of.
     """
 
     array: Var
     members: tuple[_Sum, ...]
     others: tuple[Any, ...]
-    mask: _Mask
+    mask: _Mask | Pooled
 
     @property
     def first(self) -> int:
@@ -128,7 +138,7 @@ class _Group:
     @property
     def own(self) -> bool:
         """Whether the sums take the mask from the result, and nothing else does."""
-        return self.mask.stored and self.mask.branches == 1
+        return isinstance(self.mask, _Mask) and self.mask.stored and self.mask.branches == 1
 
     def place(self, member: _Sum) -> int:
         """Which of the sums that are formed is a member's."""
@@ -256,11 +266,14 @@ def _sum(graph: Graph, position: int) -> _Sum | None:
     return _Sum(position, axis, tuple(arrays), tuple(vectors), negative)
 
 
-def _mask(graph: Graph, array: Var, first: int) -> _Mask | None:
-    """The mask of a converted selection between an array and zeros."""
+def _mask(graph: Graph, array: Var, first: int) -> _Mask | Pooled | None:
+    """The mask of a converted selection between an array and zeros, or what has masked it."""
     converted = graph.producer(array)
     if converted is None or converted.primitive.name != "convert_element_type":
         return None
+    pooled = fuse_masked_sums.pooled(graph, converted.invars[0])
+    if pooled is not None:
+        return pooled
     selected = graph.producer(converted.invars[0])
     if selected is None or selected.primitive.name != "select_n" or len(selected.invars) != 3:
         return None
@@ -276,7 +289,7 @@ def _mask(graph: Graph, array: Var, first: int) -> _Mask | None:
     if found is None:
         return None
     result, activation = found
-    reads = (*fuse_convolution.NAMES, fused.conv_fused_p.name)
+    reads = (*fuse_convolution.NAMES, fused.conv_fused_p.name, max_pooling.max_pool_p.name)
     position = graph.index(selected.outvars[0])
     assert position is not None
     if not all(fuse_activations.comparable(graph, i, operand, activation) for i in comparisons):
@@ -332,13 +345,16 @@ def _by_call(
     By the position in front of which they come, as those of ``_by_xla``.
     """
     mask = groups[0].mask
-    if not mask.stored:
-        return None
     others = [o for g in groups for o in g.others if o is not None]
-    own = len(groups) == 1 and groups[0].own
-    call = fuse_masked_sums.find(
-        graph, mask.position, mask.comparisons, mask.operand, mask.result, others, not own, held
-    )
+    if isinstance(mask, Pooled):
+        call = fuse_masked_sums.of_pooled(graph, mask, others)
+    elif mask.stored:
+        own = len(groups) == 1 and groups[0].own
+        call = fuse_masked_sums.find(
+            graph, mask.position, mask.comparisons, mask.operand, mask.result, others, not own, held
+        )
+    else:
+        return None
     if call is None:
         return None
     made: list[tuple[int, Var]] = []
@@ -358,7 +374,7 @@ def _by_xla(graph: Graph, groups: list[_Group]) -> dict[int, list[JaxprEqn]]:
     for group in groups:
         _sums_formed(graph, group, placed)
     mask = groups[0].mask
-    if mask.stored and not all(g.own for g in groups):
+    if isinstance(mask, _Mask) and mask.stored and not all(g.own for g in groups):
         placed[mask.position] = _selection(graph, mask)
     return placed
 
@@ -377,14 +393,15 @@ def _sum_variables(graph: Graph, group: _Group) -> list[Var]:
 def _sums_formed(graph: Graph, group: _Group, placed: dict[int, list[JaxprEqn]]) -> None:
     """Adds the equations of a group's sums."""
     mask, first = group.mask, group.first
+    own = mask if isinstance(mask, _Mask) and group.own else None
     shape, axis = type_of(group.array).shape, group.members[0].axis
     axes = tuple(a for a in range(len(shape)) if a != axis)
     dtype = type_of(group.array).dtype
-    summed = _operands(graph, mask) if group.own else group.array
+    summed = group.array if own is None else _operands(graph, own)
 
     def form(summed: Any, others: list[Any]) -> list[Any]:
-        if group.own:
-            summed = _selected(graph, mask, *summed).astype(dtype)
+        if own is not None:
+            summed = _selected(graph, own, *summed).astype(dtype)
         given = iter(others)
         products = [summed if o is None else summed * next(given) for o in group.others]
         return [lax.reduce_sum(p, axes) for p in products]

@@ -15,17 +15,18 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import fused, masked_sums
+from jaxconv._src import fused, masked_sums, max_pooling
 from jaxconv._src.fuse_graph import Graph, Vector, traced, type_of
 from jaxconv._src.masked_sums import Form, MaskedBy
 
 # What makes gradients that are in memory.
-_STORED = {
+STORED = {
     "conv_general_dilated",
     "dot_general",
     "jaxconv_dgrad",
     "jaxconv_fprop",
     fused.conv_fused_p.name,
+    max_pooling.max_pool_gradient_p.name,
 }
 
 
@@ -91,7 +92,7 @@ def find(
     bounds = _bounds(graph, comparisons, operand)
     if bounds is None or graph.constant(on_false) != 0.0:
         return None
-    gradients = _summands(graph, gradient)
+    gradients = summands(graph, gradient)
     if not all(in_memory(graph, g, held) for g in gradients):
         return None
     centred = [_centred(graph, other, aval) for other in others]
@@ -113,6 +114,69 @@ def find(
     return Call(position, form, (*gradients, *arrays), vectors, result)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pooled:
+    """The gradient of pooling behind batch norm and relu, which a call of kernels computes.
+
+    An element is not 0 only where windows have their places, so that its sums over positions are
+    sums over the windows, of smaller arrays.
+
+    Attributes:
+        position: of the call of ``max_pool_gradient``.
+        gradients: of the maxima.
+        y: batch norm's operand.
+        operands: y at the places.
+        maxima: where they are not above 0, the window has no place.
+    """
+
+    position: int
+    gradients: tuple[Any, ...]
+    y: Any
+    operands: Var
+    maxima: Var
+
+
+def pooled(graph: Graph, array: Any) -> Pooled | None:
+    """What gives an array, where that is such a gradient."""
+    made = graph.producer(array)
+    if made is None or made.primitive is not max_pooling.max_pool_gradient_p:
+        return None
+    gradients = made.invars[: made.params["gradients"]]
+    pool = graph.producer(made.invars[len(gradients)])
+    if pool is None or pool.primitive is not max_pooling.max_pool_p:
+        return None
+    if not (pool.params["form"].affine and pool.params["form"].operands):
+        return None
+    maxima, _, operands = pool.outvars
+    position = graph.index(made.outvars[0])
+    assert position is not None
+    return Pooled(position, tuple(gradients), graph.source(pool.invars[0]), operands, maxima)
+
+
+def of_pooled(graph: Graph, gradient: Pooled, others: Sequence[Any]) -> Call | None:
+    """The call that forms a pooled gradient's sums, or None where there is none.
+
+    Args:
+        graph: the program.
+        gradient: what is summed.
+        others: what it is multiplied by, an array in float32 for each sum.
+    """
+    if len(others) != 1:
+        return None
+    centred = _centred(graph, others[0], type_of(gradient.y))
+    if centred is None or centred[0] is not gradient.y:
+        return None
+    form = Form(len(gradient.gradients), 1, "result", stores=False, above=0.0, below=None)
+    aval = type_of(gradient.maxima)
+    if not masked_sums.accepts(form, aval.shape, aval.dtype):
+        return None
+    made = graph.index(centred[1].atom)
+    if made is not None and made >= gradient.position:
+        return None
+    arrays = *gradient.gradients, gradient.operands
+    return Call(gradient.position, form, arrays, (centred[1],), gradient.maxima)
+
+
 def _bounds(
     graph: Graph, comparisons: Sequence[int], operand: Var
 ) -> tuple[float, float | None] | None:
@@ -132,7 +196,7 @@ def _bounds(
     return above[0], below[0] if below else None
 
 
-def _summands(graph: Graph, gradient: Any) -> list[Any]:
+def summands(graph: Graph, gradient: Any) -> list[Any]:
     """The two gradients that one is the sum of, or itself."""
     made = graph.producer(gradient)
     if made is not None and made.primitive.name in ("add", "add_any"):
@@ -145,7 +209,7 @@ def _summands(graph: Graph, gradient: Any) -> list[Any]:
 def in_memory(graph: Graph, atom: Any, held: Container[Any] = ()) -> bool:
     """Whether an array is, in any program, or among those that are in this one."""
     made = graph.producer(atom)
-    return made is None or atom in held or made.primitive.name in _STORED
+    return made is None or atom in held or made.primitive.name in STORED
 
 
 def _centred(graph: Graph, other: Any, like: Any) -> tuple[Any, Vector] | None:

@@ -1,19 +1,19 @@
-"""Rewrites max pooling and its gradient, so that both are elementwise operations.
+"""Rewrites max pooling and its gradient, so that nothing is searched twice and nothing scattered.
 
 The gradient of the maxima of windows goes to where each window has its maximum. XLA searches the
 windows for these places a second time, and adds by a scatter. Here the maxima and the places come
 from one pass over the operand, a place being a number of 8 bits, and an element of the gradient is
-a sum over the windows that may have taken it:
+a sum over the windows that may have taken it (``max_pooling``).
 
-    forwards    maximum and place of a window, from the operand's slices, one for each position in
-                the window
-    backwards   an element's own windows are ceil(size / stride) along each axis. The pooled arrays
-                are repeated over the stride, once for each of them, and compared by place.
+``with_calls`` is for GPUs: pooling of 16 bits with the channels last becomes calls of the kernels,
+also where no gradient is taken. A call reads memory, so that its operand must be there anyway:
 
-Of equal elements the first in row-major order is taken, and of a window with NaN what the program
-takes there: an element is left for a later one unless it is greater or equal.
+    an argument, or what a convolution or another call stores or reads
+    the activation relu of batch norm that pooling alone reads: the call normalises y itself, and
+    the gradient takes relu's mask from the places, so that the activation is stored nowhere.
 
-An element of the gradient is summed in float32, in the same order in every run, and rounded once.
+Other pooling whose gradient is taken is ``rewritten`` in operations of JAX, which XLA fuses with
+what is in front of them.
 """
 
 from __future__ import annotations
@@ -22,67 +22,27 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import compat
-from jaxconv._src.fuse_graph import Graph, is_float, traced, type_of
+from jaxconv._src import (
+    compat,
+    fuse_activations,
+    fuse_convolution,
+    fuse_masked_sums,
+    fused,
+    max_pooling,
+)
+from jaxconv._src.fuse_graph import Graph, Vector, is_float, traced, type_of
+from jaxconv._src.max_pooling import Form, Windows
 
-# Places are numbers below it.
-_PLACES = 256
-
-# The most elements of a window, 7x7: each is some operations, which take XLA's compiler 4 s at 49
-# and at several hundred become several kernels that pass whole arrays on.
-_LARGEST = 49
-
-
-@dataclasses.dataclass(frozen=True)
-class _Windows:
-    """How windows lie on an array, by axes.
-
-    Attributes:
-        shape: the array's extents.
-        sizes: of a window.
-        strides: from window to window; along an axis with a single one, the padded extent.
-        padding: elements in front and behind, of the lowest value.
-    """
-
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The extents of the pooled array."""
-        axes = zip(self.shape, self.sizes, self.strides, self.padding, strict=True)
-        return tuple((n + sum(pad) - size) // step + 1 for n, size, step, pad in axes)
-
-    @property
-    def overlaps(self) -> tuple[int, ...]:
-        """How many windows an element may lie in."""
-        return tuple(-(-size // s) for size, s in zip(self.sizes, self.strides, strict=True))
-
-    @property
-    def weights(self) -> tuple[int, ...]:
-        """Of a position in a window, whose product with them is the number of the place."""
-        # Of windows extended to whole strides, so that a position is stride * j + a, all a and j.
-        extended = [m * s for m, s in zip(self.overlaps, self.strides, strict=True)]
-        return tuple(math.prod(extended[axis + 1 :]) for axis in range(len(extended)))
-
-    @property
-    def places(self) -> int:
-        return math.prod(m * s for m, s in zip(self.overlaps, self.strides, strict=True))
-
-    def place(self, position: Iterable[int]) -> int:
-        """The number of a position in a window."""
-        return sum(p * w for p, w in zip(position, self.weights, strict=True))
+# Maxima of an array's windows and gradients, by their positions.
+_Found = dict[tuple[Var, Windows], tuple[list[int], list[int]]]
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -95,14 +55,19 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
     for (x, windows), (maxima, gradients) in _found(graph).items():
+        if not gradients:
+            continue
         replaced = [*maxima[:1], *gradients]
         first = min(replaced)
         dy = type_of(graph.eqns[gradients[0]].invars[0])
         largest = graph.eqns[maxima[0]].outvars[0] if maxima else compat.variable(dy)
         place = compat.variable(dy.update(dtype=np.dtype(np.uint8), weak_type=False))
-        pool = functools.partial(_pooled, windows=windows)
-        back = functools.partial(_gradient, windows=windows)
+        pool = functools.partial(max_pooling.pooled, windows=windows)
         made: dict[int, list[JaxprEqn]] = {position: [] for position in replaced}
+
+        def back(*given: jax.Array, windows: Windows = windows) -> list[jax.Array]:
+            return [max_pooling.gradient_in_jax(*given, windows=windows)]
+
         try:
             made[first] += traced(pool, (x,), (largest, place), graph, first)
             for position in gradients:
@@ -112,16 +77,55 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         except (TypeError, ValueError, compat.ShardingTypeError):
             continue  # arrays of types that this does not know: the program's own pooling
         placed |= made
+    return _with(graph, placed)
+
+
+def with_calls(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations with calls of ``max_pool`` and ``max_pool_gradient``, for a GPU."""
+    graph = Graph(eqns, outvars)
+    placed: dict[int, list[JaxprEqn]] = {}
+    held: set[Any] = set()  # the calls' results
+    for (x, windows), (maxima, gradients) in _found(graph).items():
+        call = _call(graph, x, windows, maxima, gradients, held)
+        if call is None:
+            continue
+        try:
+            made = call.equations(graph)
+        except (TypeError, ValueError, compat.ShardingTypeError):
+            continue  # as above
+        held |= {v for eqns in made.values() for e in eqns for v in e.outvars}
+        placed |= made
+    return _with(graph, placed)
+
+
+def without_unused(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations, whose calls of ``max_pool`` store operands only where one is read."""
+    graph = Graph(eqns, outvars)
+    result = []
+    for eqn in graph.eqns:
+        if eqn.primitive is max_pooling.max_pool_p and eqn.params["form"].operands:
+            operands = eqn.outvars[2]
+            if not graph.uses(operands) and operands not in graph.returned:
+                form = dataclasses.replace(eqn.params["form"], operands=False)
+                eqn = eqn.replace(outvars=eqn.outvars[:2], params={**eqn.params, "form": form})
+        result.append(eqn)
+    return result
+
+
+def _with(graph: Graph, placed: dict[int, list[JaxprEqn]]) -> list[JaxprEqn]:
+    """The program with other equations in the place of some."""
     result: list[JaxprEqn] = []
     for position, eqn in enumerate(graph.eqns):
         result += placed.get(position, [eqn])
     return result
 
 
-def _found(graph: Graph) -> dict[tuple[Var, _Windows], tuple[list[int], list[int]]]:
-    """Positions of the maxima of an array's windows, and of the gradients that there are."""
-    maxima: dict[tuple[Any, _Windows], list[int]] = {}
-    gradients: dict[tuple[Any, _Windows], list[int]] = {}
+# --- what there is ---
+
+
+def _found(graph: Graph) -> _Found:
+    """Positions of the maxima of an array's windows, and of the gradients."""
+    found: dict[tuple[Any, Windows], tuple[list[int], list[int]]] = {}
     for position, eqn in enumerate(graph.eqns):
         name = eqn.primitive.name
         if name == "reduce_window_max":
@@ -129,20 +133,16 @@ def _found(graph: Graph) -> dict[tuple[Var, _Windows], tuple[list[int], list[int
             windows = _windows(eqn, eqn.invars[0])
             if windows is not None and set(dilations) <= {1}:
                 key = graph.source(eqn.invars[0]), windows
-                maxima.setdefault(key, []).append(position)
+                found.setdefault(key, ([], []))[0].append(position)
         elif name == "select_and_scatter_add" and eqn.params["select_prim"] is lax.ge_p:
             windows = _windows(eqn, eqn.invars[1])
             if windows is not None and windows.counts == type_of(eqn.invars[0]).shape:
                 key = graph.source(eqn.invars[1]), windows
-                gradients.setdefault(key, []).append(position)
-    return {
-        key: (maxima.get(key, []), positions)
-        for key, positions in gradients.items()
-        if isinstance(key[0], Var)
-    }
+                found.setdefault(key, ([], []))[1].append(position)
+    return {key: each for key, each in found.items() if isinstance(key[0], Var)}
 
 
-def _windows(eqn: JaxprEqn, operand: Any) -> _Windows | None:
+def _windows(eqn: JaxprEqn, operand: Any) -> Windows | None:
     """The windows of an equation that pools, or None where they stay what they are."""
     aval, padding = type_of(operand), tuple(map(tuple, eqn.params["padding"]))
     if not is_float(aval.dtype) or not compat.is_constant_shape(aval.shape):
@@ -150,99 +150,184 @@ def _windows(eqn: JaxprEqn, operand: Any) -> _Windows | None:
     if 0 in aval.shape or min(itertools.chain.from_iterable(padding), default=0) < 0:
         return None
     sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-    found = _Windows(aval.shape, tuple(sizes), tuple(strides), padding)
-    if 0 in found.counts or math.prod(found.sizes) > _LARGEST:
+    found = Windows(aval.shape, tuple(sizes), tuple(strides), padding)
+    if 0 in found.counts or math.prod(found.sizes) > max_pooling.LARGEST:
         return None
     # An axis with a single window has no overlaps, whatever the stride is.
     one = zip(found.shape, padding, found.counts, strides, strict=True)
     found = dataclasses.replace(
         found, strides=tuple(n + sum(pad) if count == 1 else s for n, pad, count, s in one)
     )
-    return found if found.places <= _PLACES else None
+    return found if found.places <= max_pooling.PLACES else None
 
 
-# --- what becomes of it ---
+# --- calls ---
+
+# What makes arrays that are in memory, and what reads them there.
+_CALLS = {
+    *fuse_masked_sums.STORED,
+    max_pooling.max_pool_p.name,
+    max_pooling.max_pool_gradient_p.name,
+    "dot_general",
+}
+_READERS = {*fuse_convolution.NAMES, fused.conv_fused_p.name, "dot_general"}
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _pooled(x: jax.Array, windows: _Windows) -> tuple[jax.Array, jax.Array]:
-    """The maxima of windows, and the places of the elements that are taken, uint8."""
-    largest: Any = None
-    taken: Any = None
-    place: Any = None
-    for number, element in _elements(x, windows):
-        if largest is None:
-            largest = taken = element
-            place = jnp.full_like(element, number, np.uint8)
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """A gradient of pooling.
+
+    Attributes:
+        position: of its equation.
+        last: of the equation whose result the call gives: of relu's mask, or itself.
+        gradients: one of the maxima, or two that are added.
+    """
+
+    position: int
+    last: int
+    gradients: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Calls in place of maxima and gradients.
+
+    Attributes:
+        form: of the maxima's.
+        x: the operand.
+        vectors: mean, scale and offset of an affine form.
+        maxima: the position of the program's maxima, if it has them.
+        gradients: those of the same windows.
+    """
+
+    form: Form
+    x: Var
+    vectors: tuple[Vector, ...]
+    maxima: int | None
+    gradients: tuple[_Gradient, ...]
+
+    def equations(self, graph: Graph) -> dict[int, list[JaxprEqn]]:
+        """The calls by the position of an equation that they replace; none for the others."""
+        form, x = self.form, type_of(self.x)
+        at = [g.position for g in self.gradients]
+        first = min(at if self.maxima is None else [self.maxima, *at])
+        pooled = x.update(shape=form.windows.counts, weak_type=False)
+        result = (
+            compat.variable(pooled) if self.maxima is None else graph.eqns[self.maxima].outvars[0]
+        )
+        place = compat.variable(pooled.update(dtype=np.dtype(np.uint8)))
+        results = [result, *[place] * form.places]
+        results += [compat.variable(pooled) for _ in range(form.operands)]
+
+        def pool(x: jax.Array, given: list[Any]) -> list[jax.Array]:
+            pairs = zip(self.vectors, given, strict=True)
+            vectors = [vector.read(array, x.shape[-1]) for vector, array in pairs]
+            return max_pooling.max_pool(x, *vectors, form=form)
+
+        def back(gradients: list[jax.Array], place: jax.Array) -> list[jax.Array]:
+            return [max_pooling.max_pool_gradient(gradients, place, windows=form.windows)]
+
+        vectors = [v.atom for v in self.vectors]
+        made = {first: traced(pool, (self.x, vectors), results, graph, first)}
+        if self.maxima is not None:
+            made.setdefault(self.maxima, [])
+        for gradient in self.gradients:
+            given = list(gradient.gradients), place
+            out = graph.eqns[gradient.last].outvars
+            made.setdefault(gradient.last, [])
+            made.setdefault(gradient.position, []).extend(
+                traced(back, given, out, graph, gradient.position)
+            )
+        return made
+
+
+def _call(
+    graph: Graph,
+    x: Var,
+    windows: Windows,
+    maxima: list[int],
+    gradients: list[int],
+    held: set[Any],
+) -> _Call | None:
+    """The calls for an array's windows, or None where there are none.
+
+    Args:
+        graph: the program.
+        x, windows: the array, and its windows.
+        maxima, gradients: positions of their maxima and of its gradients.
+        held: the results of other calls.
+    """
+    if not max_pooling.accepts(windows, type_of(x).dtype) or len(maxima) > 1:
+        return None
+    if any(type_of(x).sharding.spec):
+        return None  # an explicit mesh: XLA partitions the operations
+    at = maxima[0] if maxima else None
+    places = bool(gradients)
+    if x in held or _stored(graph, x):
+        found = [_Gradient(g, g, _gradients(graph, g)) for g in gradients]
+        return _Call(Form(windows, False, places, False), x, (), at, tuple(found))
+    activation = _normalised(graph, x)
+    if activation is None or x in graph.returned:
+        return None
+    if any(i not in (*maxima, *gradients) for i in graph.uses(x)):
+        return None
+    operand, y, vectors = activation
+    found = []
+    for position in gradients:
+        last = _masked(graph, position, operand)
+        if last is None:
+            return None
+        found.append(_Gradient(position, last, _gradients(graph, position)))
+    return _Call(Form(windows, True, places, places), y, vectors, at, tuple(found))
+
+
+def _stored(graph: Graph, x: Var) -> bool:
+    """Whether an array is in memory, whatever reads it."""
+    made = graph.producer(x)
+    if made is None or made.primitive.name in _CALLS:
+        return True
+    return any(graph.eqns[i].primitive.name in _READERS for i in graph.uses(x))
+
+
+def _normalised(graph: Graph, z: Var) -> tuple[Var, Var, tuple[Vector, ...]] | None:
+    """Where an array is relu of batch norm: relu's operand, batch norm's, and the vectors."""
+    made = graph.producer(z)
+    for atom in () if made is None else made.invars:
+        if not isinstance(atom, Var) or not compat.same_type(type_of(atom), type_of(z)):
             continue
-        keeps = taken >= element  # no NaN does
-        taken = lax.select(keeps, taken, element)
-        place = lax.select(keeps, place, jnp.full_like(place, number))
-        largest = lax.max(largest, element)
-    return largest, place
+        if fuse_activations.classify(graph, z, atom) == "relu":
+            found = fuse_masked_sums.normalised(graph, atom)
+            return None if found is None else (atom, *found)
+    return None
 
 
-@_pooled.defjvp
-def _pooled_jvp(windows: _Windows, primals: Any, tangents: Any) -> Any:
-    """The derivative of the program's own pooling, to any order."""
-
-    def pool(x: jax.Array) -> jax.Array:
-        low = np.array(-np.inf, x.dtype)
-        return lax.reduce_window(x, low, lax.max, windows.sizes, windows.strides, windows.padding)
-
-    largest, place = _pooled(*primals, windows)
-    _, tangent = jax.jvp(pool, primals, tangents)
-    return (largest, place), (tangent, np.zeros(place.shape, jax.dtypes.float0))
-
-
-def _elements(x: jax.Array, windows: _Windows) -> Iterator[tuple[int, jax.Array]]:
-    """The elements at each position of all windows in row-major order, and its place's number."""
-    x = lax.pad(x, np.array(-np.inf, x.dtype), [(low, high, 0) for low, high in windows.padding])
-    counts, strides = windows.counts, windows.strides
-    for position in itertools.product(*map(range, windows.sizes)):
-        axes = zip(position, counts, strides, strict=True)
-        ends = [start + (count - 1) * step + 1 for start, count, step in axes]
-        yield windows.place(position), lax.slice(x, position, ends, strides)
+def _masked(graph: Graph, position: int, operand: Var) -> int | None:
+    """The position of the selection by relu's mask that alone reads a gradient, or None."""
+    (gradient,) = graph.eqns[position].outvars
+    uses = graph.uses(gradient)
+    if len(uses) != 1 or gradient in graph.returned:
+        return None
+    eqn = graph.eqns[uses[0]]
+    if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
+        return None
+    mask, on_false, on_true = eqn.invars
+    made = graph.index(graph.source(mask))
+    if on_true is not gradient or graph.constant(on_false) != 0.0 or made is None:
+        return None
+    compared = [graph.source(a) for a in graph.eqns[made].invars]
+    if not any(a is operand for a in compared):
+        return None
+    return uses[0] if fuse_activations.comparable(graph, made, operand, "relu") else None
 
 
-def _gradient(dy: jax.Array, place: jax.Array, windows: _Windows) -> list[jax.Array]:
-    """The gradient of the operand: dy at each window's place, summed."""
-    strides, overlaps, weights = windows.strides, windows.overlaps, windows.weights
-    low = [pad for pad, _ in windows.padding]
-    # An element lies in the stride of a window, and in the windows before it.
-    grid = [-(-(p + n) // s) for p, n, s in zip(low, windows.shape, strides, strict=True)]
-    edges = [(m - 1, g - n, 0) for m, g, n in zip(overlaps, grid, dy.shape, strict=True)]
-    # In memory as they are: XLA would form the places once more here, and test each read for the
-    # edges.
-    place = lax.optimization_barrier(place)
-    if any(map(any, edges)):
-        dy = lax.pad(dy, np.array(0, dy.dtype), edges)
-        place = lax.pad(place, np.array(0, place.dtype), edges)
-        dy, place = lax.optimization_barrier((dy, place))
-    repeated: list[int] = []  # the extents, each stride's behind its axis
-    axes: list[int] = []
-    within: Any = np.uint8(0)  # the number of a place in the window that begins with its stride
-    for extent, step in zip(grid, strides, strict=True):
-        axes.append(len(repeated))
-        repeated += [extent] if step == 1 else [extent, step]
-    for axis, step, weight in zip(axes, strides, weights, strict=True):
-        if step > 1:
-            along = lax.broadcasted_iota(np.uint8, repeated, axis + 1)
-            within = within + along * np.uint8(weight)
-
-    def spread(array: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(array, repeated, axes)
-
-    total: Any = 0.0
-    for before in itertools.product(*map(range, overlaps)):
-        starts = [m - 1 - j for m, j in zip(overlaps, before, strict=True)]
-        ends = [start + g for start, g in zip(starts, grid, strict=True)]
-        number = windows.place(j * s for j, s in zip(before, strides, strict=True))
-        here = spread(lax.slice(place, starts, ends)) == within + np.uint8(number)
-        source = spread(lax.slice(dy, starts, ends)).astype(np.float32)
-        total = total + lax.select(here, source, jnp.zeros_like(source))
-    dx = total.astype(dy.dtype)
-    for axis, step in enumerate(strides):
-        if step > 1:  # one axis at a time: a reshape of sharded arrays merges no more
-            dx = dx.reshape((*dx.shape[:axis], dx.shape[axis] * step, *dx.shape[axis + 2 :]))
-    return [lax.slice(dx, low, [p + n for p, n in zip(low, windows.shape, strict=True)])]
+def _gradients(graph: Graph, position: int) -> tuple[Any, ...]:
+    """The gradients of the maxima that a gradient of pooling is of: two that only it adds."""
+    dy = graph.eqns[position].invars[0]
+    if isinstance(dy, Var) and len(graph.uses(dy)) == 1 and dy not in graph.returned:
+        summands = fuse_masked_sums.summands(graph, dy)
+        same = all(
+            isinstance(a, Var) and compat.same_type(type_of(a), type_of(dy)) for a in summands
+        )
+        if same and all(fuse_masked_sums.in_memory(graph, a) for a in summands):
+            return tuple(summands)
+    return (dy,)

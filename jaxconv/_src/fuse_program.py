@@ -25,6 +25,7 @@ from jaxconv._src import (
     fuse_convolution,
     fuse_gradient,
     fuse_normalise_add,
+    fuse_normalised_gradient,
     fuse_pooling,
     fused,
     fused_partition,
@@ -98,8 +99,11 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
             if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
+                eqns = _live(fuse_pooling.with_calls(eqns, outvars), outvars)
                 eqns = _live(fuse_gradient.rewritten(eqns, outvars), outvars)
+                eqns = _live(fuse_normalised_gradient.rewritten(eqns, outvars), outvars)
                 eqns = _live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
+                eqns = fuse_pooling.without_unused(eqns, outvars)
             eqns = _live(fuse_pooling.rewritten(eqns, outvars), outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
