@@ -166,6 +166,7 @@ LEFT = {
     "four spatial axes": Windows((2, 4, 4, 4, 4, 8), (1,) * 6, (1,) * 6, (NONE,) * 6),
     "a large window": Windows((2, 20, 20, 8), (1, 10, 5, 1), (1, 5, 5, 1), (NONE,) * 4),
     "numbers of places": Windows((1, 32, 32, 8), (1, 16, 2, 1), (1, 16, 20, 1), (NONE,) * 4),
+    "a long axis": Windows((1, 2**30, 8), (1, 2, 1), (1, 2, 1), (NONE,) * 3),
     "too many elements": Windows((2**14, 2**10, 2**9, 8), (1, 2, 2, 1), (1, 2, 2, 1), (NONE,) * 4),
 }
 

@@ -57,8 +57,9 @@ NO_PLACE = 255
 # 4 s at 49 and at several hundred become several kernels that pass whole arrays on.
 LARGEST = 49
 
-# Channels of a kernel's thread, and the bound on vectors of them (cc/cuda/pooling/windows.cc).
-_VECTOR, _MOST_VECTORS = 8, 2**31
+# Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
+# (cc/cuda/pooling/windows.cc).
+_VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +135,16 @@ def accepts(windows: Windows, dtype: np.dtype) -> bool:
         if whole != (1, 1, (0, 0)):
             return False
     low = [pad for pad, _ in windows.padding]
-    strides = [n + p + s for n, p, s in zip(shape, low, windows.strides, strict=True)][1:-1]
+    extents = [n + sum(pad) for n, pad in zip(shape, windows.padding, strict=True)]
+    strides = [-(-(n + p) // s) for n, p, s in zip(shape, low, windows.strides, strict=True)]
     vectors = shape[0] * shape[-1] // _VECTOR
     return (
         shape[-1] % _VECTOR == 0
         and min(itertools.chain.from_iterable(windows.padding)) >= 0
         and math.prod(windows.sizes) <= LARGEST
         and windows.place(size - 1 for size in windows.sizes) < NO_PLACE
-        and vectors * math.prod(strides) < _MOST_VECTORS
+        and max(extents) < _MOST_ELEMENTS
+        and vectors * math.prod(strides[1:-1]) < _MOST_VECTORS
         and vectors * math.prod(windows.counts[1:-1]) < _MOST_VECTORS
     )
 

@@ -14,16 +14,17 @@ Status CheckPoolWindows(const PoolWindows& w, bool places) {
   if (w.size[0] * w.size[1] * w.size[2] > kMaxPoolWindow) {
     return Status::Unimplemented("pooling: expected at most 49 elements in a window");
   }
-  int64_t elements = w.batch * (w.channels / kPoolVector), windows = elements;
+  // Windows, and strides on the padded array, of 8 channels.
+  int64_t windows = w.batch * (w.channels / kPoolVector), strides = windows;
   for (int i = 0; i < kPoolAxes; ++i) {
     const bool legal = w.in[i] >= 1 && w.out[i] >= 1 && w.size[i] >= 1 && w.stride[i] >= 1 &&
                        w.low[i] >= 0 && w.stride[i] < kMost && w.low[i] < kMost &&
                        w.in[i] < kMost && w.out[i] < kMost && (w.out[i] - 1) * w.stride[i] < kMost;
     if (!legal) return Status::Unimplemented("pooling: an extent is out of range");
-    elements *= w.in[i] + w.low[i] + w.stride[i];
     windows *= w.out[i];
-    if (elements >= 2 * kMost || windows >= 2 * kMost) {
-      return Status::Unimplemented("pooling: more than 2^31 vectors of 8 channels");
+    strides *= (w.low[i] + w.in[i] + w.stride[i] - 1) / w.stride[i];
+    if (windows >= 2 * kMost || strides >= 2 * kMost) {
+      return Status::Unimplemented("pooling: expected fewer than 2^31 vectors of 8 channels");
     }
   }
   if (places && w.last_place() >= kNoPlace) {
