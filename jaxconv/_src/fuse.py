@@ -34,9 +34,9 @@ def fuse(fun: Callable | None = None, *, fold: bool = False) -> Callable:
     where each value on the way has one use. Mean and variance of its result, which batch norm in
     training takes, come from the call too (``statistics=True``) where a kernel forms them, and in
     16 bits its backward pass takes fewer passes over the activations. The gradient of max pooling
-    scatters nothing; for GPUs, in 16 bits, kernels pool. The arithmetic is float32, rounded once at the end, so that in 16 bits results
-    are more accurate than the program's; scale and bias are collected in float32. docs/fusing.md
-    lists what is recognised.
+    scatters nothing; for GPUs, in 16 bits, kernels pool. The arithmetic is float32, rounded once at
+    the end, so that in 16 bits results are more accurate than the program's; scale and bias are
+    collected in float32. docs/fusing.md lists what is recognised.
 
         logits = jax.jit(jaxconv.fuse(model.apply))(variables, images)
         step = jax.jit(jaxconv.fuse(train_step), donate_argnums=0)
