@@ -236,6 +236,14 @@ def native_cpu_expected() -> bool:
 
 
 @pytest.fixture
+def for_a_gpu_on_the_cpu(monkeypatch):
+    """``fuse`` rewrites for GPUs; what else it does in 16 bits depends on the device."""
+    monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture
 def native_kernels(platform) -> native.Platform:
     """The kernels of the test's platform; on a GPU machine the CUDA kernels must be there too."""
     kernels = native.load(platform)

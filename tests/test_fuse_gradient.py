@@ -13,25 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxprs import equations
+from training_programs import (
+    AXES,
+    assert_close,
+    batch_norm,
+    conv,
+    draw,
+    fused_without,
+    on_two_devices,
+)
 
 import jaxconv
+from jaxconv._src import fuse_gradient
+
+pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
 
 N, H, C = 4, 8, 16
-
-
-@pytest.fixture(autouse=True)
-def for_a_gpu_on_the_cpu(monkeypatch):
-    """Programs are rewritten for GPUs; what else is fused in 16 bits depends on the device."""
-    monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def draw(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 X = draw(N, H, H, C)
@@ -41,20 +39,6 @@ PARAMETERS = {
     "gain": 1 + 0.1 * draw(C, seed=3, dtype=jnp.float32),
     "offset": draw(C, seed=4, dtype=jnp.float32),
 }
-AXES = (0, 1, 2)
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(
-        x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
-def batch_norm(y, gain, offset):
-    wide = y.astype(jnp.float32)
-    mean = wide.mean(AXES)
-    variance = (wide * wide).mean(AXES) - mean * mean
-    return ((wide - mean) * (gain * lax.rsqrt(variance + 1e-5)) + offset).astype(y.dtype)
 
 
 def normalised(p, x):
@@ -110,27 +94,10 @@ def counts(function, *args) -> tuple[int, int, int]:
     )
 
 
-def assert_close(actual, expected, tolerance=0.02) -> None:
-    """Equal but for roundings of sums, relative to the largest."""
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        assert np.abs(a - e).max() <= tolerance * np.abs(e).max()
-
-
 @pytest.fixture
 def sums_as_they_are(monkeypatch):
     """A function that is fused but for the sums of the backward pass."""
-    from jaxconv._src import fuse_gradient
-
-    def fuse(function):
-        def fused(*args):
-            with monkeypatch.context() as patch:
-                patch.setattr(fuse_gradient, "rewritten", lambda eqns, outvars: list(eqns))
-                return jaxconv.fuse(function)(*args)
-
-        return fused
-
-    return fuse
+    return fused_without(monkeypatch, fuse_gradient)
 
 
 @pytest.fixture(params=["by a call", "by XLA"])
@@ -300,15 +267,7 @@ def test_transformations_of_the_rewritten_program(by_call):
 
 def test_under_shard_map(sums_as_they_are):
     """Each device's own batch norm; the sums vary over the devices as the program's do."""
-    devices = jax.devices("cpu")[:2]
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
-
-    def distributed(fuse):
-        def step(p, x):
-            return jax.tree.map(lambda g: lax.psum(g, "d"), gradient(one_branch)(p, x)[0])
-
-        return jax.shard_map(fuse(step), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-
+    distributed = functools.partial(on_two_devices, gradient(one_branch))
     before = counts(distributed(sums_as_they_are), PARAMETERS, X)
     assert counts(distributed(jaxconv.fuse), PARAMETERS, X) == (before[0] - 3, 0, 1)
     actual, expected = (

@@ -15,16 +15,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from test_fuse_gradient import (
-    AXES,
     PARAMETERS,
     C,
     H,
     N,
     X,
-    assert_close,
-    batch_norm,
-    conv,
-    for_a_gpu_on_the_cpu,  # noqa: F401
     gradient,
     loss,
     normalised,
@@ -32,10 +27,20 @@ from test_fuse_gradient import (
     residual,
     two_norms,
 )
+from training_programs import (
+    AXES,
+    assert_close,
+    batch_norm,
+    conv,
+    fused_without,
+    on_two_devices,
+)
 
 import jaxconv
 from jaxconv._src import fuse_normalise_add, masked_sums, native, normalise_add
 from jaxconv.bench.networks import NETWORKS, programs
+
+pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
 
 
 def clamped(p, x):
@@ -70,16 +75,7 @@ def calls(function, *args) -> list[tuple[int, str]]:
 @pytest.fixture
 def without_bits(monkeypatch):
     """A function that is fused with masks of stored results."""
-
-    def fuse(function):
-        def fused(*args):
-            with monkeypatch.context() as patch:
-                patch.setattr(fuse_normalise_add, "rewritten", lambda eqns, outvars: list(eqns))
-                return jaxconv.fuse(function)(*args)
-
-        return fused
-
-    return fuse
+    return fused_without(monkeypatch, fuse_normalise_add)
 
 
 FORWARD = {
@@ -320,15 +316,7 @@ def test_over_devices(kind, without_bits):
 
 def test_under_shard_map(without_bits):
     """Each device's own call, which varies over the devices as the program's result does."""
-    devices = jax.devices("cpu")[:2]
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
-
-    def distributed(fuse):
-        def step(p, x):
-            return jax.tree.map(lambda g: lax.psum(g, "d"), gradient(blocks)(p, x)[0])
-
-        return jax.shard_map(fuse(step), mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-
+    distributed = functools.partial(on_two_devices, gradient(blocks))
     assert calls(distributed(jaxconv.fuse), PARAMETERS, X) == FORWARD["blocks"][1]
     actual, expected = (
         jax.jit(distributed(f))(PARAMETERS, X) for f in (jaxconv.fuse, without_bits)
