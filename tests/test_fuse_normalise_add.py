@@ -37,7 +37,7 @@ from training_programs import (
 )
 
 import jaxconv
-from jaxconv._src import fuse_normalise_add, masked_sums, native, normalise_add
+from jaxconv._src import fuse_normalise_add, native, rules
 from jaxconv.bench.networks import NETWORKS, programs
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
@@ -126,8 +126,7 @@ def test_nothing_large_is_left_between(without_bits):
 def test_lowered_for_a_gpu(monkeypatch):
     """The bits are a call's second result, and an operand of the sums, which lack the result."""
     built = types.SimpleNamespace(load=lambda platform: object(), Refusal=native.Refusal)
-    for module in (masked_sums, normalise_add):
-        monkeypatch.setattr(module, "native", built)
+    monkeypatch.setattr(rules, "native", built)  # convolutions stay as they are
     traced = jax.jit(jaxconv.fuse(gradient(blocks))).trace(PARAMETERS, X)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     made = re.findall(r"(%\d+):2 = stablehlo.custom_call @jaxconv_normalise_add", text)

@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, native, rules
+from jaxconv._src import compat, rules
 
 TARGET = "jaxconv_masked_sums"
 
@@ -149,14 +149,9 @@ def parts(shape: tuple[int, ...]) -> int:
 def _lower(platform: str, ctx, *operands, form: Form):
     """Lowers to one custom call and the sum of its parts, or to operations of JAX."""
     gradient = ctx.avals_in[0]
-    if (
-        platform != "cuda"
-        or isinstance(native.load(platform), native.Refusal)
-        or not accepts(form, gradient.shape, gradient.dtype)
-        or compat.device_axes(ctx)
-    ):
+    if not accepts(form, gradient.shape, gradient.dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
-    absent = mlir.ir_constant(np.zeros((0,), np.float32)), ShapedArray((0,), np.float32)
+    absent = rules.absent()
     gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
     bits, scale, offset = {
         "result": (absent, absent, absent),
@@ -172,7 +167,7 @@ def _lower(platform: str, ctx, *operands, form: Form):
     sums = ctx.avals_out[-1]
     by_part = ShapedArray((parts(gradient.shape), *sums.shape), sums.dtype)
     masked, found = jax.ffi.ffi_lowering(TARGET)(
-        ctx.replace(avals_in=avals, avals_out=[gradient if form.stores else absent[1], by_part]),
+        ctx.replace(avals_in=avals, avals_out=[gradient if form.stores else rules.ABSENT, by_part]),
         *values,
         above=np.float32(form.above),
         below=np.float32(np.nan if form.below is None else form.below),

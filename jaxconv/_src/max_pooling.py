@@ -35,11 +35,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxconv._src import compat, native, rules
+from jaxconv._src import compat, rules
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
@@ -325,19 +324,6 @@ def _batch(operands, mapped_axes, *, form: Form):
     return results, [0] * len(results)
 
 
-def _absent() -> tuple[Any, Any]:
-    return mlir.ir_constant(np.zeros((0,), np.float32)), ShapedArray((0,), np.float32)
-
-
-def _kernel_computes(platform: str, ctx, windows: Windows, dtype: np.dtype) -> bool:
-    return (
-        platform == "cuda"
-        and not isinstance(native.load(platform), native.Refusal)
-        and accepts(windows, dtype)
-        and not compat.device_axes(ctx)
-    )
-
-
 def _attributes(windows: Windows) -> dict[str, np.ndarray]:
     spatial = slice(1, -1)
     low = [pad for pad, _ in windows.padding]
@@ -347,13 +333,12 @@ def _attributes(windows: Windows) -> dict[str, np.ndarray]:
 
 def _lower(platform: str, ctx, *operands, form: Form):
     """Lowers to one custom call, or to operations of JAX."""
-    if not _kernel_computes(platform, ctx, form.windows, ctx.avals_in[0].dtype):
+    if not accepts(form.windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
     given = list(zip(operands, ctx.avals_in, strict=True))
-    given += [_absent() for _ in range(len(given), 4)]
+    given += [rules.absent() for _ in range(len(given), 4)]
     values, avals = zip(*given, strict=True)
-    none = ShapedArray((0,), np.float32)
-    results = [*ctx.avals_out, *[none] * (3 - len(ctx.avals_out))]
+    results = [*ctx.avals_out, *[rules.ABSENT] * (3 - len(ctx.avals_out))]
     found = jax.ffi.ffi_lowering(TARGET)(
         ctx.replace(avals_in=avals, avals_out=results), *values, **_attributes(form.windows)
     )
@@ -394,11 +379,11 @@ def _gradient_batch(operands, mapped_axes, **parameters):
 
 def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
     """Lowers to one custom call, or to operations of JAX."""
-    if not _kernel_computes(platform, ctx, windows, ctx.avals_in[0].dtype):
+    if not accepts(windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
         return _gradient_lower_in_jax(ctx, *operands, windows=windows, gradients=gradients)
     given = list(zip(operands, ctx.avals_in, strict=True))
-    given[gradients:gradients] = [_absent() for _ in range(gradients, 2)]
-    given += [_absent() for _ in range(len(given), 7)]
+    given[gradients:gradients] = [rules.absent() for _ in range(gradients, 2)]
+    given += [rules.absent() for _ in range(len(given), 7)]
     values, avals = zip(*given, strict=True)
     return jax.ffi.ffi_lowering(GRADIENT_TARGET)(
         ctx.replace(avals_in=avals), *values, **_attributes(windows)

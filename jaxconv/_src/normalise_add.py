@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, native, rules
+from jaxconv._src import compat, rules
 
 TARGET = "jaxconv_normalise_add"
 
@@ -121,14 +120,9 @@ def _batch(operands, mapped_axes, *, form: Form):
 def _lower(platform: str, ctx, *operands, form: Form):
     """Lowers to one custom call, or to operations of JAX."""
     y = ctx.avals_in[0]
-    if (
-        platform != "cuda"
-        or isinstance(native.load(platform), native.Refusal)
-        or not accepts(form, y.shape, y.dtype)
-        or compat.device_axes(ctx)
-    ):
+    if not accepts(form, y.shape, y.dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
-    absent = mlir.ir_constant(np.zeros((0,), np.float32)), ShapedArray((0,), np.float32)
+    absent = rules.absent()
     first, second, *vectors = zip(operands, ctx.avals_in, strict=True)
     arrays = [first, second, absent] if form.arrays == 2 else [first, absent, second]
     of_first, of_second = vectors[:3], vectors[3:] or [absent] * 3
