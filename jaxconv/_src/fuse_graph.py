@@ -91,6 +91,10 @@ class Graph:
             atom = self.eqns[index].invars[0]
         return atom
 
+    def with_replaced(self, placed: Mapping[int, Sequence[JaxprEqn]]) -> list[JaxprEqn]:
+        """The program's equations, with others in the place of those at some positions."""
+        return [e for at, eqn in enumerate(self.eqns) for e in placed.get(at, [eqn])]
+
     def uses(self, var: Var) -> list[int]:
         """Positions of the equations that use a variable, one entry a use."""
         return self._used_by.get(var, [])

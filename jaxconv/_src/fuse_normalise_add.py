@@ -101,7 +101,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
             continue  # arrays of types that this does not know
         for position in positions:
             replaced[position] = [_by_bits(graph.eqns[position], bits)]
-    return [e for i, eqn in enumerate(graph.eqns) for e in replaced.get(i, [eqn])]
+    return graph.with_replaced(replaced)
 
 
 def _by_bits(eqn: JaxprEqn, bits: Var) -> JaxprEqn:

@@ -85,10 +85,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
             pooled = fuse_masked_sums.pooled(graph, eqn.outvars[0])
             if pooled is not None and len(eqn.invars) == len(pooled.gradients) + 1:
                 placed |= _by_call(graph, pooled)
-    result: list[JaxprEqn] = []
-    for position, eqn in enumerate(graph.eqns):
-        result += placed.get(position, [eqn])
-    return result
+    return graph.with_replaced(placed)
 
 
 def _by_call(graph: Graph, pooled: fuse_masked_sums.Pooled) -> dict[int, list[JaxprEqn]]:

@@ -77,7 +77,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         except (TypeError, ValueError, compat.ShardingTypeError):
             continue  # arrays of types that this does not know: the program's own pooling
         placed |= made
-    return _with(graph, placed)
+    return graph.with_replaced(placed)
 
 
 def with_calls(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -95,7 +95,7 @@ def with_calls(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEq
             continue  # as above
         held |= {v for eqns in made.values() for e in eqns for v in e.outvars}
         placed |= made
-    return _with(graph, placed)
+    return graph.with_replaced(placed)
 
 
 def without_unused(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -109,14 +109,6 @@ def without_unused(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jax
                 form = dataclasses.replace(eqn.params["form"], operands=False)
                 eqn = eqn.replace(outvars=eqn.outvars[:2], params={**eqn.params, "form": form})
         result.append(eqn)
-    return result
-
-
-def _with(graph: Graph, placed: dict[int, list[JaxprEqn]]) -> list[JaxprEqn]:
-    """The program with other equations in the place of some."""
-    result: list[JaxprEqn] = []
-    for position, eqn in enumerate(graph.eqns):
-        result += placed.get(position, [eqn])
     return result
 
 
@@ -164,12 +156,7 @@ def _windows(eqn: JaxprEqn, operand: Any) -> Windows | None:
 # --- calls ---
 
 # What makes arrays that are in memory, and what reads them there.
-_CALLS = {
-    *fuse_masked_sums.STORED,
-    max_pooling.max_pool_p.name,
-    max_pooling.max_pool_gradient_p.name,
-    "dot_general",
-}
+_CALLS = fuse_masked_sums.STORED | {max_pooling.max_pool_p.name}
 _READERS = {*fuse_convolution.NAMES, fused.conv_fused_p.name, "dot_general"}
 
 
