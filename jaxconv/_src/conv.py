@@ -543,4 +543,4 @@ def _convolve(
     if static.plain:
         return compute(lhs, rhs, out_dtype)
     acc = epilogue.sums(compute, lhs, rhs, out_dtype)
-    return epilogue.followed(acc, arrays, channels, static, out_dtype)
+    return epilogue.finish(acc, arrays, channels, static, out_dtype)[0]

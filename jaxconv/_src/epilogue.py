@@ -18,7 +18,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,17 @@ Activation = str | tuple[str, float] | None
 _KNOWN_FROM_Y = ("relu", "relu6", "sigmoid", "tanh")
 
 
+class Written(Protocol):
+    """An activation in the operations of a program, whose derivative is theirs, at corners too."""
+
+    @property
+    def differentiates_from_y(self) -> bool:
+        """As of ``Epilogue``."""
+
+    def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
+        """The derivative at ``value`` (y where that tells it, else t) times dt, of dt's dtype."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
     """Which terms there are.
@@ -54,6 +65,8 @@ class Epilogue:
         activation: None or one of ``ACTIVATIONS``.
         slope: of leaky_relu, a float32 number.
         pre, statistics: results beside y.
+        written: the same activation as a program wrote it, where the derivative is to be that
+            one's; None for the derivative of ``differential``. No matter of a kernel's.
     """
 
     scale: bool = False
@@ -63,6 +76,7 @@ class Epilogue:
     slope: float = 0.0
     pre: bool = False
     statistics: bool = False
+    written: Written | None = dataclasses.field(default=None, repr=False)
 
     @property
     def plain(self) -> bool:
@@ -85,12 +99,49 @@ class Epilogue:
     @property
     def differentiates_from_y(self) -> bool:
         """Whether y alone tells the activation's derivative, so that t need not be kept."""
+        if self.written is not None:
+            return self.written.differentiates_from_y
         if self.activation == "leaky_relu":
             return self.slope > 0
         return self.activation is None or self.activation in _KNOWN_FROM_Y
 
+    def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
+        """The activation's derivative times the tangent ``dt``, in the dtype of dt.
+
+        ``value`` is y where that tells the derivative, else t.
+        """
+        if self.written is not None:
+            return self.written.tangent(value, dt)
+        return differential(self.activation, self.slope, value, dt)
+
+    def activated(self, t: jax.Array, out_dtype: np.dtype) -> jax.Array:
+        """y of t, with this epilogue's derivative.
+
+        The backward pass keeps y, or t in y's dtype, and not a function of it in t's dtype.
+        """
+
+        if self.activation is None:
+            return t.astype(out_dtype)
+
+        @jax.custom_jvp
+        def activated(t):
+            return activate(t, self.activation, self.slope).astype(out_dtype)
+
+        @activated.defjvp
+        def jvp(primals, tangents):
+            (t,), (dt,) = primals, tangents
+            y = activated(t)
+            value = y if self.differentiates_from_y else t.astype(out_dtype)
+            return y, jax.checkpoint(self.tangent, prevent_cse=False)(value, dt).astype(out_dtype)
+
+        return activated(t)
+
     def without_statistics(self) -> Epilogue:
         return dataclasses.replace(self, statistics=False)
+
+    def as_computed(self) -> Epilogue:
+        """What decides the values alone, without the derivative."""
+        return dataclasses.replace(self, written=None)
 
     def with_derivative(self) -> Epilogue:
         """The same with what its derivative needs among the results."""
@@ -295,7 +346,7 @@ def finish(
     epilogue: Epilogue,
     out_dtype: np.dtype,
 ) -> list[jax.Array]:
-    """All results, by the definition.
+    """All results, by the definition, with the derivatives of the primitive conv_fused.
 
     Args:
         acc: the sums, in the accumulator's dtype.
@@ -311,7 +362,7 @@ def finish(
         t = t + along_channels(terms["bias"], t.ndim, axis)
     if epilogue.residual:
         t = t + terms["residual"].astype(t.dtype)
-    y = activate(t, epilogue.activation, epilogue.slope).astype(out_dtype)
+    y = epilogue.activated(t, out_dtype)
     results = [y]
     if epilogue.pre:
         results.append(t.astype(out_dtype))
@@ -347,30 +398,3 @@ def sums(
 
     accumulated.defjvp(jvp, symbolic_zeros=True)
     return accumulated(lhs, rhs)
-
-
-def followed(
-    acc: jax.Array,
-    terms: Mapping[str, jax.Array],
-    axis: int,
-    epilogue: Epilogue,
-    out_dtype: np.dtype,
-) -> jax.Array:
-    """y as ``finish`` gives it, with the derivatives of the primitive conv_fused."""
-
-    @jax.custom_jvp
-    def activated(t):
-        return activate(t, epilogue.activation, epilogue.slope).astype(out_dtype)
-
-    @activated.defjvp
-    def jvp(primals, tangents):
-        (t,), (dt,) = primals, tangents
-        y = activated(t)
-        value = y if epilogue.differentiates_from_y else t.astype(out_dtype)
-        times_derivative = jax.checkpoint(
-            functools.partial(differential, epilogue.activation, epilogue.slope), prevent_cse=False
-        )
-        return y, times_derivative(value, dt).astype(out_dtype)
-
-    linear = dataclasses.replace(epilogue, activation=None, slope=0.0)
-    return activated(finish(acc, terms, axis, linear, acc.dtype)[0])

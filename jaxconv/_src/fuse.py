@@ -82,14 +82,15 @@ def fuse(fun: Callable | None = None, *, fold: bool = False) -> Callable:
             _check_unchanged(given)
             results, out_tree = jax.tree.flatten(out)
             traced = [i for i, result in enumerate(results) if _is_array(result)]
-            rest[:] = [out_tree, results, traced]
+            # What outlives the trace holds none of its arrays.
+            constants = [None if i in traced else result for i, result in enumerate(results)]
+            rest[:] = [out_tree, constants, traced]
             return [results[i] for i in traced]
 
         closed = jax.make_jaxpr(program)([leaves[i] for i in places])
         jaxpr, extra = fuse_program.rewritten(closed, fold)
         outs = compat.eval_jaxpr(jaxpr, [*closed.consts, *extra], *(leaves[i] for i in places))
         out_tree, results, traced = rest
-        results = list(results)
         for i, out in zip(traced, outs, strict=True):
             results[i] = out
         return jax.tree.unflatten(out_tree, results)

@@ -7,13 +7,18 @@ Products and sums are brought to a normal form, a number and the other operands,
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxconv._src.fuse_graph import Graph, type_of
+from jaxconv._src import compat
+from jaxconv._src.fuse_graph import Graph, live, type_of
 
 # A name of the contract, or the name and a slope.
 Activation = str | tuple[str, float]
@@ -77,6 +82,86 @@ def comparable(graph: Graph, position: int, x: Var, activation: Activation | Non
     above = compares == ("gt" if first else "lt")  # whether the operand is above the number
     below = compares == ("lt" if first else "gt")
     return (above and number == 0.0) or (below and number == 6.0 and 6.0 in numbers)
+
+
+def compared(graph: Graph, x: Var, out: Var) -> list[int]:
+    """Positions of comparisons of an activation's result with its operand or a part of it.
+
+    The derivative of ``max`` has them. The operand is rounded before the activation and the call's
+    result behind it: in 16 bits neither of two operands of ``max`` need be equal to that result.
+    """
+    inside = {x}
+
+    def reads_inside(position: int) -> bool:
+        sources = map(graph.source, graph.eqns[position].invars)
+        return any(a in inside for a in sources if isinstance(a, Var))
+
+    for i in graph.computed_from(out, x) or ():
+        if reads_inside(i):
+            inside.update(graph.eqns[i].outvars)
+    inside.remove(out)
+    compares = (i for i in graph.uses(out) if graph.eqns[i].primitive.name in _COMPARISONS)
+    return [i for i in compares if reads_inside(i)]
+
+
+_COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
+
+# Activations with corners, at which derivatives depend on how they are written.
+_WITH_CORNERS = ("relu", "relu6", "leaky_relu", "hard_swish")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Written:
+    """An activation in the operations of a program (``epilogue.Written``).
+
+    Attributes:
+        function: the operations, of an array of one shape and dtype, element by element.
+        operand: that array's type.
+        activation: which activation it is.
+    """
+
+    function: Callable[[jax.Array], jax.Array]
+    operand: jax.ShapeDtypeStruct
+    activation: Activation
+
+    @functools.cached_property
+    def differentiates_from_y(self) -> bool:
+        """Whether the derivative reads its operand in comparisons alone that the result answers."""
+
+        def derivative(t: jax.Array, dt: jax.Array) -> jax.Array:
+            return jax.jvp(self.function, (t,), (dt,))[1]
+
+        closed = jax.make_jaxpr(derivative)(self.operand, self.operand)
+        eqns, substitution = flattened(compat.open_jaxpr(closed))
+        t, _ = compat.open_jaxpr(closed).invars
+        outvars = [_looked_up(substitution, v) for v in compat.open_jaxpr(closed).outvars]
+        graph = Graph(live(eqns, outvars), outvars)
+        return t not in graph.returned and all(
+            comparable(graph, i, t, self.activation) for i in graph.uses(t)
+        )
+
+    def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
+        """The derivative at ``value`` times dt. Both have any shape, as vmap folds axes."""
+        function, (shape, wide) = self.function, (dt.shape, dt.dtype)
+        t, dt = (a.astype(self.operand.dtype) for a in (value, dt))
+        if shape != self.operand.shape:
+            function = jax.vmap(function)
+            t, dt = (a.reshape(-1, *self.operand.shape) for a in (t, dt))
+        return jax.jvp(function, (t,), (dt,))[1].astype(wide).reshape(shape)
+
+
+def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written | None:
+    """An activation as the program wrote it, where its derivative may be another than by name.
+
+    That is one with corners, and a function with a derivative of its own.
+    """
+    positions = graph.computed_from(out, x) or ()
+    own = any(graph.eqns[i].primitive.name in CALLS for i in positions)
+    function = graph.function(out, x)
+    if function is None or not (own or name_of(activation) in _WITH_CORNERS):
+        return None
+    aval = type_of(x)
+    return Written(function, jax.ShapeDtypeStruct(aval.shape, aval.dtype), activation)
 
 
 def classify(graph: Graph, atom: Any, x: Any) -> Activation | None:

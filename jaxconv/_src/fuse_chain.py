@@ -32,6 +32,11 @@ from jaxconv._src.fuse_statistics import Moment
 
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 
+# Numbers of the program are collected into a scale and a bias while every product on the way lies
+# between 2^-64 and 2^64, half of float32's exponents: the program multiplies them into its values
+# one by one, so that a collected product would overflow, or vanish, where no value does.
+_COLLECTED = 2.0**64
+
 
 @dataclasses.dataclass(frozen=True)
 class Term:
@@ -106,6 +111,8 @@ class Fusion:
         residual: the residual in the dtype of the result, or None.
         redirected: positions of comparisons of the activation's operand that compare its result
             instead.
+        compared: positions of comparisons of its result with the operand, or what lies between,
+            that compare the activation of the operand as rounded.
         keeps_pre: whether the activation's operand may be a second result.
         moments: sums over the result that its statistics answer; they are a result then.
     """
@@ -114,6 +121,7 @@ class Fusion:
     chain: Chain
     residual: Any
     redirected: tuple[int, ...] = ()
+    compared: tuple[int, ...] = ()
     keeps_pre: bool = False
     moments: tuple[Moment, ...] = ()
 
@@ -269,7 +277,30 @@ def _affine(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain |
     if chain.residual is not None and type_of(chain.out).dtype == np.float32:
         return "a bias follows the residual in float32, and another order would round differently"
     op = "rsub" if name == "sub" and not first else name
-    return dataclasses.replace(after, terms=(*chain.terms, Term(op, vector)))
+    terms = (*chain.terms, Term(op, vector))
+    if not _collectable(graph, terms):
+        return f"{name} with a number follows whose product with the others is too large or small"
+    return dataclasses.replace(after, terms=terms)
+
+
+def _collectable(graph: Graph, terms: tuple[Term, ...]) -> bool:
+    """Whether the known numbers among terms have products of a usual size.
+
+    Vectors that are not known while tracing count as 1. A product alone is the program's own.
+    """
+    least = most = 1.0
+    summand = 0.0
+    for term in terms:
+        sizes = None if term.vector is None else graph.magnitudes(term.vector.atom)
+        if sizes is None:
+            continue
+        if term.op in ("mul", "div"):
+            low, high = sizes if term.op == "mul" else (1 / sizes[1], 1 / sizes[0])
+            least, most, summand = least * low, most * high, summand * high
+        elif len(terms) > 1:
+            summand = max(summand, sizes[1])
+    alone = [t.op for t in terms if t.op in ("mul", "div")] == ["mul"] and terms[0].op == "mul"
+    return alone or (least >= 1 / _COLLECTED and max(most, summand) <= _COLLECTED)
 
 
 def _with_residual(after: Chain, name: str, other: Any) -> Chain | str:
@@ -329,6 +360,7 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
             )
         residual = source
     redirected: list[int] = []
+    compared: list[int] = []
     keeps_pre = False
     if chain.pre is not None:
         pre = chain.pre
@@ -339,12 +371,14 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
                 for i in graph.uses(pre)
                 if fuse_activations.comparable(graph, i, pre, chain.activation)
             ]
+            if chain.activated is chain.out:
+                compared = fuse_activations.compared(graph, pre, chain.out)
         elif _kept(graph, chain):
             return (
                 f"the activation's operand, {np.dtype(type_of(pre).dtype).name}, has other uses "
                 f"and would be rounded to {np.dtype(out).name}"
             )
-    return Fusion(conv, chain, residual, tuple(redirected), keeps_pre)
+    return Fusion(conv, chain, residual, tuple(redirected), tuple(compared), keeps_pre)
 
 
 def _kept(graph: Graph, chain: Chain) -> bool:

@@ -124,6 +124,67 @@ class Graph:
             atom = made.invars[0]
         return False
 
+    def computed_from(self, atom: Any, start: Any) -> list[int] | None:
+        """Positions of the equations on which an atom depends, but for those that make ``start``.
+
+        None where it depends on an argument of the program or an effect.
+        """
+        found: set[int] = set()
+        pending = [atom]
+        while pending:
+            atom = pending.pop()
+            if isinstance(atom, Literal) or atom is start or atom in self.known:
+                continue
+            position = self.index(atom)
+            if position is None or self.eqns[position].effects:
+                return None
+            if position not in found:
+                found.add(position)
+                pending += self.eqns[position].invars
+        return sorted(found)
+
+    def function(self, atom: Any, start: Var | None = None) -> Callable[..., Any] | None:
+        """An atom as a function of ``start``, or of nothing; None where it depends on more.
+
+        The function runs the program's equations, so that its derivatives are the program's too.
+        """
+        positions = self.computed_from(atom, start)
+        if positions is None:
+            return None
+        eqns = [self.eqns[i] for i in positions]
+        read = [a for a in (atom, *(a for eqn in eqns for a in eqn.invars)) if isinstance(a, Var)]
+        constants = {a: self.known[a] for a in read if a in self.known}
+
+        def function(*given: Any) -> Any:
+            values = constants | ({} if start is None else {start: given[0]})
+
+            def value(a: Any) -> Any:
+                return a.val if isinstance(a, Literal) else values[a]
+
+            for eqn in eqns:
+                operands, params = map(value, eqn.invars), eqn.primitive.get_bind_params(eqn.params)
+                with compat.located_at(eqn):
+                    results = eqn.primitive.bind(*operands, **params)
+                results = results if eqn.primitive.multiple_results else [results]
+                values.update(zip(eqn.outvars, results, strict=True))
+            return jnp.asarray(value(atom))
+
+        return function
+
+    def magnitudes(self, atom: Any) -> tuple[float, float] | None:
+        """The least absolute value above 0 and the largest of a known array, or None."""
+        atom = self.source(atom)
+        while (made := self.producer(atom)) is not None:
+            if made.primitive.name not in (*_SPREADING, "convert_element_type"):
+                return None
+            atom = self.source(made.invars[0])
+        value = atom.val if isinstance(atom, Literal) else self.known.get(atom)
+        if value is None or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+            return None
+        sizes = np.abs(np.asarray(value).astype(np.float64))
+        sizes = sizes[sizes > 0]  # NaN is left out: it is itself behind every product and sum
+        return (float(sizes.min()), float(sizes.max())) if sizes.size else (1.0, 1.0)
+
     def constant(self, atom: Any) -> float | None:
         """The number that a scalar, or an array of one number, is known to be."""
         atom = self.source(atom)
@@ -207,6 +268,28 @@ class Vector:
         if array.size == channels:
             return array.reshape((channels,))
         return jnp.broadcast_to(array.reshape((1,)), (channels,))
+
+
+def live(
+    eqns: Sequence[Any],
+    outvars: Iterable[Any],
+    trimmed: Callable[[Any, Collection[Var]], Any] = lambda eqn, needed: eqn,
+) -> list[Any]:
+    """The equations on which results or effects depend.
+
+    Args:
+        eqns: the equations, or what has ``invars``, ``outvars`` and ``effects`` as they have.
+        outvars: the results.
+        trimmed: an equation with the variables that are needed of it; of these no operand more.
+    """
+    needed = {v for v in outvars if isinstance(v, Var)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            eqn = trimmed(eqn, needed)
+            needed |= {a for a in eqn.invars if isinstance(a, Var)}
+            kept.append(eqn)
+    return kept[::-1]
 
 
 def renumbered_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) -> int | None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import (
     compat,
     epilogue,
+    fuse_activations,
     fuse_chain,
     fuse_convolution,
     fuse_gradient,
@@ -35,7 +36,7 @@ from jaxconv._src import (
 )
 from jaxconv._src.fuse_chain import Fusion
 from jaxconv._src.fuse_convolution import Convolution
-from jaxconv._src.fuse_graph import Graph, traced, type_of
+from jaxconv._src.fuse_graph import Graph, live, traced, type_of
 from jaxconv._src.fuse_statistics import Moment
 
 _JITTED = ("jit", "pjit")
@@ -90,7 +91,7 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
     if not _convolves(jaxpr):
         return jaxpr
     eqns, outvars = _inlined(jaxpr)
-    graph = Graph(_live(eqns, outvars), outvars, known)
+    graph = Graph(live(eqns, outvars), outvars, known)
     refused = _Refused()
     while True:
         before = refused.count
@@ -99,12 +100,12 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
             if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
-                eqns = _live(fuse_pooling.with_calls(eqns, outvars), outvars)
-                eqns = _live(fuse_gradient.rewritten(eqns, outvars), outvars)
-                eqns = _live(fuse_normalised_gradient.rewritten(eqns, outvars), outvars)
-                eqns = _live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_pooling.with_calls(eqns, outvars), outvars)
+                eqns = live(fuse_gradient.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_normalised_gradient.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
                 eqns = fuse_pooling.without_unused(eqns, outvars)
-            eqns = _live(fuse_pooling.rewritten(eqns, outvars), outvars)
+            eqns = live(fuse_pooling.rewritten(eqns, outvars), outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
@@ -148,7 +149,7 @@ def _with_calls_traced(
             taken |= fusion.chain.taken
     rewritten: list[JaxprEqn] = []
     results = {fusion.chain.out for fusion in fusions.values()}
-    for item in _live(_with_calls(graph, fusions, notes), outvars):
+    for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):
         try:
             if isinstance(item, _Call):
                 rewritten += _traced_call(graph, item, results, extra)
@@ -201,7 +202,8 @@ def _descended(eqn: JaxprEqn) -> JaxprEqn:
         else:
             values = list(params[name])
             values[place] = _function(inner)
-            params[name] = type(eqn.params[name])(values)
+            kind = type(params[name])
+            params[name] = kind._make(values) if hasattr(kind, "_make") else kind(values)
     return eqn.replace(params=params)
 
 
@@ -259,6 +261,13 @@ class _Answer:
     effects = frozenset[Any]()
 
 
+def _without_unused(item: Any, needed: Collection[Var]) -> Any:
+    """A call without the activation's operand among its results where nothing needs that."""
+    if isinstance(item, _Call) and item.pre is not None and item.pre not in needed:
+        return dataclasses.replace(item, pre=None)
+    return item
+
+
 def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
     """The equations of a sum.
 
@@ -311,7 +320,10 @@ def _traced_call(
     out_dtype = type_of(chain.out).dtype
     name, slope = epilogue.parse_activation(chain.activation)
     results = call.pre is not None, call.statistics is not None
-    form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results)
+    written = None
+    if chain.pre is not None and chain.activated is not None and chain.activation is not None:
+        written = fuse_activations.written(graph, chain.pre, chain.activated, chain.activation)
+    form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results, written)
     # XLA would store the residual for the call alone: the pass that the call saves, once more.
     computed = graph.computed_for_one_use(call.fusion.residual, results_of_calls)
     absorbed = computed or graph.absorbed(chain.out)
@@ -390,20 +402,6 @@ def _becomes_part(eqn: JaxprEqn) -> bool:
     )
 
 
-def _live(items: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """The equations and calls on which results or effects depend; calls without unused results."""
-    needed = {v for v in outvars if isinstance(v, Var)}
-    kept = []
-    for item in reversed(items):
-        if not item.effects and not any(v in needed for v in item.outvars):
-            continue
-        if isinstance(item, _Call) and item.pre is not None and item.pre not in needed:
-            item = dataclasses.replace(item, pre=None)
-        needed |= {a for a in item.invars if isinstance(a, Var)}
-        kept.append(item)
-    return kept[::-1]
-
-
 def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
 ) -> list[JaxprEqn | _Call | _Answer]:
@@ -411,6 +409,7 @@ def _with_calls(
     placed: dict[int, _Call | _Answer] = {}
     dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
+    again: dict[int, JaxprEqn] = {}
     for position, fusion in fusions.items():
         chain = fusion.chain
         pre = chain.pre if fusion.keeps_pre else None
@@ -424,10 +423,18 @@ def _with_calls(
         dropped |= {position, *chain.taken}
         if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
             redirected |= {i: (chain.pre, chain.out) for i in fusion.redirected}
+        if fusion.compared:
+            made = graph.index(chain.out)
+            assert made is not None
+            of_pre = compat.variable(type_of(chain.out))
+            again[made] = graph.eqns[made].replace(outvars=[of_pre])
+            redirected |= {i: (chain.out, of_pre) for i in fusion.compared}
     items: list[JaxprEqn | _Call | _Answer] = []
     for position, eqn in enumerate(graph.eqns):
         if position in placed:
             items.append(placed[position])
+        if position in again:
+            items.append(again[position])
         if position in dropped:
             continue
         if position in redirected:
@@ -473,17 +480,5 @@ def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | N
 
 def _evaluated(graph: Graph, atom: Any) -> Any:
     """The value of an atom that depends on constants alone, or None."""
-    if isinstance(atom, Literal):
-        return jnp.asarray(atom.val)
-    if atom in graph.known:
-        return jnp.asarray(graph.known[atom])
-    index = graph.index(atom)
-    if index is None:
-        return None
-    eqn = graph.eqns[index]
-    if eqn.effects or eqn.primitive.multiple_results:
-        return None
-    operands = [_evaluated(graph, a) for a in eqn.invars]
-    if any(o is None for o in operands):
-        return None
-    return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    compute = graph.function(atom)
+    return None if compute is None else compute()

@@ -50,7 +50,6 @@ from jaxconv._src.epilogue import (
     accumulator_dtype,
     along_channels,
     checked,
-    differential,
     finish,
     moments,
     moments_tangent,
@@ -208,12 +207,10 @@ def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np
     dt = functools.reduce(jnp.add, _tangents_of_t(value, tangent, spec, out_dtype))
     if dt.shape != y.shape:
         dt = dt * jnp.ones_like(y, dtype=wide)
-    # jax.checkpoint: y or pre is what the backward pass keeps, not a function of it in float32.
-    times_derivative = jax.checkpoint(
-        functools.partial(differential, form.activation, form.slope), prevent_cse=False
-    )
     dy = dt
     if form.activation is not None:
+        # jax.checkpoint: y or pre is what the backward pass keeps, not a function of it in float32.
+        times_derivative = jax.checkpoint(form.tangent, prevent_cse=False)
         dy = times_derivative(y if form.differentiates_from_y else results[1], dt)
     out, out_tangents = [y], [dy.astype(out_dtype)]
     if epilogue.pre:
@@ -262,6 +259,37 @@ def _tangents_of_t(value, tangent, spec: ConvSpec, out_dtype: np.dtype) -> list[
     if "residual" in tangent:
         terms.append(tangent["residual"].astype(wide))
     return terms
+
+
+def _transpose(cotangents, *operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
+    """The transpose of the linear function of x, of w and scale, and of the summands.
+
+    Without activation and statistics t is one. Its tangents are the function itself.
+    """
+    if epilogue.activation is not None or epilogue.statistics:
+        raise TypeError(
+            f"jaxconv_fused: expected a linear function to transpose, got one with "
+            f"{' '.join(epilogue.words)}; jax.vjp transposes its derivative"
+        )
+    names = ("x", "w", *epilogue.terms)
+    given = dict(zip(names, operands, strict=True))
+    linear = {n: a.aval for n, a in given.items() if ad.is_undefined_primal(a)}
+    if len(linear.keys() & {"x", "w", "scale"}) > 1:
+        raise TypeError(f"jaxconv_fused: it is not linear in {' and '.join(linear)} together")
+    value = {n: a for n, a in given.items() if n not in linear}
+    y = spec.shape("y", spec.sizes(Op.FPROP, *(_aval(given[n]).shape for n in ("x", "w"))))
+
+    def of_t(tangent):
+        dt = functools.reduce(jnp.add, _tangents_of_t(value, tangent, spec, out_dtype))
+        return [jnp.broadcast_to(dt, y).astype(out_dtype)] * (1 + epilogue.pre)
+
+    types = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in linear.items()}
+    (found,) = jax.linear_transpose(of_t, types)([ad.instantiate_zeros(c) for c in cotangents])
+    return [found.get(name) for name in names]
+
+
+def _aval(operand):
+    return operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand)
 
 
 # --- batching ---
@@ -334,6 +362,7 @@ def select(platform: str, spec: ConvSpec, sizes, operand_dtype, epilogue: Epilog
 
 def _lower(platform: str, ctx, *operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
     """Lowers to one custom call, or to the convolution and XLA's elementwise operations."""
+    epilogue = epilogue.as_computed()
     x, w = ctx.avals_in[:2]
     sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
     chosen, key = select(platform, spec, sizes, x.dtype, epilogue, out_dtype)
@@ -421,6 +450,7 @@ def _call(ctx, chosen: native.Selection, key: str, operands, spec: ConvSpec, epi
 
 
 ad.primitive_jvps[conv_fused_p] = _jvp
+ad.primitive_transposes[conv_fused_p] = _transpose
 rules.register(
     conv_fused_p,
     shapes=_abstract_eval,
