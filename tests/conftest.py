@@ -243,6 +243,24 @@ def for_a_gpu_on_the_cpu(monkeypatch):
         yield
 
 
+class CudaCalls:
+    """In place of the CUDA library: its calls by name, and no kernel that takes a problem."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def select(self, *_):
+        return native.Selection(None, refusals=(native.Refusal("all", "not in this test"),))
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch, native_cpu):
+    """Programs are lowered as where the CUDA kernels are loaded. Any library lists all calls."""
+    load = native.load
+    calls = CudaCalls(native_cpu.arrays)
+    monkeypatch.setattr(native, "load", lambda name: calls if name == "cuda" else load(name))
+
+
 @pytest.fixture
 def native_kernels(platform) -> native.Platform:
     """The kernels of the test's platform; on a GPU machine the CUDA kernels must be there too."""

@@ -24,7 +24,7 @@ class Predicting:
     """The CPU's kernels, under a prediction of times and with refusals of a test's own."""
 
     def __init__(self, kernels: native.Platform, xla_microseconds: float):
-        self.kernels, self.module = kernels, kernels.module
+        self.kernels, self.module, self.arrays = kernels, kernels.module, kernels.arrays
         self.xla_microseconds = xla_microseconds
         self.refuses = lambda line: ""
         self.asked: list[tuple[str, str]] = []

@@ -18,7 +18,7 @@ from jaxprs import equations
 from training_programs import assert_close, batch_norm, conv, draw, fused_without, on_two_devices
 
 import jaxconv
-from jaxconv._src import fuse_pooling, native
+from jaxconv._src import fuse_pooling
 from jaxconv._src.max_pooling import Form, Windows
 from jaxconv.bench.networks import NETWORKS, programs
 
@@ -128,15 +128,8 @@ def test_the_gradients_are_the_programs(without_calls):
     assert_close(actual, jax.jit(step)(PARAMETERS, X), 0.15)
 
 
-def test_lowered_for_cuda(monkeypatch):
+def test_lowered_for_cuda(cuda_calls):
     """One custom call for each, where the CUDA kernels are loaded."""
-    load = native.load
-
-    class Kernels:
-        def select(self, *_):
-            return native.Selection(None, refusals=(native.Refusal("all", "not in this test"),))
-
-    monkeypatch.setattr(native, "load", lambda name: Kernels() if name == "cuda" else load(name))
     fused = jax.jit(jaxconv.fuse(gradient(stem)))
     text = fused.trace(PARAMETERS, X).lower(lowering_platforms=("cuda",)).as_text()
     assert [text.count(f"custom_call @{name}(") for name in CALLS] == [1, 1, 1]

@@ -58,8 +58,9 @@ def test_one_custom_call_with_its_instance_and_no_transpose(platform, native_ker
 class OneKernel:
     """A platform with one kernel an operation, which may read filters stored as krsc."""
 
-    def __init__(self, reads_krsc: bool):
+    def __init__(self, reads_krsc: bool, arrays):
         self.reads_krsc = reads_krsc
+        self.arrays = arrays
 
     def select(self, line: str, algorithm: str, target: str) -> native.Selection:
         if line.endswith(" krsc") and not self.reads_krsc:
@@ -82,7 +83,7 @@ def test_a_filter_is_read_as_it_lies(
     native_cpu, monkeypatch, letters, window, rsck, lies_as_krsc, reads_krsc
 ):
     """(k, spatial, c) where the kernel can and the array lies so; the other order elsewhere."""
-    monkeypatch.setattr(native, "load", lambda name: OneKernel(reads_krsc))
+    monkeypatch.setattr(native, "load", lambda name: OneKernel(reads_krsc, native_cpu.arrays))
     extents = dict(zip("OIHW", (16, 8, *window), strict=True))
     x = jax.ShapeDtypeStruct((2, 9, 9, 8), jnp.bfloat16)
     w = jax.ShapeDtypeStruct([extents[letter] for letter in letters], jnp.bfloat16)

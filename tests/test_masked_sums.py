@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv._src import masked_sums, native
+from jaxconv._src import masked_sums
 from jaxconv._src.masked_sums import Form
 
 FORMS = {
@@ -122,9 +122,8 @@ def test_parts():
         assert 1 <= parts <= 65535 and parts <= rows
 
 
-def test_lowering_for_a_gpu(monkeypatch):
+def test_lowering_for_a_gpu(cuda_calls):
     """One call, which reads bits in place of the result where they tell the mask."""
-    monkeypatch.setattr(native, "load", lambda platform: object())
     array, vector, absent = "tensor<4x6x24xbf16>", "tensor<24xf32>", "tensor<0xf32>"
     for name, told in (
         ("two of each", [array, absent]),

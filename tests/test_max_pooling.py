@@ -55,10 +55,8 @@ def on_the_cpu():
 
 
 @pytest.fixture
-def for_a_gpu(on_the_cpu, monkeypatch):
+def for_a_gpu(on_the_cpu, cuda_calls):
     """Programs are lowered as where the CUDA kernels are loaded."""
-    load = native.load
-    monkeypatch.setattr(native, "load", lambda name: name if name == "cuda" else load(name))
 
 
 def integers(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxconv._src import masked_sums, native, normalise_add
+from jaxconv._src import masked_sums, normalise_add
 from jaxconv._src.normalise_add import Form
 
 FORMS = {
@@ -130,9 +130,8 @@ def test_what_the_kernel_does_not_take(form, shape, dtype):
     assert not normalise_add.accepts(form, shape, np.dtype(dtype))
 
 
-def test_lowering_for_a_gpu(monkeypatch):
+def test_lowering_for_a_gpu(cuda_calls):
     """One call; operations of JAX under vmap, and where XLA partitions the program."""
-    monkeypatch.setattr(native, "load", lambda platform: object())
     array, vector, absent = "tensor<4x6x24xbf16>", "tensor<24xf32>", "tensor<0xf32>"
     for name, expected in (
         ("shortcut, bounded", [array, absent, array, *[vector, absent] * 3]),

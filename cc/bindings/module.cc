@@ -24,6 +24,14 @@ nb::dict Registrations() {
   return handlers;
 }
 
+nb::dict Arrays() {
+  nb::dict arrays;
+  for (auto& [target, operands, results] : jaxconv::AllCalls()) {
+    arrays[target.c_str()] = nb::make_tuple(operands, results);
+  }
+  return arrays;
+}
+
 // (instance or "", workspace bytes, slices, predicted microseconds, XLA's predicted microseconds,
 // [(kernel, reason), ...])
 std::tuple<std::string, int64_t, int64_t, double, double,
@@ -57,6 +65,8 @@ NB_MODULE(JAXCONV_MODULE, m) {
       "ffi_version", [] { return std::pair(Platform().ffi_major, Platform().ffi_minor); },
       "XLA FFI API version (major, minor) that the handlers were built against.");
   m.def("registrations", Registrations, "FFI target name -> handler capsule.");
+  m.def("arrays", Arrays,
+        "Of every call, on any platform: target name -> (names of the operands, of the results).");
   m.def("select", Select, nb::arg("key"), nb::arg("algorithm"), nb::arg("target"),
         "(instance or '', workspace bytes, slices, predicted microseconds of the fastest kernel or "
         "0, "

@@ -31,73 +31,79 @@ ffi::DataType ToXla(DType dtype) {
   return ffi::DataType::INVALID;
 }
 
-Status CheckArray(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
-                  const Extents& expected) {
-  if (buffer.element_type() != ToXla(dtype)) {
-    return Status::InvalidArgument(std::string(name) + ": expected dtype " + Name(dtype) +
-                                   ", got XLA type " +
-                                   std::to_string(static_cast<int>(buffer.element_type())));
+// The start of a message; fprop, dgrad and wgrad name their arrays otherwise.
+Status Mismatch(const char* name, const std::string& message) {
+  return Status::InvalidArgument(std::string(name) + ": " + message);
+}
+
+Status CheckNamed(const char* name, const Array& array, DType dtype, const Extents& expected) {
+  const ffi::DataType type = array.buffer().element_type();
+  if (type != ToXla(dtype)) {
+    return Mismatch(name, std::string("expected dtype ") + Name(dtype) + ", got XLA type " +
+                              std::to_string(static_cast<int>(type)));
   }
-  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
   bool equal = found.size() == expected.rank;
   for (size_t i = 0; equal && i < expected.rank; ++i) equal = found[i] == expected.values[i];
   if (equal) return {};
-  return Status::InvalidArgument(std::string(name) + ": expected shape " +
-                                 ToText(expected.values, expected.rank) + ", got " +
-                                 ToText(found, found.size()));
+  return Mismatch(name, "expected shape " + ToText(expected.values, expected.rank) + ", got " +
+                            ToText(found, found.size()));
 }
 
-Status CheckAbsent(const char* name, const ffi::AnyBuffer& buffer) {
-  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
+Status CheckArray(const Array& array, DType dtype, const Extents& expected) {
+  return CheckNamed(array.name(), array, dtype, expected);
+}
+
+Status CheckAbsent(const Array& array) {
+  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
   if (found.size() == 1 && found[0] == 0) return {};
-  return Status::InvalidArgument(std::string(name) + ": expected no elements, got shape " +
-                                 ToText(found, found.size()));
+  return Mismatch(array.name(), "expected no elements, got shape " + ToText(found, found.size()));
+}
+
+// An array that is there, or not.
+Status CheckArrayIf(bool present, const Array& array, DType dtype, const Extents& expected) {
+  return present ? CheckArray(array, dtype, expected) : CheckAbsent(array);
 }
 
 // An array of 16 bits with its channels on the last axis: its type, shape, rows and channels.
-Status CheckChannelsInnermost(const char* name, const ffi::AnyBuffer& buffer, DType* dtype,
-                              Extents* shape, int64_t* rows, int64_t* channels) {
-  const ffi::AnyBuffer::Dimensions found = buffer.dimensions();
-  if (found.size() < 2 || found.size() > shape->values.size() || !Present(buffer)) {
-    return Status::InvalidArgument(std::string(name) +
-                                   ": expected elements along at least two axes, got shape " +
-                                   ToText(found, found.size()));
+Status CheckChannelsInnermost(const Array& array, DType* dtype, Extents* shape, int64_t* rows,
+                              int64_t* channels) {
+  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
+  if (found.size() < 2 || found.size() > shape->values.size() || !array.present()) {
+    return Mismatch(array.name(), "expected elements along at least two axes, got shape " +
+                                      ToText(found, found.size()));
   }
   for (const int64_t extent : found) shape->Append(extent);
-  *dtype = buffer.element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  *dtype = array.buffer().element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
   *channels = found.back();
-  *rows = static_cast<int64_t>(buffer.element_count()) / *channels;
-  return CheckArray(name, buffer, *dtype, *shape);
+  *rows = static_cast<int64_t>(array.buffer().element_count()) / *channels;
+  return CheckArray(array, *dtype, *shape);
 }
 
 // One bit for each element of an array of this shape, eight channels in a byte.
-Status CheckBits(const ffi::AnyBuffer& buffer, bool present, Extents shape) {
-  if (!present) return CheckAbsent("bits", buffer);
+Status CheckBits(const Array& bits, bool present, Extents shape) {
+  if (!present) return CheckAbsent(bits);
   int64_t& channels = shape.values[shape.rank - 1];
   if (channels % 8 != 0) {
-    return Status::InvalidArgument("bits: expected channels in a multiple of 8, got " +
-                                   std::to_string(channels));
+    return Mismatch(bits.name(),
+                    "expected channels in a multiple of 8, got " + std::to_string(channels));
   }
   channels /= 8;
-  return CheckArray("bits", buffer, DType::kU8, shape);
+  return CheckArray(bits, DType::kU8, shape);
 }
 
-// A term of an epilogue, a vector of `count` elements where it is present.
-Status CheckTerm(const char* name, const ffi::AnyBuffer& buffer, bool present, DType dtype,
-                 int64_t count) {
-  if (!present) return CheckAbsent(name, buffer);
+// A vector of `count` elements where it is present.
+Status CheckVector(const Array& array, bool present, DType dtype, int64_t count) {
   Extents expected;
   expected.Append(count);
-  return CheckArray(name, buffer, dtype, expected);
+  return CheckArrayIf(present, array, dtype, expected);
 }
 
-Status CheckSlices(int64_t slices) {
-  if (slices >= 1) return {};
-  return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));
-}
-
-Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
-                   const ConvProblem& problem, Role role, Axes axes) {
+// An array of the problem, whose axes the attribute of a name puts in order.
+Status CheckRole(const char* name, const Array& array, DType dtype, const ConvProblem& problem,
+                 Role role, const Attributes& attributes, std::string_view axes_name) {
+  Axes axes;
+  JAXCONV_RETURN_IF_ERROR(attributes.Get(axes_name, &axes));
   Extents canonical = problem.Shape(role);
   if (problem.batch == 1 && axes.size() + 1 == canonical.rank) {
     canonical = problem.Shape(role, /*with_batch=*/false);
@@ -113,35 +119,36 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype,
     if (permutation) expected.values[axis] = canonical.values[i];
   }
   if (!permutation) {
-    return Status::InvalidArgument(std::string(name) + ": expected axes that permute " +
-                                   std::to_string(canonical.rank) + " dimensions, got " +
-                                   ToText(axes, axes.size()));
+    return Mismatch(name, "expected axes that permute " + std::to_string(canonical.rank) +
+                              " dimensions, got " + ToText(axes, axes.size()));
   }
-  return CheckArray(name, buffer, dtype, expected);
+  return CheckNamed(name, array, dtype, expected);
 }
 
-// What a pooled array and its gradient share: `x` is the array's buffer, `y` one of the windows'.
-Status CheckPooled(const char* x_name, const ffi::AnyBuffer& x, const char* y_name,
-                   const ffi::AnyBuffer& y, const PoolAttributes& attributes, DType* dtype,
+// What a pooled array and its gradient share: `x` is the array, `y` one of the windows'.
+Status CheckPooled(const Array& x, const Array& y, const Attributes& attributes, DType* dtype,
                    Extents* pooled, PoolWindows* windows) {
-  const ffi::AnyBuffer::Dimensions from = x.dimensions(), to = y.dimensions();
+  const ffi::AnyBuffer::Dimensions from = x.buffer().dimensions(), to = y.buffer().dimensions();
   const size_t axes = from.size() < 2 ? 0 : from.size() - 2;
-  if (axes < 1 || axes > kPoolAxes || !Present(x)) {
-    return Status::InvalidArgument(std::string(x_name) +
-                                   ": expected elements and one to three spatial axes, got shape " +
-                                   ToText(from, from.size()));
+  if (axes < 1 || axes > kPoolAxes || !x.present()) {
+    return Mismatch(x.name(), "expected elements and one to three spatial axes, got shape " +
+                                  ToText(from, from.size()));
   }
-  for (const Axes& each : {attributes.sizes, attributes.strides, attributes.padding}) {
+  Axes sizes, strides, padding;
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("sizes", &sizes));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("strides", &strides));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("padding", &padding));
+  for (const Axes& each : {sizes, strides, padding}) {
     if (each.size() != axes) {
-      return Status::InvalidArgument("sizes, strides, padding: expected " + std::to_string(axes) +
-                                     " numbers, got " + ToText(each, each.size()));
+      return Mismatch("sizes, strides, padding", "expected " + std::to_string(axes) +
+                                                     " numbers, got " + ToText(each, each.size()));
     }
   }
-  if (to.size() != from.size() || !Present(y)) {
-    return Status::InvalidArgument(std::string(y_name) + ": expected the axes of " + x_name +
-                                   ", got shape " + ToText(to, to.size()));
+  if (to.size() != from.size() || !y.present()) {
+    return Mismatch(y.name(), std::string("expected the axes of ") + x.name() + ", got shape " +
+                                  ToText(to, to.size()));
   }
-  *dtype = x.element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  *dtype = x.buffer().element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
   windows->batch = from[0];
   windows->channels = from[axes + 1];
   Extents whole;
@@ -152,202 +159,215 @@ Status CheckPooled(const char* x_name, const ffi::AnyBuffer& x, const char* y_na
     const size_t at = i == 1 && axes == 2 ? 2 : i;
     windows->in[at] = from[i + 1];
     windows->out[at] = to[i + 1];
-    windows->size[at] = attributes.sizes[i];
-    windows->stride[at] = attributes.strides[i];
-    windows->low[at] = attributes.padding[i];
+    windows->size[at] = sizes[i];
+    windows->stride[at] = strides[i];
+    windows->low[at] = padding[i];
     whole.Append(from[i + 1]);
     pooled->Append(to[i + 1]);
   }
   whole.Append(windows->channels);
   pooled->Append(windows->channels);
-  return CheckArray(x_name, x, *dtype, whole);
+  return CheckArray(x, *dtype, whole);
+}
+
+template <class OfCall>
+CallArrays Named(const char* target) {
+  CallArrays names{target, {}, {}};
+  OfCall{&names};
+  return names;
 }
 
 }  // namespace
 
-Status CheckCall(Op op, const Call& call, const ConvProblem& problem) {
+std::vector<CallArrays> AllCalls() {
+  return {Named<ConvArrays>("jaxconv_fprop"),
+          Named<ConvArrays>("jaxconv_dgrad"),
+          Named<ConvArrays>("jaxconv_wgrad"),
+          Named<FusedArrays>("jaxconv_fused"),
+          Named<Int8Arrays>("jaxconv_int8"),
+          Named<NormaliseAddArrays>("jaxconv_normalise_add"),
+          Named<MaskedSumsArrays>("jaxconv_masked_sums"),
+          Named<MaxPoolArrays>("jaxconv_max_pool"),
+          Named<MaxPoolGradientArrays>("jaxconv_max_pool_gradient")};
+}
+
+Array Arrays::Operand(const char* name) {
+  if (names_ != nullptr) names_->operands.push_back(name);
+  if (operands_ == nullptr) return {name, std::nullopt};
+  const auto found = operands_->get<ffi::AnyBuffer>(operands_read_++);
+  return {name, found.has_value() ? std::optional(*found) : std::nullopt};
+}
+
+Array Arrays::Result(const char* name) {
+  if (names_ != nullptr) names_->results.push_back(name);
+  if (results_ == nullptr) return {name, std::nullopt};
+  auto found = results_->get<ffi::AnyBuffer>(results_read_++);
+  return {name, found.has_value() ? std::optional(**found) : std::nullopt};
+}
+
+Status Arrays::CheckCounts() const {
+  if (operands_->size() == operands_read_ && results_->size() == results_read_) return {};
+  auto counts = [](size_t operands, size_t results) {
+    return std::to_string(operands) + " operands and " + std::to_string(results) + " results";
+  };
+  return Status::InvalidArgument("expected " + counts(operands_read_, results_read_) + ", got " +
+                                 counts(operands_->size(), results_->size()) +
+                                 "; the program is of another version of jaxconv");
+}
+
+Status PlanAttributes::Read(const Attributes& attributes) {
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("instance", &instance));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("problem", &problem));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("slices", &slices));
+  if (slices >= 1) return {};
+  return Mismatch("slices", "expected at least 1, got " + std::to_string(slices));
+}
+
+Status CheckConv(Op op, const ConvArrays& arrays, const Attributes& attributes,
+                 const ConvProblem& problem) {
   if (problem.op != op) {
-    return Status::InvalidArgument(std::string("problem: expected operation ") + Name(op) +
-                                   ", got " + Name(problem.op));
+    return Mismatch("problem",
+                    std::string("expected operation ") + Name(op) + ", got " + Name(problem.op));
   }
   if (!problem.epilogue.Plain()) {
-    return Status::InvalidArgument(std::string("problem: expected a plain epilogue, got ") +
-                                   problem.ToString());
+    return Mismatch("problem", "expected a plain epilogue, got " + problem.ToString());
   }
-  JAXCONV_RETURN_IF_ERROR(CheckSlices(call.slices));
-  auto check = [&](Role role, const ffi::AnyBuffer& buffer, Axes axes) {
-    switch (role) {
-      case Role::kX:
-        return CheckBuffer(op == Op::kDgrad ? "dx" : "x", buffer, problem.x_dtype, problem, role,
-                           axes);
-      case Role::kW:
-        return CheckBuffer(op == Op::kWgrad ? "dw" : "w", buffer, problem.w_dtype, problem, role,
-                           axes);
-      default:
-        return CheckBuffer(op == Op::kFprop ? "y" : "dy", buffer, problem.y_dtype, problem, role,
-                           axes);
-    }
+  auto check = [&](Role role, const Array& array, std::string_view axes) {
+    const bool is_x = role == Role::kX, is_w = role == Role::kW;
+    const DType dtype = is_x ? problem.x_dtype : is_w ? problem.w_dtype : problem.y_dtype;
+    const char* name = is_x   ? (op == Op::kDgrad ? "dx" : "x")
+                       : is_w ? (op == Op::kWgrad ? "dw" : "w")
+                              : (op == Op::kFprop ? "y" : "dy");
+    return CheckRole(name, array, dtype, problem, role, attributes, axes);
   };
   const Role lhs = op == Op::kDgrad ? Role::kY : Role::kX;
   const Role rhs = op == Op::kWgrad ? Role::kY : Role::kW;
   const Role out = op == Op::kFprop ? Role::kY : op == Op::kDgrad ? Role::kX : Role::kW;
-  JAXCONV_RETURN_IF_ERROR(check(lhs, call.lhs, call.lhs_axes));
-  JAXCONV_RETURN_IF_ERROR(check(rhs, call.rhs, call.rhs_axes));
-  return check(out, call.out, call.out_axes);
+  JAXCONV_RETURN_IF_ERROR(check(lhs, arrays.lhs, "lhs_axes"));
+  JAXCONV_RETURN_IF_ERROR(check(rhs, arrays.rhs, "rhs_axes"));
+  return check(out, arrays.out, "out_axes");
 }
 
-Status CheckFusedCall(const FusedCall& call, const ConvProblem& problem) {
+Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,
+                  const ConvProblem& problem) {
   const Epilogue& terms = problem.epilogue;
   if (terms.Plain() || problem.w_dtype == DType::kS8) {
-    return Status::InvalidArgument(
-        "problem: expected fprop of floating-point operands with an epilogue, got " +
-        problem.ToString());
+    return Mismatch("problem", "expected fprop of floating-point operands with an epilogue, got " +
+                                   problem.ToString());
   }
-  JAXCONV_RETURN_IF_ERROR(CheckSlices(call.slices));
-  auto check_output = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
-    if (!present) return CheckAbsent(name, buffer);
-    return CheckBuffer(name, buffer, problem.y_dtype, problem, Role::kY, call.out_axes);
+  auto check = [&](Role role, const Array& array, DType dtype, std::string_view axes) {
+    return CheckRole(array.name(), array, dtype, problem, role, attributes, axes);
   };
+  auto check_output = [&](const Array& array, bool present) {
+    return present ? check(Role::kY, array, problem.y_dtype, "out_axes") : CheckAbsent(array);
+  };
+  JAXCONV_RETURN_IF_ERROR(check(Role::kX, arrays.x, problem.x_dtype, "lhs_axes"));
+  JAXCONV_RETURN_IF_ERROR(check(Role::kW, arrays.w, problem.w_dtype, "rhs_axes"));
   JAXCONV_RETURN_IF_ERROR(
-      CheckBuffer("x", call.x, problem.x_dtype, problem, Role::kX, call.lhs_axes));
-  JAXCONV_RETURN_IF_ERROR(
-      CheckBuffer("w", call.w, problem.w_dtype, problem, Role::kW, call.rhs_axes));
-  JAXCONV_RETURN_IF_ERROR(
-      CheckTerm("scale", call.scale, terms.scale != ScaleKind::kNone, DType::kF32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("bias", call.bias, terms.bias, DType::kF32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(check_output("residual", call.residual, terms.residual));
-  JAXCONV_RETURN_IF_ERROR(check_output("y", call.y, true));
-  JAXCONV_RETURN_IF_ERROR(check_output("pre", call.pre, terms.pre));
-  if (!terms.statistics) return CheckAbsent("statistics", call.statistics);
+      CheckVector(arrays.scale, terms.scale != ScaleKind::kNone, DType::kF32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.bias, terms.bias, DType::kF32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(check_output(arrays.residual, terms.residual));
+  JAXCONV_RETURN_IF_ERROR(check_output(arrays.y, true));
+  JAXCONV_RETURN_IF_ERROR(check_output(arrays.pre, terms.pre));
   Extents moments;
   moments.Append(2);
   moments.Append(problem.k);
-  return CheckArray("statistics", call.statistics, DType::kF32, moments);
+  return CheckArrayIf(terms.statistics, arrays.statistics, DType::kF32, moments);
 }
 
-Status CheckInt8Call(const Int8Call& call, const ConvProblem& problem) {
+Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem) {
   if (problem.op != Op::kFprop || problem.w_dtype != DType::kS8) {
-    return Status::InvalidArgument(std::string("problem: expected fprop of 8-bit operands, got ") +
+    return Mismatch("problem", std::string("expected fprop of 8-bit operands, got ") +
                                    Name(problem.op) + " of " + Name(problem.x_dtype) + " and " +
                                    Name(problem.w_dtype));
   }
-  JAXCONV_RETURN_IF_ERROR(CheckSlices(call.slices));
   const Extents y = problem.Shape(Role::kY, /*with_batch=*/false);
   Extents w = problem.Shape(Role::kW, /*with_batch=*/false);
   if (problem.filter_layout == FilterLayout::kKrsc) {
     std::rotate(w.values.begin(), w.values.begin() + (w.rank - 1), w.values.begin() + w.rank);
   }
   const Epilogue& terms = problem.epilogue;
-  const bool of_image = terms.scale == ScaleKind::kImage;
+  const int64_t scales = terms.scale == ScaleKind::kImage ? problem.n * problem.k : problem.k;
   JAXCONV_RETURN_IF_ERROR(
-      CheckArray("x", call.x, problem.x_dtype, problem.Shape(Role::kX, /*with_batch=*/false)));
-  JAXCONV_RETURN_IF_ERROR(CheckArray("w", call.w, problem.w_dtype, w));
-  JAXCONV_RETURN_IF_ERROR(CheckArray("y", call.out, problem.y_dtype, y));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, terms.scale != ScaleKind::kNone,
-                                    DType::kF32, of_image ? problem.n * problem.k : problem.k));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, terms.offset, DType::kS32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("bias", call.bias, terms.bias, DType::kF32, problem.k));
-  if (terms.residual) {
-    JAXCONV_RETURN_IF_ERROR(CheckArray("residual", call.residual, problem.y_dtype, y));
-  } else {
-    JAXCONV_RETURN_IF_ERROR(CheckAbsent("residual", call.residual));
-  }
-  return CheckTerm("residual_scale", call.residual_scale, terms.residual, DType::kF32, 1);
+      CheckArray(arrays.x, problem.x_dtype, problem.Shape(Role::kX, /*with_batch=*/false)));
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.w, problem.w_dtype, w));
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.y, problem.y_dtype, y));
+  JAXCONV_RETURN_IF_ERROR(
+      CheckVector(arrays.scale, terms.scale != ScaleKind::kNone, DType::kF32, scales));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.offset, terms.offset, DType::kS32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.bias, terms.bias, DType::kF32, problem.k));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(terms.residual, arrays.residual, problem.y_dtype, y));
+  return CheckVector(arrays.residual_scale, terms.residual, DType::kF32, 1);
 }
 
-Status CheckNormaliseAddCall(const NormaliseAddCall& call, DType* dtype, int64_t* rows,
-                             int64_t* channels) {
+Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, DType* dtype, int64_t* rows,
+                         int64_t* channels) {
   Extents shape;
-  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost("y", call.y, dtype, &shape, rows, channels));
-  const bool two = Present(call.y2);
-  auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
-    return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
-  };
-  JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
-  JAXCONV_RETURN_IF_ERROR(check("shortcut", call.shortcut, !two));
-  const struct {
-    const char* name;
-    const ffi::AnyBuffer& buffer;
-    bool present;
-  } vectors[] = {{"mean", call.mean, true},     {"mean2", call.mean2, two},
-                 {"scale", call.scale, true},   {"scale2", call.scale2, two},
-                 {"offset", call.offset, true}, {"offset2", call.offset2, two}};
-  for (const auto& [name, buffer, present] : vectors) {
-    JAXCONV_RETURN_IF_ERROR(CheckTerm(name, buffer, present, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, dtype, &shape, rows, channels));
+  const bool two = arrays.y2.present();
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(two, arrays.y2, *dtype, shape));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(!two, arrays.shortcut, *dtype, shape));
+  for (const Array* vector : {&arrays.mean, &arrays.scale, &arrays.offset}) {
+    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, true, DType::kF32, *channels));
   }
-  JAXCONV_RETURN_IF_ERROR(check("result", call.result, true));
-  return CheckBits(call.bits, true, shape);
+  for (const Array* vector : {&arrays.mean2, &arrays.scale2, &arrays.offset2}) {
+    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, two, DType::kF32, *channels));
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.result, *dtype, shape));
+  return CheckBits(arrays.bits, true, shape);
 }
 
-Status CheckMaskedSumsCall(const MaskedSumsCall& call, DType* dtype, int64_t* rows,
-                           int64_t* channels) {
+Status CheckMaskedSums(const MaskedSumsArrays& arrays, DType* dtype, int64_t* rows,
+                       int64_t* channels) {
   Extents shape;
-  JAXCONV_RETURN_IF_ERROR(
-      CheckChannelsInnermost("gradient", call.gradient, dtype, &shape, rows, channels));
-  auto check = [&](const char* name, const ffi::AnyBuffer& buffer, bool present) {
-    return present ? CheckArray(name, buffer, *dtype, shape) : CheckAbsent(name, buffer);
-  };
-  const bool two = Present(call.y2), by_result = Present(call.result);
-  const bool by_bits = Present(call.bits), affine = !by_result && !by_bits;
-  JAXCONV_RETURN_IF_ERROR(check("gradient2", call.gradient2, Present(call.gradient2)));
-  JAXCONV_RETURN_IF_ERROR(check("result", call.result, by_result));
-  JAXCONV_RETURN_IF_ERROR(CheckBits(call.bits, by_bits && !by_result, shape));
-  JAXCONV_RETURN_IF_ERROR(check("y", call.y, true));
-  JAXCONV_RETURN_IF_ERROR(check("y2", call.y2, two));
-  JAXCONV_RETURN_IF_ERROR(check("masked", call.masked, Present(call.masked)));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("mean", call.mean, true, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("mean2", call.mean2, two, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, affine, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, affine, DType::kF32, *channels));
-  const ffi::AnyBuffer::Dimensions sums = call.sums.dimensions();
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.gradient, dtype, &shape, rows, channels));
+  const bool two = arrays.y2.present(), by_result = arrays.result.present();
+  const bool by_bits = arrays.bits.present(), affine = !by_result && !by_bits;
+  for (const Array* array : {&arrays.gradient2, &arrays.result, &arrays.y2, &arrays.masked}) {
+    JAXCONV_RETURN_IF_ERROR(CheckArrayIf(array->present(), *array, *dtype, shape));
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckBits(arrays.bits, by_bits && !by_result, shape));
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.y, *dtype, shape));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.mean, true, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.mean2, two, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.scale, affine, DType::kF32, *channels));
+  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.offset, affine, DType::kF32, *channels));
+  const ffi::AnyBuffer::Dimensions sums = arrays.sums.buffer().dimensions();
   Extents parts;
   parts.Append(sums.size() == 3 && sums[0] > 0 ? sums[0] : 1);
   parts.Append(two ? 3 : 2);
   parts.Append(*channels);
-  return CheckArray("sums", call.sums, DType::kF32, parts);
+  return CheckArray(arrays.sums, DType::kF32, parts);
 }
 
-Status CheckMaxPoolCall(const MaxPoolCall& call, const PoolAttributes& attributes, DType* dtype,
-                        PoolWindows* windows) {
+Status CheckMaxPool(const MaxPoolArrays& arrays, const Attributes& attributes, DType* dtype,
+                    PoolWindows* windows) {
   Extents pooled;
   JAXCONV_RETURN_IF_ERROR(
-      CheckPooled("x", call.x, "maxima", call.maxima, attributes, dtype, &pooled, windows));
-  const bool affine = Present(call.mean);
-  const int64_t channels = windows->channels;
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("mean", call.mean, affine, DType::kF32, channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, affine, DType::kF32, channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("offset", call.offset, affine, DType::kF32, channels));
-  JAXCONV_RETURN_IF_ERROR(CheckArray("maxima", call.maxima, *dtype, pooled));
-  if (!Present(call.places)) {
-    JAXCONV_RETURN_IF_ERROR(CheckAbsent("places", call.places));
-    return CheckAbsent("operands", call.operands);
+      CheckPooled(arrays.x, arrays.maxima, attributes, dtype, &pooled, windows));
+  const bool affine = arrays.mean.present(), places = arrays.places.present();
+  for (const Array* vector : {&arrays.mean, &arrays.scale, &arrays.offset}) {
+    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, affine, DType::kF32, windows->channels));
   }
-  JAXCONV_RETURN_IF_ERROR(CheckArray("places", call.places, DType::kU8, pooled));
-  return Present(call.operands) ? CheckArray("operands", call.operands, *dtype, pooled)
-                                : CheckAbsent("operands", call.operands);
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.maxima, *dtype, pooled));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(places, arrays.places, DType::kU8, pooled));
+  return CheckArrayIf(places && arrays.operands.present(), arrays.operands, *dtype, pooled);
 }
 
-Status CheckMaxPoolGradientCall(const MaxPoolGradientCall& call, const PoolAttributes& attributes,
-                                DType* dtype, PoolWindows* windows) {
-  Extents pooled;
-  JAXCONV_RETURN_IF_ERROR(
-      CheckPooled("dx", call.dx, "dy", call.dy, attributes, dtype, &pooled, windows));
-  JAXCONV_RETURN_IF_ERROR(CheckArray("dy", call.dy, *dtype, pooled));
-  JAXCONV_RETURN_IF_ERROR(Present(call.dy2) ? CheckArray("dy2", call.dy2, *dtype, pooled)
-                                            : CheckAbsent("dy2", call.dy2));
-  JAXCONV_RETURN_IF_ERROR(CheckArray("places", call.places, DType::kU8, pooled));
-  const bool affine = Present(call.y);
-  const int64_t channels = windows->channels;
-  if (affine) {
-    Extents whole;
-    for (const int64_t extent : call.dx.dimensions()) whole.Append(extent);
-    JAXCONV_RETURN_IF_ERROR(CheckArray("y", call.y, *dtype, whole));
-  } else {
-    JAXCONV_RETURN_IF_ERROR(CheckAbsent("y", call.y));
+Status CheckMaxPoolGradient(const MaxPoolGradientArrays& arrays, const Attributes& attributes,
+                            DType* dtype, PoolWindows* windows) {
+  Extents pooled, whole;
+  JAXCONV_RETURN_IF_ERROR(CheckPooled(arrays.dx, arrays.dy, attributes, dtype, &pooled, windows));
+  for (const int64_t extent : arrays.dx.buffer().dimensions()) whole.Append(extent);
+  const bool affine = arrays.y.present();
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.dy, *dtype, pooled));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(arrays.dy2.present(), arrays.dy2, *dtype, pooled));
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.places, DType::kU8, pooled));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(affine, arrays.y, *dtype, whole));
+  for (const Array* vector : {&arrays.scale, &arrays.y_scale, &arrays.offset}) {
+    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, affine, DType::kF32, windows->channels));
   }
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("scale", call.scale, affine, DType::kF32, channels));
-  JAXCONV_RETURN_IF_ERROR(CheckTerm("y_scale", call.y_scale, affine, DType::kF32, channels));
-  return CheckTerm("offset", call.offset, affine, DType::kF32, channels);
+  return {};
 }
 
 ffi::Error ToError(const Status& status) {

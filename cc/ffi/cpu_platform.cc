@@ -62,99 +62,65 @@ ParallelFor OnPool(ffi::ThreadPool& pool) {
   };
 }
 
+// Finds the plan of a call, lets `check` compare the call with the planned problem, and computes.
+template <class Check>
+Status Run(ffi::ThreadPool& pool, const Attributes& attributes, const Array& lhs, const Array& rhs,
+           const cpu::EpilogueTerms& terms, const Array& out, const Array& workspace,
+           const Check& check) {
+  PlanAttributes named;
+  std::shared_ptr<const cpu::Plan> plan;
+  JAXCONV_RETURN_IF_ERROR(named.Read(attributes));
+  JAXCONV_RETURN_IF_ERROR(cpu::FindPlan(named.problem, named.instance, named.slices, &plan));
+  JAXCONV_RETURN_IF_ERROR(check(cpu::ProblemOf(*plan)));
+  return cpu::Execute(*plan, lhs.data(), rhs.data(), terms, out.data(), workspace.data(),
+                      static_cast<int64_t>(workspace.buffer().size_bytes()), OnPool(pool));
+}
+
 template <Op kOp>
-ffi::Error Execute(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
-                   std::string_view instance, std::string_view key, int64_t slices, Axes lhs_axes,
-                   Axes rhs_axes, Axes out_axes) {
-  std::shared_ptr<const cpu::Plan> plan;
-  Status status = cpu::FindPlan(key, instance, slices, &plan);
-  if (status.ok()) {
-    status = CheckCall(
-        kOp, {lhs, rhs, *out, *workspace, instance, key, slices, lhs_axes, rhs_axes, out_axes},
-        cpu::ProblemOf(*plan));
-  }
-  if (status.ok()) {
-    status = cpu::Execute(*plan, lhs.untyped_data(), rhs.untyped_data(), out->untyped_data(),
-                          workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes()),
-                          OnPool(pool));
-  }
-  return ToError(status);
+Status Conv(ffi::ThreadPool& pool, const ConvArrays& arrays, const Attributes& attributes) {
+  return Run(
+      pool, attributes, arrays.lhs, arrays.rhs, {}, arrays.out, arrays.workspace,
+      [&](const ConvProblem& problem) { return CheckConv(kOp, arrays, attributes, problem); });
 }
 
-ffi::Error ExecuteInt8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                       ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::AnyBuffer bias,
-                       ffi::AnyBuffer residual, ffi::AnyBuffer residual_scale,
-                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
-                       std::string_view instance, std::string_view key, int64_t slices) {
-  std::shared_ptr<const cpu::Plan> plan;
-  Status status = cpu::FindPlan(key, instance, slices, &plan);
-  if (status.ok()) {
-    status = CheckInt8Call({x, w, scale, offset, bias, residual, residual_scale, *out, *workspace,
-                            instance, key, slices},
-                           cpu::ProblemOf(*plan));
-  }
-  if (status.ok()) {
-    cpu::EpilogueTerms terms;
-    terms.scale = static_cast<const float*>(scale.untyped_data());
-    terms.offset = static_cast<const int32_t*>(offset.untyped_data());
-    terms.bias = static_cast<const float*>(bias.untyped_data());
-    terms.residual = residual.untyped_data();
-    terms.residual_scale = static_cast<const float*>(residual_scale.untyped_data());
-    status = cpu::Execute(*plan, x.untyped_data(), w.untyped_data(), terms, out->untyped_data(),
-                          workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes()),
-                          OnPool(pool));
-  }
-  return ToError(status);
+Status Int8(ffi::ThreadPool& pool, const Int8Arrays& arrays, const Attributes& attributes) {
+  cpu::EpilogueTerms terms;
+  terms.scale = arrays.scale.data<const float>();
+  terms.offset = arrays.offset.data<const int32_t>();
+  terms.bias = arrays.bias.data<const float>();
+  terms.residual = arrays.residual.data();
+  terms.residual_scale = arrays.residual_scale.data<const float>();
+  return Run(pool, attributes, arrays.x, arrays.w, terms, arrays.y, arrays.workspace,
+             [&](const ConvProblem& problem) { return CheckInt8(arrays, problem); });
 }
 
-ffi::Error ExecuteFused(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                        ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::AnyBuffer residual,
-                        ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> pre,
-                        ffi::Result<ffi::AnyBuffer> statistics,
-                        ffi::Result<ffi::AnyBuffer> workspace, std::string_view instance,
-                        std::string_view key, int64_t slices, Axes lhs_axes, Axes rhs_axes,
-                        Axes out_axes) {
-  std::shared_ptr<const cpu::Plan> plan;
-  Status status = cpu::FindPlan(key, instance, slices, &plan);
-  if (status.ok()) {
-    status = CheckFusedCall({x, w, scale, bias, residual, *y, *pre, *statistics, *workspace,
-                             instance, key, slices, lhs_axes, rhs_axes, out_axes},
-                            cpu::ProblemOf(*plan));
-  }
-  if (status.ok()) {
-    cpu::EpilogueTerms terms;
-    terms.scale = static_cast<const float*>(scale.untyped_data());
-    terms.bias = static_cast<const float*>(bias.untyped_data());
-    terms.residual = residual.untyped_data();
-    terms.pre = pre->untyped_data();
-    terms.statistics = static_cast<float*>(statistics->untyped_data());
-    status = cpu::Execute(*plan, x.untyped_data(), w.untyped_data(), terms, y->untyped_data(),
-                          workspace->untyped_data(), static_cast<int64_t>(workspace->size_bytes()),
-                          OnPool(pool));
-  }
-  return ToError(status);
+Status Fused(ffi::ThreadPool& pool, const FusedArrays& arrays, const Attributes& attributes) {
+  cpu::EpilogueTerms terms;
+  terms.scale = arrays.scale.data<const float>();
+  terms.bias = arrays.bias.data<const float>();
+  terms.residual = arrays.residual.data();
+  terms.pre = arrays.pre.data();
+  terms.statistics = arrays.statistics.data<float>();
+  return Run(pool, attributes, arrays.x, arrays.w, terms, arrays.y, arrays.workspace,
+             [&](const ConvProblem& problem) { return CheckFused(arrays, attributes, problem); });
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuFprop, Execute<Op::kFprop>,
-                              JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuDgrad, Execute<Op::kDgrad>,
-                              JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuWgrad, Execute<Op::kWgrad>,
-                              JAXCONV_BIND_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+struct Cpu {
+  using Context = ffi::ThreadPool&;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuFused, ExecuteFused,
-                              JAXCONV_BIND_FUSED_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxconvCpuInt8, ExecuteInt8,
-                              JAXCONV_BIND_INT8_CALL(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+  template <class Run>
+  static auto Bind(Run run) {
+    return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(
+        [run](ffi::ThreadPool pool, auto... call) { return run(pool, call...); });
+  }
+};
 
 std::vector<std::pair<std::string, void*>> Handlers() {
-  return {{"jaxconv_fprop", reinterpret_cast<void*>(JaxconvCpuFprop)},
-          {"jaxconv_dgrad", reinterpret_cast<void*>(JaxconvCpuDgrad)},
-          {"jaxconv_wgrad", reinterpret_cast<void*>(JaxconvCpuWgrad)},
-          {"jaxconv_fused", reinterpret_cast<void*>(JaxconvCpuFused)},
-          {"jaxconv_int8", reinterpret_cast<void*>(JaxconvCpuInt8)}};
+  return {{"jaxconv_fprop", reinterpret_cast<void*>(Handler<Cpu, Conv<Op::kFprop>>::Call)},
+          {"jaxconv_dgrad", reinterpret_cast<void*>(Handler<Cpu, Conv<Op::kDgrad>>::Call)},
+          {"jaxconv_wgrad", reinterpret_cast<void*>(Handler<Cpu, Conv<Op::kWgrad>>::Call)},
+          {"jaxconv_fused", reinterpret_cast<void*>(Handler<Cpu, Fused>::Call)},
+          {"jaxconv_int8", reinterpret_cast<void*>(Handler<Cpu, Int8>::Call)}};
 }
 
 Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view /*target*/,

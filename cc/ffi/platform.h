@@ -15,6 +15,15 @@
 
 namespace jaxconv {
 
+// The names of a custom call's arrays, in order (ffi/arrays.h).
+struct CallArrays {
+  std::string target;
+  std::vector<std::string> operands, results;
+};
+
+// Every call, of any platform.
+JAXCONV_EXPORT std::vector<CallArrays> AllCalls();
+
 struct PlatformInterface {
   int ffi_major;  // of the XLA headers the handlers were built against
   int ffi_minor;

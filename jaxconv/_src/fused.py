@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxconv._src import (
     compat,
+    custom_call,
     fused_partition,
     lowering,
     native,
@@ -396,57 +396,38 @@ def _lower(platform: str, ctx, *operands, spec: ConvSpec, epilogue: Epilogue, ou
     if split is not None:
         return recorded(split)
     _log.debug("%s on %s: %s", key, platform, chosen.instance)
-    return recorded(_call(ctx, chosen, key, operands, spec, epilogue))
+    return recorded(_call(platform, ctx, chosen, key, operands, spec, epilogue))
 
 
-def _call(ctx, chosen: native.Selection, key: str, operands, spec: ConvSpec, epilogue: Epilogue):
-    """The custom call. Absent operands and results have no elements; the workspace is dropped."""
-    given = dict(
-        zip(("x", "w", *epilogue.terms), zip(operands, ctx.avals_in, strict=True), strict=True)
-    )
-    absent = mlir.ir_constant(np.zeros((0,), np.float32)), ShapedArray((0,), np.float32)
-    values, avals = zip(
-        *(given.get(name, absent) for name in ("x", "w", "scale", "bias", "residual")),
-        strict=True,
-    )
-    y_layout = lowering.layout(spec, "y")
-    results = dict(
-        zip(
-            ["y", *["pre"] * epilogue.pre, *["statistics"] * epilogue.statistics],
-            ctx.avals_out,
-            strict=True,
-        )
-    )
-    out = [results.get(name, absent[1]) for name in ("y", "pre", "statistics")]
-    out.append(ShapedArray((chosen.workspace_bytes,), np.uint8))
-    call = jax.ffi.ffi_lowering(
+def _call(
+    platform: str,
+    ctx,
+    chosen: native.Selection,
+    key: str,
+    operands,
+    spec: ConvSpec,
+    epilogue: Epilogue,
+):
+    """The custom call; the workspace is dropped."""
+    y = lowering.layout(spec, "y")
+    given = zip(operands, ctx.avals_in, strict=True)
+    names = ["y", *["pre"] * epilogue.pre, *["statistics"] * epilogue.statistics]
+    results = custom_call.lowered(
+        ctx,
+        platform,
         TARGET,
-        operand_layouts=[
-            lowering.layout(spec, "x"),
-            lowering.layout(spec, "w", chosen.krsc),
-            (0,),
-            (0,),
-            y_layout if epilogue.residual else (0,),
-        ],
-        result_layouts=[
-            y_layout,
-            y_layout if epilogue.pre else (0,),
-            (1, 0) if epilogue.statistics else (0,),
-            (0,),
-        ],
+        dict(zip(("x", "w", *epilogue.terms), given, strict=True)),
+        dict(zip(names, ctx.avals_out, strict=True)) | custom_call.workspace(chosen),
+        {
+            "x": lowering.layout(spec, "x"),
+            "w": lowering.layout(spec, "w", chosen.krsc),
+            **({"residual": y} if epilogue.residual else {}),
+            **dict.fromkeys(names[: 1 + epilogue.pre], y),
+        },
+        **custom_call.plan_attributes(chosen, key),
+        **lowering.axes_attributes(Op.FPROP, spec),
     )
-    axes = [np.asarray(spec.axes(role), np.int64) for role in Op.FPROP.roles]
-    y, pre, statistics, _ = call(
-        ctx.replace(avals_in=avals, avals_out=out),
-        *values,
-        instance=chosen.instance,
-        problem=key,
-        slices=np.int64(chosen.slices),
-        lhs_axes=axes[0],
-        rhs_axes=axes[1],
-        out_axes=axes[2],
-    )
-    return [y, *[pre] * epilogue.pre, *[statistics] * epilogue.statistics]
+    return [results[name] for name in names]
 
 
 ad.primitive_jvps[conv_fused_p] = _jvp

@@ -33,6 +33,7 @@ from jax.interpreters import ad, mlir
 
 from jaxconv._src import (
     compat,
+    custom_call,
     exact,
     int8_partition,
     int8_winograd,
@@ -58,8 +59,6 @@ _UNCONDITIONAL = ("auto", "native", *BY_XLA)
 TERMS = ("scale", "offset", "bias", "residual", "residual_scale")
 
 _DTYPE_NAMES = {**DTYPE_NAMES, "uint8": "u8"}
-# An operand that is absent, as the custom call wants it.
-_ABSENT = np.zeros((0,), np.float32)
 
 _log = logging.getLogger("jaxconv")
 
@@ -352,20 +351,14 @@ def _call(platform: str, chosen: native.Selection, key: str, *operands, spec: In
             values[name] = to_nhwc(values[name])
     if spec.scale == "image_scale":
         values["scale"] = values["scale"].reshape(-1)
-    call = jax.ffi.ffi_call(
+    results = custom_call.called(
+        platform,
         TARGET,
-        (
-            jax.ShapeDtypeStruct(shape, spec.out_dtype),
-            jax.ShapeDtypeStruct((chosen.workspace_bytes,), np.uint8),
-        ),
+        values,
+        {"y": jax.ShapeDtypeStruct(shape, spec.out_dtype)} | custom_call.workspace(chosen),
+        **custom_call.plan_attributes(chosen, key),
     )
-    y, _ = call(
-        *(values.get(name, _ABSENT) for name in ("x", "w", *TERMS)),
-        instance=chosen.instance,
-        problem=key,
-        slices=np.int64(chosen.slices),
-    )
-    return to_nchw32(y) if unpacked else y
+    return to_nchw32(results["y"]) if unpacked else results["y"]
 
 
 def _select_cropped(platform: str, spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype):

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jaxconv._src import (
     compat,
+    custom_call,
     exact,
     im2col,
     int8_lax,
@@ -434,25 +434,25 @@ def lower(op: Op, platform: str, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np
         way = IN_JAX[spec.algorithm_of(op)]
         results = lower_to_xla(op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype, way=way)
         return recorded(chosen, results)
-    axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
-    workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
-    call = jax.ffi.ffi_lowering(
+    names = dict(zip(("lhs", "rhs", "out"), op.roles, strict=True))
+    results = custom_call.lowered(
+        ctx,
+        platform,
         call_target(op),
-        operand_layouts=[layout(spec, role, chosen.krsc) for role in op.roles[:2]],
-        result_layouts=[layout(spec, op.roles[2]), (0,)],
+        {"lhs": (lhs, lhs_aval), "rhs": (rhs, rhs_aval)},
+        {"out": ctx.avals_out[0]} | custom_call.workspace(chosen),
+        {name: layout(spec, role, chosen.krsc) for name, role in names.items()},
+        **custom_call.plan_attributes(chosen, key),
+        **axes_attributes(op, spec),
     )
-    results = call(
-        ctx.replace(avals_out=[*ctx.avals_out, workspace]),
-        lhs,
-        rhs,
-        instance=chosen.instance,
-        problem=key,
-        slices=np.int64(chosen.slices),
-        lhs_axes=axes[0],
-        rhs_axes=axes[1],
-        out_axes=axes[2],
-    )
-    return recorded(chosen, results[:1])
+    return recorded(chosen, [results["out"]])
+
+
+def axes_attributes(op: Op, spec: ConvSpec) -> dict[str, np.ndarray]:
+    """Where the canonical axes of a call's operands and result are."""
+    names = ("lhs_axes", "rhs_axes", "out_axes")
+    axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
+    return dict(zip(names, axes, strict=True))
 
 
 def lower_without_kernels(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):

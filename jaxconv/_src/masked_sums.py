@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, rules
+from jaxconv._src import compat, custom_call, rules
 
 TARGET = "jaxconv_masked_sums"
 
@@ -151,31 +151,27 @@ def _lower(platform: str, ctx, *operands, form: Form):
     gradient = ctx.avals_in[0]
     if not accepts(form, gradient.shape, gradient.dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
-    absent = rules.absent()
     gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
-    bits, scale, offset = {
-        "result": (absent, absent, absent),
-        "affine": (absent, *of_mask[:-1]),
-        "bits": (*of_mask[:-1], absent, absent),
-    }[form.masked_by]
-    result = of_mask[-1] if form.masked_by == "result" else absent
-    (gradient1, gradient2), (y, y2), (mean, mean2) = (
-        (each if len(each) == 2 else [*each, absent]) for each in (gradients, arrays, means)
-    )
-    given = (gradient1, gradient2, result, bits, y, y2, mean, mean2, scale, offset)
-    values, avals = zip(*given, strict=True)
+    of_mask = of_mask if form.masked_by == "result" else of_mask[:-1]
+    mask_names = {"result": ["result"], "affine": ["scale", "offset"], "bits": ["bits"]}
+    given = dict(zip(mask_names[form.masked_by], of_mask, strict=True))
+    for name, each in (("gradient", gradients), ("y", arrays), ("mean", means)):
+        given |= zip((name, f"{name}2"), each, strict=False)
     sums = ctx.avals_out[-1]
     by_part = ShapedArray((parts(gradient.shape), *sums.shape), sums.dtype)
-    masked, found = jax.ffi.ffi_lowering(TARGET)(
-        ctx.replace(avals_in=avals, avals_out=[gradient if form.stores else rules.ABSENT, by_part]),
-        *values,
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        TARGET,
+        given,
+        {"sums": by_part} | ({"masked": gradient} if form.stores else {}),
         above=np.float32(form.above),
         below=np.float32(np.nan if form.below is None else form.below),
     )
     added = mlir.lower_fun(lambda s: lax.reduce_sum(s, (0,)), multiple_results=False)(
-        ctx.replace(avals_in=[by_part], avals_out=[sums]), found
+        ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"]
     )
-    return [*[masked] * form.stores, *added]
+    return [*[found["masked"]] * form.stores, *added]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

@@ -38,7 +38,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxconv._src import compat, rules
+from jaxconv._src import compat, custom_call, rules
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
@@ -324,7 +324,7 @@ def _batch(operands, mapped_axes, *, form: Form):
     return results, [0] * len(results)
 
 
-def _attributes(windows: Windows) -> dict[str, np.ndarray]:
+def _attributes(windows: Windows) -> dict[str, Any]:
     spatial = slice(1, -1)
     low = [pad for pad, _ in windows.padding]
     named = {"sizes": windows.sizes, "strides": windows.strides, "padding": low}
@@ -335,14 +335,17 @@ def _lower(platform: str, ctx, *operands, form: Form):
     """Lowers to one custom call, or to operations of JAX."""
     if not accepts(form.windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
-    given = list(zip(operands, ctx.avals_in, strict=True))
-    given += [rules.absent() for _ in range(len(given), 4)]
-    values, avals = zip(*given, strict=True)
-    results = [*ctx.avals_out, *[rules.ABSENT] * (3 - len(ctx.avals_out))]
-    found = jax.ffi.ffi_lowering(TARGET)(
-        ctx.replace(avals_in=avals, avals_out=results), *values, **_attributes(form.windows)
+    given = zip(operands, ctx.avals_in, strict=True)
+    results = dict(zip(("maxima", "places", "operands"), ctx.avals_out, strict=False))
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        TARGET,
+        dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
+        results,
+        **_attributes(form.windows),
     )
-    return found[: len(ctx.avals_out)]
+    return [found[name] for name in results]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
@@ -381,13 +384,17 @@ def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: 
     """Lowers to one custom call, or to operations of JAX."""
     if not accepts(windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
         return _gradient_lower_in_jax(ctx, *operands, windows=windows, gradients=gradients)
-    given = list(zip(operands, ctx.avals_in, strict=True))
-    given[gradients:gradients] = [rules.absent() for _ in range(gradients, 2)]
-    given += [rules.absent() for _ in range(len(given), 7)]
-    values, avals = zip(*given, strict=True)
-    return jax.ffi.ffi_lowering(GRADIENT_TARGET)(
-        ctx.replace(avals_in=avals), *values, **_attributes(windows)
+    names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
+    given = zip(operands, ctx.avals_in, strict=True)
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        GRADIENT_TARGET,
+        dict(zip(names, given, strict=False)),
+        {"dx": ctx.avals_out[0]},
+        **_attributes(windows),
     )
+    return [found["dx"]]
 
 
 _gradient_lower_in_jax = mlir.lower_fun(gradient_in_jax, multiple_results=False)

@@ -114,6 +114,8 @@ class Platform:
                 f"built against FFI {built[0]}.{built[1]}, newer than jaxlib's "
                 f"{running[0]}.{running[1]}; rebuild jaxconv or update jaxlib"
             )
+        # The names of every call's operands and results, in order.
+        self.arrays: dict[str, tuple[list[str], list[str]]] = self.module.arrays()
         for target, handler in self.module.registrations().items():
             jax.ffi.register_ffi_target(
                 target, handler, platform={"cpu": "cpu", "cuda": "CUDA"}[name]

@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, rules
+from jaxconv._src import compat, custom_call, rules
 
 TARGET = "jaxconv_normalise_add"
 
@@ -122,17 +122,18 @@ def _lower(platform: str, ctx, *operands, form: Form):
     y = ctx.avals_in[0]
     if not accepts(form, y.shape, y.dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
-    absent = rules.absent()
-    first, second, *vectors = zip(operands, ctx.avals_in, strict=True)
-    arrays = [first, second, absent] if form.arrays == 2 else [first, absent, second]
-    of_first, of_second = vectors[:3], vectors[3:] or [absent] * 3
-    by_vector = [v for pair in zip(of_first, of_second, strict=True) for v in pair]
-    values, avals = zip(*arrays, *by_vector, strict=True)
-    return jax.ffi.ffi_lowering(TARGET)(
-        ctx.replace(avals_in=avals),
-        *values,
+    second = "y2" if form.arrays == 2 else "shortcut"
+    names = ("y", second, "mean", "scale", "offset", "mean2", "scale2", "offset2")
+    result, bits = ctx.avals_out
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        TARGET,
+        dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=False)),
+        {"result": result, "bits": bits},
         below=np.float32(np.nan if form.below is None else form.below),
     )
+    return [found["result"], found["bits"]]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -49,11 +47,3 @@ def calls_cuda(platform: str, ctx: Any) -> bool:
         and not isinstance(native.load(platform), native.Refusal)
         and not compat.device_axes(ctx)
     )
-
-
-# In place of an operand or a result that a call does not have: its type, and a value of it.
-ABSENT = ShapedArray((0,), np.float32)
-
-
-def absent() -> tuple[Any, ShapedArray]:
-    return mlir.ir_constant(np.zeros(ABSENT.shape, ABSENT.dtype)), ABSENT

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxconv._src import (
     compat,
+    custom_call,
     int8_partition,
     lowering,
     native,
@@ -247,24 +247,17 @@ def _lower(platform: str, ctx, x, data, **params):
     if chosen.instance is None or chosen.in_jax:
         return recorded(_lower_to_xla(ctx, x, data, **params))
     _log.debug("%s on %s: %s", key, platform, chosen.instance)
-    workspace = ShapedArray((chosen.workspace_bytes,), np.uint8)
-    call = jax.ffi.ffi_lowering(
+    results = custom_call.lowered(
+        ctx,
+        platform,
         lowering.call_target(Op.FPROP),
-        operand_layouts=[tuple(reversed(spec.x_axes)), (0,)],
-        result_layouts=[tuple(reversed(spec.y_axes)), (0,)],
+        {"lhs": (x, ctx.avals_in[0]), "rhs": (data, ctx.avals_in[1])},
+        {"out": ctx.avals_out[0]} | custom_call.workspace(chosen),
+        {"lhs": lowering.layout(spec, "x"), "out": lowering.layout(spec, "y")},
+        **custom_call.plan_attributes(chosen, key),
+        **lowering.axes_attributes(Op.FPROP, spec) | {"rhs_axes": np.zeros((1,), np.int64)},
     )
-    results = call(
-        ctx.replace(avals_out=[*ctx.avals_out, workspace]),
-        x,
-        data,
-        instance=chosen.instance,
-        problem=key,
-        slices=np.int64(chosen.slices),
-        lhs_axes=np.asarray(spec.x_axes, np.int64),
-        rhs_axes=np.zeros((1,), np.int64),
-        out_axes=np.asarray(spec.y_axes, np.int64),
-    )
-    return recorded(results[:1])
+    return recorded([results["out"]])
 
 
 ad.primitive_jvps[conv_prepared_p] = _no_derivative

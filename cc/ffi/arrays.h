@@ -1,0 +1,133 @@
+// The arrays of every custom call: their names and their order.
+//
+// Each struct below is one call (ffi/call.cc says of which name). It reads its members, in the order of their declaration, from a
+// call's operands and results, and lists their names for the Python side, which emits the call by
+// these names (jaxconv/_src/custom_call.py). Names and order are an interface of exported programs:
+// a program that was exported keeps loading, so a call only grows at its end, under a new name.
+//
+// An operand or a result that a call may leave out is there with no elements.
+#ifndef JAXCONV_FFI_ARRAYS_H_
+#define JAXCONV_FFI_ARRAYS_H_
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+#include "ffi/platform.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxconv {
+
+namespace ffi = ::xla::ffi;
+
+// An array of a call, with the name that messages give it.
+class Array {
+ public:
+  Array(const char* name, std::optional<ffi::AnyBuffer> buffer) : name_(name), buffer_(buffer) {}
+
+  const char* name() const { return name_; }
+  const ffi::AnyBuffer& buffer() const { return *buffer_; }
+  bool present() const { return buffer_.has_value() && buffer_->element_count() > 0; }
+
+  // Null where the array is absent.
+  template <class T = void>
+  T* data() const {
+    return present() ? static_cast<T*>(buffer_->untyped_data()) : nullptr;
+  }
+
+ private:
+  const char* name_;
+  std::optional<ffi::AnyBuffer> buffer_;
+};
+
+// What the structs below have in common. One is made of a call, or to list its names.
+class Arrays {
+ public:
+  Arrays(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results)
+      : operands_(&operands), results_(&results) {}
+  explicit Arrays(CallArrays* names) : names_(names) {}
+
+  // Whether the call has as many operands and results as are read.
+  Status CheckCounts() const;
+
+ protected:
+  Array Operand(const char* name);
+  Array Result(const char* name);
+
+ private:
+  const ffi::RemainingArgs* operands_ = nullptr;
+  const ffi::RemainingRets* results_ = nullptr;
+  CallArrays* names_ = nullptr;
+  size_t operands_read_ = 0, results_read_ = 0;
+};
+
+// fprop, dgrad and wgrad, whose operands are the two others of x, w and y.
+struct ConvArrays : Arrays {
+  using Arrays::Arrays;
+  Array lhs = Operand("lhs"), rhs = Operand("rhs");
+  Array out = Result("out"), workspace = Result("workspace");
+};
+
+// fprop of floating-point operands with the epilogue of core/epilogue.h. `residual` and `pre` have
+// the axes of y.
+struct FusedArrays : Arrays {
+  using Arrays::Arrays;
+  Array x = Operand("x"), w = Operand("w");
+  Array scale = Operand("scale"), bias = Operand("bias"), residual = Operand("residual");
+  Array y = Result("y"), pre = Result("pre"), statistics = Result("statistics");
+  Array workspace = Result("workspace");
+};
+
+// fprop of 8-bit operands with the epilogue of core/epilogue.h. Arrays lie in the problem's
+// layouts, row-major.
+struct Int8Arrays : Arrays {
+  using Arrays::Arrays;
+  Array x = Operand("x"), w = Operand("w");
+  Array scale = Operand("scale"), offset = Operand("offset"), bias = Operand("bias");
+  Array residual = Operand("residual"), residual_scale = Operand("residual_scale");
+  Array y = Result("y"), workspace = Result("workspace");
+};
+
+// cuda/batch_norm/normalise_add.h: arrays of one type and shape, the channels innermost, vectors of
+// float32.
+struct NormaliseAddArrays : Arrays {
+  using Arrays::Arrays;
+  Array y = Operand("y"), y2 = Operand("y2"), shortcut = Operand("shortcut");
+  Array mean = Operand("mean"), mean2 = Operand("mean2");
+  Array scale = Operand("scale"), scale2 = Operand("scale2");
+  Array offset = Operand("offset"), offset2 = Operand("offset2");
+  Array result = Result("result"), bits = Result("bits");
+};
+
+// cuda/batch_norm/masked_sums.h: the same kinds of arrays.
+struct MaskedSumsArrays : Arrays {
+  using Arrays::Arrays;
+  Array gradient = Operand("gradient"), gradient2 = Operand("gradient2");
+  Array result = Operand("result"), bits = Operand("bits");
+  Array y = Operand("y"), y2 = Operand("y2");
+  Array mean = Operand("mean"), mean2 = Operand("mean2");
+  Array scale = Operand("scale"), offset = Operand("offset");
+  Array masked = Result("masked"), sums = Result("sums");
+};
+
+// cuda/pooling/max_pool.h: x, maxima and operands of one type, the channels innermost, places of 8
+// bits, vectors of float32.
+struct MaxPoolArrays : Arrays {
+  using Arrays::Arrays;
+  Array x = Operand("x");
+  Array mean = Operand("mean"), scale = Operand("scale"), offset = Operand("offset");
+  Array maxima = Result("maxima"), places = Result("places"), operands = Result("operands");
+};
+
+// cuda/pooling/max_pool_gradient.h.
+struct MaxPoolGradientArrays : Arrays {
+  using Arrays::Arrays;
+  Array dy = Operand("dy"), dy2 = Operand("dy2"), places = Operand("places"), y = Operand("y");
+  Array scale = Operand("scale"), y_scale = Operand("y_scale"), offset = Operand("offset");
+  Array dx = Result("dx");
+};
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_FFI_ARRAYS_H_
