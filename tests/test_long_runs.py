@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -10,9 +11,12 @@ import sys
 import types
 
 import cpu_fuzz
+import fuzz_record
 import memory_flat
 import numpy as np
 import pytest
+
+FUZZ = cpu_fuzz.FUZZ
 
 
 def test_memory_is_flat_over_repeated_shapes(native_cpu):
@@ -43,62 +47,61 @@ def test_a_leak_is_seen(monkeypatch, capsys):
 
 def options(**changes) -> argparse.Namespace:
     given = dict(problems=3, seconds=float("inf"), processes=1, seed=5, record=None)
-    given["forms"] = cpu_fuzz.FORMS
     return argparse.Namespace(**(given | changes))
 
 
 def test_random_problems_are_recorded_once(native_cpu, tmp_path, capsys):
     path = str(tmp_path / "record.json")
-    assert cpu_fuzz.run(options(record=path)) == 0
+    assert fuzz_record.run(FUZZ, options(record=path)) == 0
     with pytest.raises(SystemExit, match="seed 5 is in"):
-        cpu_fuzz.run(options(record=path))
-    assert cpu_fuzz.total(path) == 0
-    (run,) = cpu_fuzz.recorded(path)
+        fuzz_record.run(FUZZ, options(record=path))
+    assert fuzz_record.total(FUZZ, path) == 0
+    (run,) = fuzz_record.recorded(path)
     assert run["forms"] == dict.fromkeys(cpu_fuzz.FORMS, 1)
     kernels = run["sources"]["kernels"]
     said = capsys.readouterr().out
-    assert f"this checkout's kernels, {kernels}: 3 problems in 1 runs, 0 wrong; seeds 5" in said
+    assert f"this checkout's kernels {kernels}: 3 problems in 1 runs, 0 wrong; seeds 5" in said
 
 
 def test_runs_are_summed_up_by_their_sources(tmp_path, capsys):
     first = dict(seed=1, problems=10, wrong=2)  # of before sources were recorded
-    mended = dict(seed=2, problems=7, wrong=0, sources=cpu_fuzz.sources())
+    mended = dict(seed=2, problems=7, wrong=0, sources=FUZZ.sources())
     other = dict(seed=3, problems=5, wrong=1, sources={"kernels": "0" * 12, "python": "1" * 12})
     path = tmp_path / "record.json"
     path.write_text(json.dumps([first, other]))
-    assert cpu_fuzz.total(str(path)) == 1  # no run on these sources
+    assert fuzz_record.total(FUZZ, str(path)) == 1  # no run on these sources
     path.write_text(json.dumps([first, mended, other]))
-    assert cpu_fuzz.total(str(path)) == 0
+    assert fuzz_record.total(FUZZ, str(path)) == 0
     lines = capsys.readouterr().out.splitlines()[-5:]
-    kernels = cpu_fuzz.sources()["kernels"]
+    kernels = FUZZ.sources()["kernels"]
     assert lines[0].startswith("kernels not recorded, python not recorded: 10 problems")
     assert lines[3] == "all: 22 problems in 3 runs, 3 wrong; seeds 1, 2, 3"
-    assert lines[4] == f"this checkout's kernels, {kernels}: 7 problems in 1 runs, 0 wrong; seeds 2"
+    assert lines[4] == f"this checkout's kernels {kernels}: 7 problems in 1 runs, 0 wrong; seeds 2"
 
 
 def test_the_record_counts_what_the_output_names():
     named = {f"lax is wrong: dgrad of --seed 5 --problem {i} (integers): ...": 1 for i in range(3)}
     counts = {"rank 1": 4, "lax is wrong: wgrad of --seed 5 --problem 0: ...": 0} | named
-    assert cpu_fuzz.brief(counts) == {"lax is wrong: dgrad": 3, "rank 1": 4}
+    assert fuzz_record.brief(counts) == {"lax is wrong: dgrad": 3, "rank 1": 4}
 
 
 def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
     path = tmp_path / "record.json"
-    monkeypatch.setattr(cpu_fuzz, "SEGMENT", 2)
+    pairs = dataclasses.replace(FUZZ, segment=2)
     monkeypatch.setattr(sys, "executable", "false")
-    assert cpu_fuzz.run(options(record=str(path))) == 1
+    assert fuzz_record.run(pairs, options(record=str(path))) == 1
     (run,) = json.loads(path.read_text())
     assert run["wrong"] == 2 and "problems 2 to 2: exit 1" in "".join(run["failures"])
-    assert cpu_fuzz.total(str(path)) == 1
+    assert fuzz_record.total(pairs, str(path)) == 1
 
 
 def test_no_segment_begins_that_would_end_late(monkeypatch, tmp_path):
     found = {"counts": {}, "forms": {}, "failures": [], "jax": ""}
     clock = itertools.count(step=10)
-    monkeypatch.setattr(cpu_fuzz, "SEGMENT", 1)
-    monkeypatch.setattr(cpu_fuzz, "judged", lambda *arguments: found)
-    monkeypatch.setattr(cpu_fuzz, "time", types.SimpleNamespace(time=lambda: next(clock)))
+    single = dataclasses.replace(FUZZ, segment=1)
+    monkeypatch.setattr(fuzz_record, "judged", lambda *arguments: found)
+    monkeypatch.setattr(fuzz_record, "time", types.SimpleNamespace(time=lambda: next(clock)))
     path = tmp_path / "record.json"
-    assert cpu_fuzz.run(options(problems=9, seconds=100, record=str(path))) == 0
+    assert fuzz_record.run(single, options(problems=9, seconds=100, record=str(path))) == 0
     (run,) = json.loads(path.read_text())
     assert 1 <= run["problems"] < 9
