@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/convert.h"
+#include "cpu/copied_images.h"
 #include "cpu/depthwise_wgrad.h"
 #include "cpu/few_pixels.h"
 #include "cpu/float_epilogue.h"
@@ -57,6 +58,7 @@ class Execution {
       w_ = static_cast<const char*>(rhs_);
       JAXCONV_RETURN_IF_ERROR(ReverseFilter());
       JAXCONV_RETURN_IF_ERROR(PackFilters());
+      JAXCONV_RETURN_IF_ERROR(SumFilters());
     }
     JAXCONV_RETURN_IF_ERROR(Each(plan_.slices, [&](int64_t task) {
       if (plan_.family == Family::kGemm) {
@@ -168,6 +170,21 @@ class Execution {
     return {};
   }
 
+  // The offsets of all independent convolutions.
+  Status SumFilters() {
+    if (plan_.offsets_offset < 0) return {};
+    const int64_t blocks = OffsetBlocks(p_), all = blocks * p_.batch;
+    const int64_t tasks = problem_.w_elements() < kMinPackBytes ? 1 : std::min(all, plan_.slices);
+    const auto* w = static_cast<const char*>(rhs_);
+    return Each(tasks, [&](int64_t task) -> Status {
+      for (int64_t i = task * all / tasks; i < (task + 1) * all / tasks; ++i) {
+        const int64_t b = i / blocks;
+        MakeOffsets(p_, w + b * filter_elements_, i % blocks, Offsets(b));
+      }
+      return {};
+    });
+  }
+
   // fprop and dgrad.
   Status DataTask(int64_t task) {
     bool fprop = p_.op == Op::kFprop;
@@ -187,6 +204,11 @@ class Execution {
         FollowWithEpilogue(task, region);
         continue;
       }
+      if (plan_.copies) {
+        char* copy = workspace_ + plan_.copy_offset + task * plan_.copy_stride;
+        CopyImages(region.images_to_copy, plan_.flips, x, copy);
+        x = copy;
+      }
       const ConvPrimitive& primitive = plan_.primitives.convolutions[region.primitive];
       const char* w = w_ + region.batch * filter_elements_ * operand_width_;
       if (primitive.packed >= 0) {
@@ -198,6 +220,10 @@ class Execution {
                 {fprop ? DNNL_ARG_DST : DNNL_ARG_DIFF_DST, Memory(primitive.y, y)},
                 {DNNL_ARG_WEIGHTS, Memory(primitive.w, w)},
                 {DNNL_ARG_SCRATCHPAD, Memory(primitive.scratch, Scratch(task))}});
+      if (plan_.flips) {
+        SubtractOffsets(p_, Offsets(region.batch), OutputElements(plan_, region) / p_.k,
+                        const_cast<char*>(y));
+      }
       FollowWithEpilogue(task, region);
     }
     return {};
@@ -363,6 +389,10 @@ class Execution {
 
   char* Sums(int64_t task) const {
     return workspace_ + plan_.sums_offset + task * plan_.sums_stride;
+  }
+
+  uint32_t* Offsets(int64_t batch) const {
+    return reinterpret_cast<uint32_t*>(workspace_ + plan_.offsets_offset) + batch * p_.k;
   }
 
   char* Scratch(int64_t task) const {

@@ -2,8 +2,10 @@
 //
 //   1 convert   16-bit operands that oneDNN has no kernel for become float32 copies
 //   2 reverse   the taps of the filter, for a transposed convolution
-//   3 pack      the filter goes into the layout that the primitives read
-//   4 convolve  every task runs its regions, each followed by its epilogue
+//   3 pack      the filter goes into the layout that the primitives read, and its sums into the
+//               offsets of images whose signs are flipped
+//   4 convolve  every task runs its regions, each followed by its epilogue; some 8-bit images are
+//               copied first, and offsets subtracted from their sums
 //   5 reduce    weight gradients: the tasks' partial sums are added, in the order of the tasks
 //   6 finish    a float32 result is rounded to the output's type, reversed taps are turned back,
 //               the regions' statistics are merged in their order

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -79,6 +80,28 @@ inline bool OffsetIsWrong(const ConvProblem& p, DType operands) {
   return eight_bit && p.groups == 8 && p.c == 8 && p.k == 8 && p.filter == Spatial{2, 2, 2};
 }
 
+// Sums of 8-bit products beyond 2^24, which float32 does not hold. All implementations but brgemm
+// convert the int32 sums to float32 and back. So does brgemm for s8 images where the instruction
+// set has no product of two s8 numbers: it multiplies x + 128 and adds an offset to the sums. With
+// padding it also converts the sums of outputs whose windows it finishes early.
+inline bool RoundsSums(const std::string& implementation, const ConvProblem& p, DType operands) {
+  if (operands != DType::kS8 && operands != DType::kU8) return false;
+  const int64_t largest = operands == DType::kS8 ? 128 * 128 : 255 * 128;
+  int64_t terms = p.op == Op::kFprop ? p.c_per_group() : p.k_per_group();
+  for (int a = 0; a < 3; ++a) {  // a data gradient meets every so manieth tap
+    const int64_t step =
+        p.op == Op::kDgrad ? p.stride[a] / std::gcd(p.stride[a], p.dilation[a]) : 1;
+    terms *= CeilDiv(p.filter[a], step);
+  }
+  if (terms <= (1 << 24) / largest) return false;
+  const auto has = [&](const char* word) { return implementation.find(word) != std::string::npos; };
+  for (int a = 0; a < 3; ++a) {
+    if (p.pad_lo[a] > 0 || p.pad_hi[a] > 0) return true;
+  }
+  return !(has("brg") || has("brdgmm")) ||
+         (operands == DType::kS8 && !has("amx") && !has("avx2_vnni_2"));
+}
+
 // Three spatial axes, the data gradient on AMX: rows of x behind the last window stay unwritten (5
 // of some 40,000 random problems in bfloat16, with filters of 3 or 4 rows and x of 19 to 24
 // columns).
@@ -90,7 +113,10 @@ inline bool LeavesRowsUnwritten(const std::string& implementation, const ConvPro
 
 // Whether the implementation of this name gives wrong results.
 inline bool IsWrong(const std::string& implementation, const ConvProblem& p, DType operands) {
-  if (OffsetIsWrong(p, operands) || LeavesRowsUnwritten(implementation, p)) return true;
+  if (OffsetIsWrong(p, operands) || LeavesRowsUnwritten(implementation, p) ||
+      RoundsSums(implementation, p, operands)) {
+    return true;
+  }
   if (p.op != Op::kWgrad || implementation.rfind("x64:gemm", 0) == 0) return false;
   if (p.rank == 3 && ReachesOverFrontAndBack(p)) return true;
   if (PadsBeyondBlock(p)) return true;

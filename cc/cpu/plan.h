@@ -40,6 +40,8 @@ struct Plan {
   DType result_dtype = DType::kF32;   // of what it writes
   bool requantizes = false;           // the result is int32 sums, which the epilogue follows
   bool finishes = false;              // the result is float32 sums, which the epilogue follows
+  bool copies = false;    // regions of 8-bit images are copied with their padding (copied_images.h)
+  bool flips = false;     // the copies are u8, of s8 images
   Tasks tasks;            // not of kGemm and kFewPixels, whose tasks are ranges of input channels
   Primitives primitives;  // of kOnednn
   const RegionKernel* region_kernel = nullptr;  // of kFewOutputs and kSmallGroups
@@ -51,6 +53,8 @@ struct Plan {
   int64_t reversed_offset = -1;  // the filter with its taps in reverse order, or as packed by
                                  // region_kernel
   int64_t result_offset = -1;    // a result that differs from the output's type or order
+  int64_t copy_offset = -1, copy_stride = 0;  // by task: a region of the images
+  int64_t offsets_offset = -1;  // of every output channel, where the copies flip signs
   int64_t sums_offset = -1,
           sums_stride = 0;       // by task: a region's, where the epilogue follows them
   int64_t products_offset = -1;  // of kFewPixels, by task but for the first, sums_stride apart

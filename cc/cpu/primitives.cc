@@ -223,8 +223,7 @@ class Maker {
     int64_t parts = std::min(tasks_, blocks);
     std::vector<Reorder> reorders;
     // The compensation that an s8 filter carries cannot be computed by parts.
-    bool whole = parts < 2 || p.batch >= tasks_ ||
-                 plain_.get_data_type() == memory::data_type::s8 ||
+    bool whole = parts < 2 || p.batch >= tasks_ || operand_ == DType::kS8 ||
                  static_cast<int64_t>(plain_.get_size()) < kMinPackBytes;
     for (int64_t part = 0; !whole && part < parts; ++part) {
       int64_t begin = part * blocks / parts * kChannelBlock;

@@ -25,6 +25,7 @@ struct Region {
   int64_t y_offset = 0;
   int64_t zero_elements = 0;
   ConvProblem sub;  // the region as a convolution of its own; n is 0 where there is nothing to sum
+  ConvProblem images_to_copy;  // where images are copied: the region before, with its padding
 };
 
 using Tasks = std::vector<std::vector<Region>>;

@@ -162,30 +162,85 @@ void CheckList(std::mt19937* random) {
   }
 }
 
-void CheckRandom(int count, std::mt19937* random) {
+ConvProblem RandomProblem(std::mt19937* random) {
   auto pick = [&](std::initializer_list<int64_t> values) {
     return values.begin()[(*random)() % values.size()];
   };
+  ConvProblem p;
+  p.rank = static_cast<int>(pick({1, 2, 2, 2, 3}));
+  p.batch = pick({1, 1, 1, 2});
+  p.n = pick({1, 1, 2, 3, 5});
+  p.groups = pick({1, 1, 1, 2, 4, 16, 17});
+  bool depthwise = (*random)() % 2;
+  p.c = p.groups * (depthwise && p.groups > 4 ? 1 : pick({1, 3, 4, 8, 16, 32}));
+  p.k = p.groups * (depthwise && p.groups > 4 ? 1 : pick({1, 2, 4, 8, 16, 32}));
+  bool transposed = (*random)() % 6 == 0;
+  for (int a = 3 - p.rank; a < 3; ++a) {
+    p.in[a] = 1 + (*random)() % (p.rank == 1 ? 300 : p.rank == 2 ? 17 : 8);
+    p.filter[a] = pick({1, 1, 2, 3, 3, 4, 5, 7});
+    p.dilation[a] = pick({1, 1, 1, 2, 3});
+    (transposed ? p.lhs_dilation : p.stride)[a] = pick({1, 1, 2, 3, 4});
+    p.pad_lo[a] = static_cast<int64_t>((*random)() % (p.filter[a] + 2)) - ((*random)() % 8 == 0);
+    p.pad_hi[a] = static_cast<int64_t>((*random)() % (p.filter[a] + 2)) - ((*random)() % 8 == 0);
+  }
+  return p;
+}
+
+void CheckRandom(int count, std::mt19937* random) {
   for (int i = 0; i < count;) {
-    ConvProblem p;
-    p.rank = static_cast<int>(pick({1, 2, 2, 2, 3}));
-    p.batch = pick({1, 1, 1, 2});
-    p.n = pick({1, 1, 2, 3, 5});
-    p.groups = pick({1, 1, 1, 2, 4, 16, 17});
-    bool depthwise = (*random)() % 2;
-    p.c = p.groups * (depthwise && p.groups > 4 ? 1 : pick({1, 3, 4, 8, 16, 32}));
-    p.k = p.groups * (depthwise && p.groups > 4 ? 1 : pick({1, 2, 4, 8, 16, 32}));
-    bool transposed = (*random)() % 6 == 0;
-    for (int a = 3 - p.rank; a < 3; ++a) {
-      p.in[a] = 1 + (*random)() % (p.rank == 1 ? 300 : p.rank == 2 ? 17 : 8);
-      p.filter[a] = pick({1, 1, 2, 3, 3, 4, 5, 7});
-      p.dilation[a] = pick({1, 1, 1, 2, 3});
-      (transposed ? p.lhs_dilation : p.stride)[a] = pick({1, 1, 2, 3, 4});
-      p.pad_lo[a] = static_cast<int64_t>((*random)() % (p.filter[a] + 2)) - ((*random)() % 8 == 0);
-      p.pad_hi[a] = static_cast<int64_t>((*random)() % (p.filter[a] + 2)) - ((*random)() % 8 == 0);
-    }
+    const ConvProblem p = RandomProblem(random);
     i += CheckGeometry(p, {1 + static_cast<int64_t>((*random)() % 8)}, false, random);
   }
+}
+
+// The largest operands, whose sums beyond 2^24 float32 does not hold: all equal, of random signs, or
+// differing in the last bit.
+Data ExtremeData(const ConvProblem& p, std::mt19937* random) {
+  const bool u8 = p.lhs_dtype() == DType::kU8;
+  const int most = u8 ? 255 : 127, kind = static_cast<int>((*random)() % 3);
+  auto draw = [&](int64_t count, int least, int largest) {
+    std::vector<double> values(count, largest);
+    for (double& v : values) {
+      if (kind == 1 && (*random)() % 4 == 0) v = least;
+      if (kind == 2) v -= (*random)() % 2;
+    }
+    return values;
+  };
+  const std::vector<double> x = draw(p.x_elements(), u8 ? 0 : -128, most);
+  const std::vector<double> w = draw(p.w_elements(), -128, 127);
+  return {Encode(p.lhs_dtype(), x), Encode(p.rhs_dtype(), w),
+          Encode(p.output_dtype(), NaiveConv(p, x, w))};
+}
+
+// 8-bit convolutions of 500 to some 3,000 terms a sum.
+void CheckLongSums(int count, std::mt19937* random) {
+  constexpr Types kEightBits[] = {
+      {DType::kS8, DType::kS32}, {DType::kS8, DType::kS8}, {DType::kU8, DType::kS32}};
+  const int64_t before = ran["fprop_onednn_s8"];
+  for (int i = 0; i < count;) {
+    ConvProblem p = RandomProblem(random);
+    const int64_t terms = 500 + (*random)() % 1500;
+    p.groups = std::min<int64_t>(p.groups, 4);
+    p.c = p.groups * (terms / p.taps() + 1);
+    p.k = p.groups * (1 + (*random)() % 20);
+    for (int a = 3 - p.rank; a < 3; ++a) {
+      p.in[a] = std::min<int64_t>(p.in[a], 9);
+      p.out[a] = OutputExtent(p.in[a], p.filter[a], p.stride[a], p.lhs_dilation[a], p.dilation[a],
+                              p.pad_lo[a], p.pad_hi[a]);
+    }
+    SetTypes(Op::kFprop, kEightBits[(*random)() % std::size(kEightBits)], &p);
+    if ((*random)() % 4 == 0) p.filter_layout = FilterLayout::kKrsc;
+    if (!p.Validate().ok()) continue;
+    const Data data = ExtremeData(p, random);
+    for (const char* instance : {"fprop_onednn_s8", "fprop_onednn_u8"}) {
+      CheckInstance(p, instance, 1 + static_cast<int64_t>((*random)() % 4), data);
+    }
+    ++i;
+  }
+  const bool vnni =
+      cpu::IsaHas(dnnl::cpu_isa::avx512_core_vnni) || cpu::IsaHas(dnnl::cpu_isa::avx2_vnni);
+  if (!vnni) std::printf("8-bit sums beyond 2^24: not run, the CPU has no VNNI\n");
+  EXPECT(!vnni || ran["fprop_onednn_s8"] - before > count / 4, "few of the long sums ran");
 }
 
 // Strides, dilations and paddings far beyond the tensors are computed right or refused, in bounded
@@ -264,6 +319,7 @@ int main(int argc, char** argv) {
   CheckConversions();
   CheckList(&random);
   CheckRandom(count, &random);
+  CheckLongSums(count, &random);
   CheckHugeWindows(4 * count, seed);
   for (const auto& [instance, runs] : ran) std::printf("%6d exact  %s\n", runs, instance.c_str());
   for (const auto& [reason, line] : refusal_example) {
