@@ -127,6 +127,58 @@ def test_where_nan_and_inf_go(native_cpu, name, algorithm):
                         assert not (found & ~most[result]).any(), f"{note} reaches other results"
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("channels", [1, 2, 3, 5, 17, 33])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_element_stays_within_its_windows(native_cpu, dtype, channels, groups):
+    """Whatever the number of channels that are summed: no kernel reads the next pixel with it."""
+    rng = np.random.default_rng(0)
+    for window, stride, summed_by in (
+        (1, 1, "y"),
+        (3, 1, "y"),
+        (3, 2, "y"),
+        (1, 1, "dx"),
+        (3, 1, "dx"),
+    ):
+        other = int(rng.choice([1, 4, 16]))
+        c, k = (channels, other) if summed_by == "y" else (other, channels)
+        shapes = (2, 6, 7, groups * c), (window, window, c, groups * k)
+
+        def convolve(x, w, stride=stride, padding=window // 2):
+            return jaxconv.conv(
+                x, w, stride=stride, padding=padding, groups=groups, algorithm="native"
+            )
+
+        def result(x, w, dy, convolve=convolve, summed_by=summed_by):
+            if summed_by == "y":
+                return convolve(x, w)
+            return jax.vjp(lambda x: convolve(x, w), x)[1](dy)[0]
+
+        x, w = (np.ones(shape, np.float32) for shape in shapes)
+        y = np.ones(jax.eval_shape(convolve, x, w).shape, np.float32)
+        operand = {"y": x, "dx": y}[summed_by]
+        with jax.default_device(jax.devices("cpu")[0]):
+            compiled = jax.jit(result)
+            for number in (np.nan, np.inf):
+                for pixel in (
+                    (0, 0, 0),
+                    (0, 2, 3),
+                    (1, 1, 0),
+                    tuple(n - 1 for n in operand.shape[:3]),
+                ):
+                    channel = int(rng.choice(groups)) * channels  # the one that a pair would reach
+                    bad = np.zeros_like(operand)
+                    bad[*pixel, channel] = 1
+                    given = {"y": (bad, w, y), "dx": (x, w, bad)}[summed_by]
+                    expected = np.asarray(compiled(*given)) > 0
+                    bad = np.where(bad > 0, number, 1).astype(np.float32)
+                    given = {"y": (bad, w, y), "dx": (x, w, bad)}[summed_by]
+                    found = compiled(*(jnp.asarray(each, dtype) for each in given))
+                    found = ~np.isfinite(np.asarray(found, np.float32))
+                    note = f"{number} at {pixel}, {window}x{window}, {summed_by} of {c} to {k}"
+                    np.testing.assert_array_equal(found, expected, note)
+
+
 def test_the_sets_differ_where_a_filter_meets_padding():
     """Else the test above could not tell what is allowed from what is not."""
     layer = LAYERS["dense"]
