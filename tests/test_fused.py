@@ -54,7 +54,7 @@ def defined(activation, t: np.ndarray) -> np.ndarray:
             "silu": t / (1 + np.exp(-t)),
             "sigmoid": 1 / (1 + np.exp(-t)),
             "tanh": np.tanh(t),
-            "hard_swish": t * np.clip(t + 3, 0, 6) / 6,
+            "hard_swish": t * (np.clip(t + 3, 0, 6) / 6),
         }[activation]
 
 
@@ -149,6 +149,59 @@ def test_nan_stays(platform, activation):
     # The matrix product meets every channel of the pixel.
     assert np.isnan(y[0, 1, 2]).all()
     assert np.isfinite(y[0, 0]).all()
+
+
+# Limits, overflow of a square and of a cube, and what is no normal number.
+EXTREMES = np.array(
+    [
+        *(
+            sign * v
+            for v in (np.inf, 3.4e38, 1e38, 1e20, 1e13, 105, 89, 16, 1e-30)
+            for sign in (1, -1)
+        ),
+        *(np.nan, 0.0),
+    ],
+    np.float32,
+)
+EXTREME_ACTIVATIONS = (*ACTIVATIONS[1:], ("leaky_relu", 0.0))
+
+
+def in_jax(activation):
+    if isinstance(activation, tuple):
+        return lambda t: jax.nn.leaky_relu(t, activation[1])
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    return {"gelu": exact, "gelu_tanh": jax.nn.gelu}.get(activation) or getattr(jax.nn, activation)
+
+
+def at_extremes(activation, dtype, bias):
+    """The activations of the bias: all sums are zero."""
+    x, w = np.zeros((1, 2, 2, 8), dtype), np.zeros((1, 1, 8, EXTREMES.size), dtype)
+    y = jaxconv.conv(x, w, bias=bias, activation=activation, algorithm="native")
+    return y[0, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", EXTREME_ACTIVATIONS, ids=name_of)
+def test_extremes(platform, activation, dtype):
+    """Infinite and NaN where jax.nn is in float32, and the definition's numbers elsewhere."""
+    y = jax.jit(functools.partial(at_extremes, activation, dtype))(EXTREMES)
+    expected = jax.jit(in_jax(activation))(EXTREMES).astype(dtype)
+    got, expected = (np.asarray(a).astype(np.float64) for a in (y, expected))
+    rtol = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    np.testing.assert_allclose(got, expected, rtol=rtol, atol=1e-36, err_msg=str(EXTREMES))
+
+
+@pytest.mark.parametrize("activation", EXTREME_ACTIVATIONS, ids=name_of)
+def test_derivatives_at_extremes(platform, activation):
+    """Those of jax.nn: NaN is its convention for gelu and silu of infinity."""
+
+    def derivative(f):
+        return jax.jit(lambda t: jax.vjp(f, t)[1](jnp.ones_like(t))[0])(EXTREMES)
+
+    got = derivative(functools.partial(at_extremes, activation, np.float32))
+    expected = derivative(in_jax(activation))
+    # XLA's tanh is one unit below 1 at 16.
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6, err_msg=str(EXTREMES))
 
 
 # --- derivatives ---

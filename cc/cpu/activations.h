@@ -84,7 +84,8 @@ JAXCONV_INLINE float Gelu(float v) {
                  -4.9222642701352015e-05f, 2.5469071260886267e-05f, 7.639163413841743e-06f);
   const float square = u * u, error = __builtin_fmaf(u, u, -square);
   const float density = ExpReduced(Clamped(-0.5f * square, -104.0f, 0.0f), -0.5f * error);
-  const float tail = v * density * m;
+  // Of an infinite v the density is 0: the tail is then 0 above, and NaN below.
+  const float tail = (v > 15.0f ? 15.0f : v) * density * m;
   return v < 0 ? tail : v - tail;
 }
 
@@ -104,7 +105,8 @@ JAXCONV_INLINE float GeluTanh(float v) {
   return v / (1.0f + ExpReduced(Clamped(-a, -104.0f, 89.0f), -low));
 }
 
-JAXCONV_INLINE float HardSwish(float v) { return v * Clamped(v + 3.0f, 0.0f, 6.0f) / 6.0f; }
+// The factor is 1 from 3 on, so that no product overflows.
+JAXCONV_INLINE float HardSwish(float v) { return v * (Clamped(v + 3.0f, 0.0f, 6.0f) / 6.0f); }
 
 }  // namespace jaxconv::cpu
 

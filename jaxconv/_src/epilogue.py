@@ -252,7 +252,7 @@ def checked(
 
 
 def activate(t: jax.Array, activation: str | None, slope: float = 0.0) -> jax.Array:
-    """The activation's value; NaN stays NaN."""
+    """The activation's value; NaN stays NaN, and what is infinite or NaN here is in jax.nn."""
     one = jnp.ones((), t.dtype)
     match activation:
         case None:
@@ -274,7 +274,7 @@ def activate(t: jax.Array, activation: str | None, slope: float = 0.0) -> jax.Ar
         case "tanh":
             return lax.tanh(t)
         case "hard_swish":
-            return t * activate(t + 3, "relu6") / 6
+            return t * (activate(t + 3, "relu6") / 6)
     raise ValueError(f"activation: {activation!r}")
 
 
@@ -297,7 +297,7 @@ def differential(
         case "relu6":
             return jnp.where((v > 0) & (v < 6), dt, zero)
         case "leaky_relu":
-            return jnp.where(v < 0, slope * dt, dt)
+            return jnp.where(v >= 0, dt, slope * dt)
         case "sigmoid":
             return dt * (v * (1 - v))
         case "tanh":
