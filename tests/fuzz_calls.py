@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numerics import LONG_SUM
 from problems import Problem, xla_aborts
 
 
@@ -131,10 +133,10 @@ def _draw_padding(draw: Draw, spatial, window, stride, lhs_dilation, dilation):
                 for axis in zip(spatial, window, stride, dilation, strict=True)
             )
         return (name.lower() if draw.chance(0.1) else name), pairs
-    least = -2 if draw.chance(0.4) else 0
+    least, wide = -2 if draw.chance(0.4) else 0, draw.chance(0.25)
     pairs = []
     for extent, w, ld, d in zip(spatial, window, lhs_dilation, dilation, strict=True):
-        most = max(0, (w - 1) * d) + draw.integer(0, 1)
+        most = max(0, (w - 1) * d) + (draw.integer(1, 8) if wide else draw.integer(0, 1))
         lo, hi = draw.integer(least, most), draw.integer(least, most)
         dilated = (extent - 1) * ld + 1 if extent else 0
         while dilated + lo + hi < 0:  # lax refuses it; `_break` has such calls
@@ -197,6 +199,7 @@ def draw_call(seed: int, index: int) -> Call:
     )
     largest, widest = {0: (1, 1), 1: (32, 7), 2: (10, 4), 3: (6, 3)}[rank]
     may_be_empty = draw.chance(0.06)
+    long = dtype == np.int8 and draw.chance(0.3)
     while True:
         spatial, window = draw.integers(1, largest, rank), draw.integers(1, widest, rank)
         n, c, k = draw.integer(1, 4), draw.integer(1, 9), draw.integer(1, 9)
@@ -211,6 +214,9 @@ def draw_call(seed: int, index: int) -> Call:
         elif groups > 1 and draw.chance(0.5):  # whole groups in a vector, with a tail
             c = k = draw.one_of(2, 4, 8)
             groups = draw.integer(2, 12)
+        if long and rank:  # sums of extremes that float32 does not hold
+            groups, batch_groups, k = min(groups, 2), min(batch_groups, 2), draw.integer(1, 9)
+            c = LONG_SUM // max(1, math.prod(window)) + draw.integer(1, 40)
         stride = draw.integers(1, 3, rank) if draw.chance(0.5) else (1,) * rank
         lhs_dilation = draw.integers(1, 3, rank) if draw.chance(0.25) else (1,) * rank
         dilation = draw.integers(1, 3, rank) if draw.chance(0.4) else (1,) * rank
@@ -253,8 +259,8 @@ def draw_call(seed: int, index: int) -> Call:
     for name, (value, is_default) in optional.items():
         if not is_default or draw.chance(0.2):
             parameters[name] = value
-    if draw.chance(0.8 if dtype == np.int8 else 0.3):
-        preferred = draw.one_of(*PREFERRED[dtype.name])
+    if draw.chance(1.0 if long else 0.8 if dtype == np.int8 else 0.3):
+        preferred = np.int32 if long else draw.one_of(*PREFERRED[dtype.name])
         parameters["preferred_element_type"] = draw.one_of(
             preferred, np.dtype(preferred), np.dtype(preferred).name
         )

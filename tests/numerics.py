@@ -117,6 +117,27 @@ def _reference(
     return result.reshape(unbatched[op.roles[2]])
 
 
+# Terms of an 8-bit sum that float32 need not hold: 1040 * 127^2 is less than 2^24.
+LONG_SUM = 1041
+
+
+def eight_bits(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """int8 arrays of the whole range, of the largest number alone, or of extremes of random signs.
+
+    Whole-range products cancel: their sums stay far below those of the others.
+    """
+    kind = rng.integers(4)
+    arrays = []
+    for shape in shapes:
+        if kind < 2:
+            array = rng.integers(-128, 127, shape, endpoint=True)
+        else:
+            negative = rng.random(shape) < (0 if kind == 2 else rng.choice([0.02, 0.5]))
+            array = np.where(negative, -128, 127)
+        arrays.append(array.astype(np.int8))
+    return arrays
+
+
 @functools.lru_cache(maxsize=1024)
 def exact_operands(
     op: Op, problem: Problem, dtype: str, seed: int = 0
@@ -128,13 +149,14 @@ def exact_operands(
     operand, result = DTYPES[dtype]
     rng = np.random.default_rng([seed, list(Op).index(op), list(DTYPES).index(dtype)])
     shapes = [problem.canonical_shape(role) for role in op.roles[:2]]
-    low, high = {"f32": (-8, 8), "s8": (-128, 127)}.get(dtype, (-2, 2))
+    largest = 8 if dtype == "f32" else 2
     density = 1.0
     while True:
-        lhs, rhs = (
-            np.where(rng.random(s) < density, rng.integers(low, high, s, endpoint=True), 0)
-            for s in shapes
-        )
+        if dtype == "s8":
+            drawn = eight_bits(rng, *shapes)
+        else:
+            drawn = [rng.integers(-largest, largest, s, endpoint=True) for s in shapes]
+        lhs, rhs = (np.where(rng.random(d.shape) < density, d, 0) for d in drawn)
         expected = reference(op, problem, lhs, rhs)
         if np.abs(expected).max(initial=0) <= EXACT_LIMIT[dtype]:
             return lhs.astype(operand), rhs.astype(operand), expected.astype(result)

@@ -64,6 +64,12 @@ class Problem:
             counts.append(len(range(0, extent - reach + 1, self.stride[axis])))
         return tuple(counts)
 
+    @property
+    def pads_beyond_the_window(self) -> bool:
+        """Whether some window lies in padding alone."""
+        reach = [(r - 1) * d for r, d in zip(self.window, self.dilation, strict=True)]
+        return any(max(pair) > r for pair, r in zip(self.padding, reach, strict=True))
+
     def reduction(self, op: Op) -> int:
         """Terms of one output's sum, padding counted."""
         taps = math.prod(self.window)

@@ -25,7 +25,9 @@ from fuzz_calls import PREFERRED, Call, draw_call
 from jax import lax
 from numerics import (
     EXACT_LIMIT,
+    LONG_SUM,
     TOGETHER,
+    eight_bits,
     error,
     error_in_order,
     exact_operands,
@@ -73,10 +75,8 @@ def operands(call: Call) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         }
         return arrays, _results(call, arrays)
     if call.dtype == np.int8:
-        arrays = {
-            role: rng.integers(-128, 127, call.array_shape(role), endpoint=True, dtype=np.int8)
-            for role in "xw"
-        }
+        drawn = eight_bits(rng, *(call.array_shape(role) for role in "xw"))
+        arrays = dict(zip("xw", drawn, strict=True))
         return arrays, _results(call, arrays)
     largest = 8 if call.dtype == np.float32 else 3
     limits = {role: EXACT_LIMIT[_short_name(dtype)] for role, dtype in dtypes.items()}
@@ -345,6 +345,9 @@ def test_calls_are_reproducible_and_varied():
     forms = [c.parameters["padding"] for c in valid]
     assert {f.upper() for f in forms if isinstance(f, str)} == {"SAME", "SAME_LOWER", "VALID"}
     assert any(lo < 0 or hi < 0 for c in valid for lo, hi in c.problem.padding)
+    assert any(c.problem.pads_beyond_the_window for c in valid)
+    int8 = [c for c in valid if c.dtype == np.int8]
+    assert any(c.problem.reduction(Op.FPROP) >= LONG_SUM for c in int8)
     assert {type(c.parameters.get("dimension_numbers")) for c in valid} == {
         type(None),
         tuple,
@@ -412,9 +415,18 @@ def draw_problem(seed: int, index: int) -> tuple[Problem, Op, str, str]:
         def ints(low, high, size=rank):
             return tuple(int(v) for v in rng.integers(low, high, size, endpoint=True))
 
+        choice = Op(rng.choice([op.value for op in Op])), str(rng.choice(list(DTYPES)))
         groups = int(rng.choice([1, 1, 1, 2, 3, 8]))
         c, k = ints(1, 24 // groups, 2)
-        window = ints(1, 5)
+        window, dilation = ints(1, 5), ints(1, 3)
+        if choice == (Op.FPROP, "s8") and rng.random() < 0.5:
+            groups = min(groups, 3)
+            c = LONG_SUM // math.prod(window) + ints(1, 40, 1)[0]
+        reach = [(r - 1) * d for r, d in zip(window, dilation, strict=True)]
+        if rng.random() < 0.3:  # wider than the filter
+            widest = [r + int(rng.integers(1, 9)) for r in reach]
+        else:
+            widest = list(window)
         problem = Problem(
             name=f"{seed}-{index}",
             spatial=ints(1, largest),
@@ -424,14 +436,13 @@ def draw_problem(seed: int, index: int) -> tuple[Problem, Op, str, str]:
             k=groups * k,
             stride=ints(1, 3),
             padding=tuple(
-                (int(rng.integers(-2, r + 1)), int(rng.integers(-2, r + 1))) for r in window
+                (int(rng.integers(-2, r + 1)), int(rng.integers(-2, r + 1))) for r in widest
             ),
             lhs_dilation=ints(1, 3) if rng.random() < 0.25 else (1,) * rank,
-            dilation=ints(1, 3),
+            dilation=dilation,
             groups=groups,
             batch=int(rng.integers(1, 4)) if rng.random() < 0.2 else None,
         )
-        choice = Op(rng.choice([op.value for op in Op])), str(rng.choice(list(DTYPES)))
         # XLA computes what no kernel takes.
         if all(problem.out_spatial) and not xla_aborts(problem):
             return problem, *choice, str(rng.choice(LAYOUTS))
@@ -447,6 +458,10 @@ def test_problems_are_reproducible_and_varied():
     assert {p.rank for p, *_ in drawn} == {1, 2, 3}
     assert any(p.groups > 1 for p, *_ in drawn) and any(p.batch for p, *_ in drawn)
     assert any(min(lo for lo, _ in p.padding) < 0 for p, *_ in drawn)
+    assert any(p.pads_beyond_the_window for p, *_ in drawn)
+    more = [draw_problem(0, index) for index in range(PRIMITIVE_COUNT[1])]
+    long = [p for p, op, dtype, _ in more if dtype == "s8" and p.reduction(op) >= LONG_SUM]
+    assert len(long) > len(more) / 50
 
 
 def judge_primitives(seed: int, indices: Sequence[int], together: int = TOGETHER) -> list[str]:
