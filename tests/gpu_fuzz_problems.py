@@ -117,14 +117,16 @@ def _draw_problem(rng: np.random.Generator, large: bool) -> Problem:
         c = int(rng.integers(1, 4, endpoint=True))
     reach = [(r - 1) * d for r, d in zip(window, dilation, strict=True)]
     padding = []
-    kind = rng.choice(["none", "same", "any", "wide", "cropping"], p=[0.2, 0.3, 0.2, 0.2, 0.1])
+    kinds = ["none", "same", "any", "wide", "cropping", "mixed"]
+    kind = rng.choice(kinds, p=[0.2, 0.25, 0.15, 0.2, 0.1, 0.1])
     for r in reach:
         low, high = {
             "none": (0, 0),
             "same": (r // 2, r - r // 2),
             "any": (-1, r),
-            "wide": (0, r + 4),
+            "wide": (0, 2 * r + 4),
             "cropping": (-4, 1),
+            "mixed": (-4, r + 4),
         }[kind]
         pair = (low, high) if kind == "same" else rng.integers(low, high, 2, endpoint=True)
         padding.append((int(pair[0]), int(pair[1])))

@@ -40,8 +40,7 @@ def test_problems_are_reproducible_and_varied():
     assert any(p.batch for p in problems) and any(p.groups > 1 for p in problems)
     assert any(p.groups == p.c > 1 for p in problems)
     assert any(min(lo for lo, _ in p.padding) < 0 for p in problems)
-    wider = [lo > (p.window[0] - 1) * p.dilation[0] for p in problems for lo, _ in p.padding[:1]]
-    assert any(wider)
+    assert any(p.pads_beyond_the_window for p in problems)
     large = [gpu_fuzz_problems.draw(0, i, "cuda").problem.name == "large" for i in range(400)]
     assert 20 < sum(large) < 120
 
@@ -78,19 +77,23 @@ def test_8_bit_problems_are_varied():
     assert any(max(p.stride) > 1 for p in problems) and any(max(p.dilation) > 1 for p in problems)
     assert any(lo != hi for p in problems for lo, hi in p.padding)
     assert any(min(pair) < 0 for p in problems for pair in p.padding)
-    wider = [lo > (p.window[0] - 1) * p.dilation[0] for p in problems for lo, _ in p.padding[:1]]
-    assert any(wider)
+    assert any(p.pads_beyond_the_window for p in problems)
 
 
 def test_kinds_have_their_turn():
     """Twice at least among as many problems as have 20,000 results."""
     counts: collections.Counter[tuple] = collections.Counter()
-    groups = collections.Counter()
+    groups, padded = collections.Counter(), collections.Counter()
     for index in range(2800):
         case = gpu_fuzz_problems.draw(1, index, "cuda")
         p, form = case.problem, (case.fused is not None, case.int8 is not None)
         counts[(case.op, case.dtype, *form, p.window, p.stride, p.groups == p.c > 1)] += 1
+        least = min(min(pair) for pair in p.padding)
+        padded[(*form, p.pads_beyond_the_window, least < 0)] += 1
         groups["depthwise" if p.groups == p.c > 1 else "grouped" if p.groups > 1 else "one"] += 1
+    for form in ((False, False), (True, False), (False, True)):  # plain, fused, 8 bits
+        for wide, negative in ((True, False), (True, True), (False, True)):
+            assert padded[(*form, wide, negative)] > 10
     assert groups["depthwise"] > 600 and groups["depthwise"] + groups["grouped"] > 2800 / 3
     for op, dtype in itertools.product(Op, ("f32", "bf16", "f16")):
         for window, stride in (((3, 3), 1), ((3, 3), 2), ((5, 5), 1), ((5, 5), 2), ((1, 4), 1)):
