@@ -8,6 +8,8 @@ import functools
 import os
 import re
 import sys
+import threading
+import types
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import custom_partitioning as _custom_partitioning
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import sharding_impls as _sharding_impls
@@ -205,6 +208,33 @@ def placed_context(count: int):
     the sharding is used; the program may be for devices that are not in this process.
     """
     return _sharding_impls.ShardingContext(count, (jax.devices()[0],) * count)
+
+
+_NAMING = threading.Lock()
+
+
+def name_partitioner(module_context, result, name: str) -> None:
+    """Calls the callback of a lowered ``custom_partitioning`` by a name, not by its address.
+
+    Args:
+        module_context: of the program being lowered.
+        result: a result of the call.
+        name: part of the program, and so of its key in JAX's persistent cache. It stands for all
+            that decides what the callback answers: calls of one name share one callback, which
+            lives as long as one of their programs.
+    """
+    call = result.owner
+    table = _custom_partitioning._sharding_callbacks
+    address = _ir.StringAttr(call.attributes["backend_config"]).value
+    callback = copy.copy(table[address.encode()])
+    # The rest of the context holds the lowered module, which the callback may outlive.
+    callback.module_context = types.SimpleNamespace(
+        platforms=module_context.platforms, backend=module_context.backend
+    )
+    with _NAMING:  # the table holds no value alive
+        callback = table.setdefault(name.encode(), callback)
+    module_context.add_keepalive(callback)
+    call.attributes["backend_config"] = _ir.StringAttr.get(name)
 
 
 # Raised while tracing for types whose shardings do not go together on an explicit mesh.

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, epilogue, halo, partition, primitives
+from jaxconv._src import compat, epilogue, halo, partition, partitioned_call, primitives
 from jaxconv._src.epilogue import Epilogue
 from jaxconv._src.partition import DeviceLayout, Split
 from jaxconv._src.spec import ConvSpec, Op
@@ -257,4 +257,4 @@ def lower(ctx, primitive: Primitive, operands, *, spec: ConvSpec, form: Epilogue
     if mesh is not None:
         return _map_explicit(mesh, ctx, primitive, operands, **static)
     call = _Call(primitive, spec, form, out_dtype, axes)
-    return partition.spread(ctx, call, f"fused {static}", operands, multiple_results=True)
+    return partitioned_call.spread(ctx, call, operands, multiple_results=True)

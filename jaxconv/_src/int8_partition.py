@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from jaxconv._src import compat, partition
+from jaxconv._src import compat, partition, partitioned_call
 from jaxconv._src.partition import Partitions, Split
 
 BLOCK = 32  # output channels that stay together
@@ -220,4 +220,4 @@ def lower(ctx, primitive: Primitive, factors: tuple[Factors, ...], operands, **p
     if mesh is not None:
         return _map_explicit(mesh, ctx, bind, factors, operands)
     call = _Call(bind, factors, axes)
-    return partition.spread(ctx, call, f"{primitive} {params}", operands)
+    return partitioned_call.spread(ctx, call, operands)

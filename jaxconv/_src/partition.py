@@ -33,14 +33,12 @@ from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
     SdyShardingRule,
-    custom_partitioning,
 )
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, halo
+from jaxconv._src import compat, halo, partitioned_call
 from jaxconv._src.spec import ConvSpec, Op
 
 # Mesh axes per array axis, and per factor.
@@ -350,36 +348,6 @@ def sharding_rule(
     )
 
 
-def spread(ctx, call, identity: str, operands: Sequence, multiple_results: bool = False):
-    """Lowers to a call that XLA's partitioner hands back to ``call.partition``.
-
-    Args:
-        ctx: the lowering context.
-        call: the operation on whole arrays, with the callbacks of ``_Call``.
-        identity: tells this call from others of the same shapes. JAX's persistent cache does so by
-            the address of the callback, and never finds another process' program, unless users have
-            that left out of the key (jax_remove_custom_partitioning_ptr_from_cache_key).
-        operands: the values.
-        multiple_results: whether the operation has several results.
-    """
-    split = custom_partitioning(call)
-    split.def_partition(
-        call.partition,
-        infer_sharding_from_operands=call.infer,
-        sharding_rule=call.rule,
-        decode_shardings=False,
-    )
-
-    def identified(*operands):
-        with set_xla_metadata(jaxconv=identity):
-            return split(*operands)
-
-    module = ctx.module_context
-    context = compat.placed_context(math.prod(size for size, _ in call.axes))
-    placed = ctx.replace(module_context=module.replace(axis_context=context))
-    return mlir.lower_fun(identified, multiple_results=multiple_results)(placed, *operands)
-
-
 # --- explicit sharding ---
 
 
@@ -596,4 +564,4 @@ def lower(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype):
     if mesh is not None:
         return _map_explicit(mesh, ctx.primitive, op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
     call = _Call(ctx.primitive, op, spec, out_dtype, axes)
-    return spread(ctx, call, f"{op.value} {spec} {out_dtype}", (lhs, rhs))
+    return partitioned_call.spread(ctx, call, (lhs, rhs))
