@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxconv._src import (
+    compat,
     fused,
     int8_primitive,
     lowering,
@@ -51,3 +52,10 @@ def register() -> dict[str, str]:
         platform: kernels.reason if isinstance(kernels, native.Refusal) else ""
         for platform, kernels in loaded.items()
     }
+
+
+compat.explain_errors(
+    "No FFI handler registered for jaxconv_",
+    "Call jaxconv.register() before the program runs; it makes the kernels known, or returns why "
+    "they cannot be used in this process.",
+)

@@ -93,8 +93,9 @@ def test_a_process_that_only_loads(native_cpu, tmp_path):
         import jax, numpy as np
         jax.config.update("jax_platforms", "cpu")
         folder = pathlib.Path(sys.argv[1])
-        if sys.argv[2] == "register":
+        if sys.argv[2] in ("register", "import"):
             import jaxconv
+        if sys.argv[2] == "register":
             assert jaxconv.register()["cpu"] == ""
         call = jax.export.deserialize((folder / "program").read_bytes()).call
         arrays = np.load(folder / "arrays.npz")
@@ -106,9 +107,10 @@ def test_a_process_that_only_loads(native_cpu, tmp_path):
         command = [sys.executable, "-c", program, str(tmp_path), mode]
         return subprocess.run(command, capture_output=True, text=True)
 
-    with_it, without = run("register"), run("nothing")
+    with_it, without, imported = map(run, ("register", "nothing", "import"))
     assert with_it.returncode == 0, with_it.stderr
     assert without.returncode != 0 and "jaxconv_fprop" in without.stderr
+    assert imported.returncode != 0 and "Call jaxconv.register()" in imported.stderr
 
 
 def test_register_says_what_is_missing():

@@ -572,3 +572,16 @@ def test_xla_is_given_what_is_already_cropped(native_cpu, dtypes):
         with jaxconv.override():
             actual = jax.jit(lambda x: convolve(x, ((-1, 3),)))(x)
     assert_exact(actual, np.asarray(expected), str(dtypes))
+
+
+@pytest.mark.parametrize("padding", ["VALID", ((1, 1), (1, 1))], ids=["VALID", "pairs"])
+@pytest.mark.parametrize("stride", [0, -1])
+@pytest.mark.parametrize("call", [jaxconv.override, jaxconv.fuse], ids=["override", "fuse"])
+def test_strides_below_one_are_refused_by_lax(call, stride, padding):
+    def convolve(x, w):
+        return lax.conv_general_dilated(x, w, (stride, 1), padding, dimension_numbers=LAST)
+
+    x, w = np.ones((1, 8, 8, 3), np.float32), np.ones((3, 3, 3, 4), np.float32)
+    for function in (convolve, call(convolve)):
+        with pytest.raises(ValueError, match="positive stride"):
+            function(x, w)

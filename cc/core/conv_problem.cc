@@ -423,8 +423,11 @@ Status CheckEpilogue(const ConvProblem& p) {
     return Status::InvalidArgument(std::string("epilogue: a zero point of an output of type ") +
                                    Name(p.y_dtype));
   }
-  if (e.zero_point < -128 || e.zero_point > 255) {
-    return Status::InvalidArgument("epilogue: expected a zero point of -128 to 255, got " +
+  const auto [least, largest] = p.y_dtype == DType::kS8 ? std::pair{-128, 127} : std::pair{0, 255};
+  if (e.zero_point < least || e.zero_point > largest) {
+    return Status::InvalidArgument(std::string("epilogue: expected a zero point of ") +
+                                   Name(p.y_dtype) + ", " + std::to_string(least) + " to " +
+                                   std::to_string(largest) + ", got " +
                                    std::to_string(e.zero_point));
   }
   return {};

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import checkify as _checkify
+from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import custom_partitioning as _custom_partitioning
@@ -144,6 +145,15 @@ def lower_afresh(traced: jax.stages.Traced, **options) -> jax.stages.Lowered:
     traced._params = {**traced._params, "jaxpr": traced._params["jaxpr"].replace()}
     traced._lojax = None
     return traced.lower(**options)
+
+
+def explain_errors(part: str, hint: str) -> None:
+    """Adds a hint to errors of XLA's compiler whose message contains ``part``."""
+
+    def explained(error):
+        return type(error)(f"{error}. {hint}") if part in str(error) else None
+
+    _compiler.register_xla_runtime_error_handler(explained)
 
 
 def set_attribute(value, name: str, number: int) -> None:

@@ -38,10 +38,8 @@ def find(graph: Graph, position: int) -> Convolution | str:
     eqn = graph.eqns[position]
     x, w = eqn.invars
     shapes = [type_of(a).shape for a in (x, w, *eqn.outvars)]
-    if not all(compat.is_constant_shape(s) for s in shapes):
-        return "symbolic shape"
-    if any(0 in s for s in shapes):
-        return lowering.EMPTY
+    if reason := lax_lowering.outside(shapes, eqn.params.get("window_strides", ())):
+        return reason
     dtypes = [type_of(a).dtype for a in (x, w, *eqn.outvars)]
     if not all(is_float(d) for d in dtypes) or dtypes[0] != dtypes[1]:
         return f"no fused kernel for {', '.join(np.dtype(d).name for d in dtypes)}"

@@ -121,13 +121,14 @@ def _unreversed(value, axes: tuple[int, ...]):
 # --- the rule ---
 
 
-def _outside(ctx) -> str:
-    """Why a convolution has no canonical form, or ""."""
-    shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
+def outside(shapes: Sequence[Sequence], window_strides: Sequence[int] = ()) -> str:
+    """Why a convolution of arrays of these shapes has no canonical form, or ""."""
     if not all(compat.is_constant_shape(s) for s in shapes):
         return "symbolic shape; kernels are selected for known extents"
     if any(0 in s for s in shapes):
         return lowering.EMPTY
+    if any(stride < 1 for stride in window_strides):
+        return f"strides {tuple(window_strides)}, which XLA refuses"
     return ""
 
 
@@ -235,7 +236,8 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         results = original(ctx, lhs, rhs, **params)
         return record.emit(ctx, op, key, precision, platform, flops, chosen, results)
 
-    if reason := _outside(ctx):
+    shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
+    if reason := outside(shapes, params["window_strides"]):
         return leave(lowering.refused(reason))
     conv = conv_parameters(*([algorithm] if algorithm else []), **params)
     given_filter = _unreversed(rhs, conv.rhs_spec[2:])

@@ -114,13 +114,18 @@ void CheckInt8() {
   Expect(problem.epilogue.scale == ScaleKind::kChannel &&
              problem.epilogue.activation == Activation::kRelu && !problem.epilogue.bias,
          "terms read");
-  std::string s8 = plain;
-  s8.replace(s8.find("s8:s8:s32"), 9, "u8:s8:u8");
-  Expect(ConvProblem::Parse(s8 + " scale z-3", &problem).ok() && problem.epilogue.zero_point == -3,
-         "zero point");
-  for (const std::string& bad : {plain + " bias", plain + " relu", plain + " scale bias offset",
-                                 plain + " scale gelu", plain + " scale z3", s8 + " scale z256",
-                                 std::string(kLine) + " packed", plain + " nchw32 packed"}) {
+  std::string s8 = plain, u8 = plain;
+  s8.replace(s8.find("s8:s8:s32"), 9, "u8:s8:s8");
+  u8.replace(u8.find("s8:s8:s32"), 9, "s8:s8:u8");
+  for (const auto& [key, zero_point] : {std::pair{s8, -128}, {s8, 127}, {u8, 1}, {u8, 255}}) {
+    Expect(ConvProblem::Parse(key + " scale z" + std::to_string(zero_point), &problem).ok() &&
+               problem.epilogue.zero_point == zero_point,
+           "zero point " + std::to_string(zero_point));
+  }
+  for (const std::string& bad :
+       {plain + " bias", plain + " relu", plain + " scale bias offset", plain + " scale gelu",
+        plain + " scale z3", s8 + " scale z128", s8 + " scale z-129", u8 + " scale z256",
+        u8 + " scale z-1", std::string(kLine) + " packed", plain + " nchw32 packed"}) {
     Expect(!ConvProblem::Parse(bad, &problem).ok(), bad);
   }
 }
