@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from numerics import assert_exact
+from sharding_tools import collectives
 from test_fuse import NHWC, assert_close, check, draw, epilogues, reasons
 
 import jaxconv
@@ -184,6 +185,30 @@ def test_of_split_arrays_are_of_the_whole(native_cpu, spec):
     y, mean, variance = jax.jit(parts)(X, W)
     for i, half in enumerate((slice(0, 2), slice(2, 4))):
         assert_statistics((y[half], mean[8 * i :][:8], variance[8 * i :][:8]))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(("a", "b")), P("a", "b")])
+def test_of_split_arrays_do_not_cancel(native_cpu, spec, kind):
+    """One sum over the devices, at a mean of 3000 deviations and with parts that differ.
+
+    The rounding of a part's mean to float32 costs 4e-4 of the variance there, a sum of squares in
+    float32 all of it.
+    """
+    mesh = jax.make_mesh((2, 2), ("a", "b"), (kind,) * 2, devices=jax.devices("cpu")[:4])
+    rising = X + np.arange(4, dtype=np.float32)[:, None, None, None]
+    f = jax.jit(functools.partial(counted, bias=BIAS + 3e4))
+    with jax.set_mesh(mesh):
+        results = f(
+            *(jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((rising, spec), (W, P())))
+        )
+    assert_statistics(results, rtol=4e-4)
+    constant = np.full_like(X, 3e4 / 7)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(constant, NamedSharding(mesh, spec))
+        _, mean, variance = f(placed, jax.device_put(0 * W, NamedSharding(mesh, P())))
+    np.testing.assert_array_equal(mean, BIAS + np.float32(3e4))
+    np.testing.assert_array_equal(variance, 0)
 
 
 def test_bad_input():
@@ -374,3 +399,28 @@ def test_split_arrays_and_scan(native_cpu):
     for f, x in ((layers, placed), (split(functools.partial(layers, axis="a")), X)):
         assert epilogues(f, x) == ["statistics"]
         assert_close(jax.jit(jaxconv.fuse(f))(x), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_split_batch_costs_one_sum_a_layer(native_cpu, kind):
+    """As in lax's program: mean and squares together, and one sum of both in the gradient."""
+    mesh = jax.make_mesh((4,), ("a",), (kind,), devices=jax.devices("cpu")[:4])
+    weights = [draw(3, 3, 4, 4, seed=i) for i in range(4)]
+
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.relu(normalised(conv(x, w)))
+        return (x * jnp.cos(jnp.arange(4.0))).sum()
+
+    with jax.set_mesh(mesh):
+        operands = (
+            jax.device_put(weights, NamedSharding(mesh, P())),
+            jax.device_put(X, NamedSharding(mesh, P("a"))),
+        )
+        for function, sums in ((loss, 5), (jax.value_and_grad(loss), 9)):
+            assert "statistics=True" in str(jax.make_jaxpr(jaxconv.fuse(function))(*operands))
+            plain, fused = (
+                jax.jit(f).lower(*operands).compile() for f in (function, jaxconv.fuse(function))
+            )
+            assert collectives(plain) == collectives(fused) == {"all-reduce": sums}
+            assert_close(fused(*operands), plain(*operands))
