@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, epilogue, halo, partition, partitioned_call, primitives
+from jaxconv._src import compat, epilogue, halo, partition, partitioned_call, primitives, shardy
 from jaxconv._src.epilogue import Epilogue
 from jaxconv._src.partition import DeviceLayout, Split
 from jaxconv._src.spec import ConvSpec, Op
@@ -94,20 +94,20 @@ def _local(
     terms = dict(zip(form.terms, rest, strict=True))
     x_at, y_at = partition.factors(spec, "x"), partition.factors(spec, "y")
     plans: dict[int, halo.Plan] = {}
+    devices = {name: halo.Devices(split.get(name, ()), mesh) for name in _SPATIAL}
     for at, name in enumerate(_SPATIAL):
-        names = split.get(name, ())
-        if (parts := math.prod(mesh[axis] for axis in names)) > 1:
+        if (parts := devices[name].count) > 1:
             plan = halo.plan(Op.FPROP, spec, at, parts)
             assert plan is not None, "an axis is split only where there is a plan"
             plans[at] = plan
-            x = halo.exchange(x, x_at[name], names, plan)
+            x = halo.exchange(x, x_at[name], devices[name], plan)
     groups = spec.groups // math.prod(mesh[axis] for axis in split.get("g", ()))
     local = dataclasses.replace(halo.local_spec(spec, plans), groups=groups)
 
     def own(result):
         for at, plan in plans.items():
             name = _SPATIAL[at]
-            result = halo.own_rows(result, y_at[name], split[name], plan)
+            result = halo.own_rows(result, y_at[name], devices[name], plan)
         return result
 
     summed = tuple(a for n in partition.contracted(Op.FPROP, spec) for a in split.get(n, ()))
@@ -212,9 +212,8 @@ class _Call:
                 strict=True,
             )
         ]
-        return partition.sharding_rule(
-            self.spec, *arrays, partition.contracted(Op.FPROP, self.spec)
-        )
+        summed = partition.contracted(Op.FPROP, self.spec)
+        return shardy.convolution_rule(self.spec, *arrays, summed)
 
 
 def _map_explicit(mesh: AbstractMesh, ctx, primitive, operands, *, spec, form, out_dtype):

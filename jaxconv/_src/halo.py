@@ -21,10 +21,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxconv._src.spec import ConvSpec, Op, as_fprop, dilated_extent, fitting_padding
@@ -154,11 +155,45 @@ def local_spec(spec: ConvSpec, plans: dict[int, Plan]) -> ConvSpec:
     return dataclasses.replace(spec, in_spatial=tuple(extents), padding=tuple(padding))
 
 
-def _of_device(values: Sequence[int], names: tuple[str, ...]) -> int | jax.Array:
-    """One device's entry of a table."""
-    if len(set(values)) == 1:
-        return values[0]
-    return jnp.asarray(values, jnp.int32)[lax.axis_index(names)]
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices that one array axis is split over, numbered as the shares lie in the array.
+
+    Over several mesh axes, ``lax.axis_index`` and ``lax.all_gather`` number devices in the order of
+    the names that they are given, ``lax.ppermute`` in the mesh's. Numbers here and in a ``Plan``
+    are of the first kind.
+
+    Attributes:
+        names: the mesh axes, outermost first.
+        mesh: size of every mesh axis, in the mesh's order.
+    """
+
+    names: tuple[str, ...]
+    mesh: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.mesh[name] for name in self.names)
+
+    def index(self) -> jax.Array:
+        """The device's own number."""
+        return lax.axis_index(self.names)
+
+    def own(self, values: Sequence[int]) -> int | jax.Array:
+        """The device's entry of a table."""
+        if len(set(values)) == 1:
+            return values[0]
+        return jnp.asarray(values, jnp.int32)[self.index()]
+
+    def gathered(self, array: jax.Array, at: int) -> jax.Array:
+        return lax.all_gather(array, self.names, axis=at, tiled=True)
+
+    def permuted(self, array: jax.Array, pairs: Iterable[tuple[int, int]]) -> jax.Array:
+        """What another device sent, by pairs of source and target; zeros where none did."""
+        ordered = tuple(name for name in self.mesh if name in self.names)
+        numbers = np.arange(self.count).reshape([self.mesh[name] for name in ordered])
+        number = numbers.transpose([ordered.index(name) for name in self.names]).ravel().tolist()
+        return lax.ppermute(array, ordered, [(number[a], number[b]) for a, b in pairs])
 
 
 def _slice(array: jax.Array, at: int, start: int | jax.Array, count: int) -> jax.Array:
@@ -167,14 +202,14 @@ def _slice(array: jax.Array, at: int, start: int | jax.Array, count: int) -> jax
     return lax.dynamic_slice_in_dim(array, start, count, axis=at)
 
 
-def existing(array: jax.Array, at: int, names: tuple[str, ...], extent: int) -> jax.Array:
+def existing(array: jax.Array, at: int, devices: Devices, extent: int) -> jax.Array:
     """An array's share with zeros in the rows from ``extent`` on, counted over all devices."""
-    row = lax.axis_index(names) * array.shape[at] + lax.broadcasted_iota(jnp.int32, array.shape, at)
+    row = devices.index() * array.shape[at] + lax.broadcasted_iota(jnp.int32, array.shape, at)
     return jnp.where(row < extent, array, jnp.zeros((), array.dtype))
 
 
 def _received(
-    array: jax.Array, at: int, names: tuple[str, ...], lacking: Sequence[int], before: bool
+    array: jax.Array, at: int, devices: Devices, lacking: Sequence[int], before: bool
 ) -> list[jax.Array]:
     """The neighbours' rows on one side, in order; zeros where there is no neighbour."""
     share, pieces = array.shape[at], []
@@ -186,29 +221,29 @@ def _received(
             (p - shift, p) for p, lacks in enumerate(lacking) if lacks > share * (distance - 1)
         ]
         piece = lax.slice_in_dim(array, start, start + rows, axis=at)
-        pieces.append(lax.ppermute(piece, names, pairs))
+        pieces.append(devices.permuted(piece, pairs))
     return pieces[::-1] if before else pieces
 
 
-def exchange(array: jax.Array, at: int, names: tuple[str, ...], plan: Plan) -> jax.Array:
+def exchange(array: jax.Array, at: int, devices: Devices, plan: Plan) -> jax.Array:
     """The rows that one device reads, from every device's share.
 
     Args:
         array: the share.
         at: the array's axis that is split.
-        names: the mesh axes over which it is, outermost first.
+        devices: those that it is split over.
         plan: of the operation.
     """
     if plan.extent < plan.parts * plan.share:
-        array = existing(array, at, names, plan.extent)
+        array = existing(array, at, devices, plan.extent)
     if plan.gathers:
-        array = lax.all_gather(array, names, axis=at, tiled=True)
+        array = devices.gathered(array, at)
         origin = (0,) * plan.parts
     else:
         pieces = [
-            *_received(array, at, names, plan.before, True),
+            *_received(array, at, devices, plan.before, True),
             array,
-            *_received(array, at, names, plan.after, False),
+            *_received(array, at, devices, plan.after, False),
         ]
         array = lax.concatenate(pieces, at) if len(pieces) > 1 else array
         origin = tuple(p * plan.share - max(plan.before) for p in range(plan.parts))
@@ -219,12 +254,12 @@ def exchange(array: jax.Array, at: int, names: tuple[str, ...], plan: Plan) -> j
         config = [(0, 0, 0)] * array.ndim
         config[at] = (low, high, 0)
         array = lax.pad(array, jnp.zeros((), array.dtype), config)
-    start = _of_device([s + low for s in start], names)
+    start = devices.own([s + low for s in start])
     return _slice(array, at, start, plan.count)
 
 
-def own_rows(result: jax.Array, at: int, names: tuple[str, ...], plan: Plan) -> jax.Array:
+def own_rows(result: jax.Array, at: int, devices: Devices, plan: Plan) -> jax.Array:
     """One device's share of the result, of all rows that it computed."""
     if result.shape[at] == plan.result:
         return result
-    return _slice(result, at, _of_device(plan.skip, names), plan.result)
+    return _slice(result, at, devices.own(plan.skip), plan.result)

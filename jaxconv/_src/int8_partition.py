@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
 
 import jax
 from jax.experimental.custom_partitioning import (
@@ -24,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from jaxconv._src import compat, partition, partitioned_call
+from jaxconv._src import compat, partition, partitioned_call, shardy
 from jaxconv._src.partition import Partitions, Split
 
 BLOCK = 32  # output channels that stay together
@@ -121,7 +120,8 @@ class _Call:
 
     def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
         """The factors in Shardy's terms."""
-        mappings, whole = [], []
+        mappings: list[ArrayMapping] = []
+        whole: list[str] = []
         for i, factors in enumerate(self.factors):
             names: list = []
             for axis, name in enumerate(factors):
@@ -131,9 +131,8 @@ class _Call:
                 else:
                     names.append(_factor(name) or f"t{i}_{axis}")
                     flat = [] if name else names[-1:]
-                whole += [f for f in flat if f not in whole]
+                whole += flat
             mappings.append(ArrayMapping(*names))
-        *operands, out = mappings
         compound = any("k" in factors for factors in self.factors)
         kinds = [*operand_types, *result_types]
         sizes = {}
@@ -144,9 +143,7 @@ class _Call:
             sizes = {"k": blocks, "k_of_block": BLOCK}
             if any("k_blocks" in factors for factors in self.factors):
                 sizes.pop("k")  # it is then the size of an axis
-        return SdyShardingRule(
-            tuple(operands), (out,), need_replication_factors=tuple(whole), **cast(Any, sizes)
-        )
+        return shardy.rule(mappings, len(mappings) - 1, sizes, whole)
 
 
 def result_sharding(

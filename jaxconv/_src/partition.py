@@ -24,21 +24,16 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    CompoundFactor,
-    SdyShardingRule,
-)
+from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxconv._src import compat, halo, partitioned_call
+from jaxconv._src import compat, halo, partitioned_call, shardy
 from jaxconv._src.spec import ConvSpec, Op
 
 # Mesh axes per array axis, and per factor.
@@ -165,23 +160,23 @@ def _local(primitive, op: Op, split: Split, mesh: Mapping[str, int], lhs, rhs, *
     summed = [axis for name in contracted(op, spec) for axis in split.get(name, ())]
     lhs_at, rhs_at, out_at = (factors(spec, role) for role in op.roles)
     plans: dict[int, halo.Plan] = {}
+    devices = {name: halo.Devices(split.get(name, ()), mesh) for name in _SPATIAL}
     for at, name in enumerate(_SPATIAL):
-        names = split.get(name, ())
-        if (parts := _parts(names, mesh)) == 1:
+        if (parts := devices[name].count) == 1:
             continue
         plan = halo.plan(op, spec, at, parts)
         assert plan is not None, "an axis is split only where there is a plan"
         plans[at] = plan
-        lhs = halo.exchange(lhs, lhs_at[name], names, plan)
+        lhs = halo.exchange(lhs, lhs_at[name], devices[name], plan)
         if op is Op.WGRAD and plan.result_extent < parts * plan.result:
-            rhs = halo.existing(rhs, rhs_at[name], names, plan.result_extent)
+            rhs = halo.existing(rhs, rhs_at[name], devices[name], plan.result_extent)
     groups = spec.groups // _parts(split.get("g", ()), mesh)
     local = dataclasses.replace(halo.local_spec(spec, plans), groups=groups)
     out = primitive.bind(*compat.match_varying(lhs, rhs), spec=local, out_dtype=out_dtype)
     if op is not Op.WGRAD:
         for at, plan in plans.items():
             name = _SPATIAL[at]
-            out = halo.own_rows(out, out_at[name], split[name], plan)
+            out = halo.own_rows(out, out_at[name], devices[name], plan)
     return lax.psum(out, tuple(summed)) if summed else out
 
 
@@ -308,44 +303,8 @@ class _Call:
             (role, kind.shape, factors(self.spec, role))
             for role, kind in zip(self.op.roles, (*operand_types, *result_types), strict=True)
         ]
-        return sharding_rule(self.spec, arrays[:-1], arrays[-1:], contracted(self.op, self.spec))
-
-
-def sharding_rule(
-    spec: ConvSpec, operands: Sequence, results: Sequence, reduced: Sequence[str]
-) -> SdyShardingRule:
-    """The factors in Shardy's terms: splits propagate between axes of one name.
-
-    Args:
-        spec: the convolution.
-        operands, results: a name, the shape and the factors of every array; its other axes are
-            called by its name.
-        reduced: the factors that a sum runs over.
-    """
-    sizes: dict[str, int] = {}
-    mappings = []
-    for array, shape, at in (*operands, *results):
-        names: list = [f"{array}{i}" for i in range(len(shape))]
-        for name, axis in at.items():
-            names[axis] = name
-            of_one_group = shape[axis] // spec.groups
-            if name == "g" and of_one_group > 1:
-                inner = "c_of_g" if array == "x" else "k_of_g"
-                names[axis] = CompoundFactor("g", inner)
-                sizes |= {"g": spec.groups, inner: of_one_group}
-        mappings.append(ArrayMapping(*names))
-    if any("g" in names for names in mappings):  # its size is then that of an axis
-        sizes.pop("g", None)
-    free = {"batch", "n", "g", "c", "k", *_SPATIAL}
-    # Shardy wants the special factors in the order of their first appearance.
-    flat = [f for names in mappings for n in names for f in ([n] if isinstance(n, str) else n)]
-    return SdyShardingRule(
-        tuple(mappings[: len(operands)]),
-        tuple(mappings[len(operands) :]),
-        need_replication_factors=tuple(dict.fromkeys(f for f in flat if f not in free)),
-        reduction_factors=tuple(reduced),
-        **cast(Any, sizes),
-    )
+        summed = contracted(self.op, self.spec)
+        return shardy.convolution_rule(self.spec, arrays[:-1], arrays[-1:], summed)
 
 
 # --- explicit sharding ---
