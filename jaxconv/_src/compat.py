@@ -186,9 +186,19 @@ def tiling_partitions(tiling, mesh, rank: int) -> tuple[tuple[str, ...], ...]:
     return (*axes, *((),) * (rank - len(axes)))
 
 
-def _manual_axes(mesh) -> set[str]:
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, kind in types if kind == jax.sharding.AxisType.Manual}
+def tiling_devices(tiling) -> tuple[int, ...]:
+    """The devices of XLA's tiling, tile by tile."""
+    return tuple(map(int, tiling.tile_assignment_devices()))
+
+
+def _manual_axes(ctx) -> set[str]:
+    # JAX 0.9 forgets the axes of an outer `shard_map` here; types know them.
+    found = set(ctx.module_context.axis_context.manual_axes)
+    for aval in ctx.avals_in:
+        mesh = aval.sharding.mesh
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        found |= {name for name, kind in types if kind == jax.sharding.AxisType.Manual}
+    return found
 
 
 def device_axes(ctx) -> tuple[tuple[int, bool], ...]:
@@ -204,11 +214,24 @@ def device_axes(ctx) -> tuple[tuple[int, bool], ...]:
     if isinstance(axes, _sharding_impls.ShardingContext):
         return () if axes.num_devices == 1 else ((axes.num_devices, False),)
     if isinstance(axes, _sharding_impls.SPMDAxisContext):
-        # JAX 0.9 forgets the axes of an outer `shard_map` here; types know them.
-        manual = set(axes.manual_axes).union(*(_manual_axes(a.sharding.mesh) for a in ctx.avals_in))
+        manual = _manual_axes(ctx)
         found = [(size, name in manual) for name, size in axes.mesh.shape.items()]
         return () if all(done or size == 1 for size, done in found) else tuple(found)
     return ()
+
+
+def split_over_all(ctx) -> tuple[Any, Any]:
+    """A value split over all mesh axes that are not manual, one array axis each, and its type."""
+    mesh, manual = ctx.module_context.axis_context.mesh, _manual_axes(ctx)
+    names = [name for name in mesh.axis_names if name not in manual]
+    aval = jax.core.ShapedArray(tuple(mesh.shape[name] for name in names), np.dtype(bool))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+
+    def made():
+        return jax.lax.with_sharding_constraint(jnp.zeros(aval.shape, aval.dtype), sharding)
+
+    (value,) = _mlir.lower_fun(made, multiple_results=False)(ctx.replace(avals_in=[]))
+    return value, aval
 
 
 def placed_context(count: int):

@@ -21,8 +21,9 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxconv._src import compat, epilogue, halo, partition, partitioned_call, primitives, shardy
+from jaxconv._src.device_layout import Arrangement, DeviceLayout, read_shardings
 from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.partition import DeviceLayout, Split
+from jaxconv._src.partition import Split
 from jaxconv._src.spec import ConvSpec, Op
 
 _SPATIAL = ("s0", "s1", "s2")
@@ -147,7 +148,7 @@ class _Call:
     spec: ConvSpec
     form: Epilogue
     out_dtype: object
-    axes: tuple[tuple[int, bool], ...]
+    devices: Arrangement
 
     def __call__(self, *operands):
         return tuple(
@@ -160,7 +161,7 @@ class _Call:
         infos = [*operands, *results]
         ranks = [len(info.shape) for info in infos]
         shardings = [getattr(info, "sharding", None) for info in infos]
-        layout, given = partition.read_shardings(self.axes, shardings, ranks)
+        layout, given = read_shardings(self.devices, shardings, ranks)
         y = given[len(operands)]
         if y is None and self.form.residual:
             y = given[len(operands) - 1]
@@ -263,9 +264,9 @@ def lower(ctx, primitive: Primitive, operands, *, spec: ConvSpec, form: Epilogue
     devices = partition.devices_of(ctx)
     if devices is None:
         return None
-    mesh, axes = devices
+    mesh, arrangement = devices
     static = dict(spec=spec, form=form, out_dtype=out_dtype)
     if mesh is not None:
         return _map_explicit(mesh, ctx, primitive, operands, **static)
-    call = _Call(primitive, spec, form, out_dtype, axes)
+    call = _Call(primitive, spec, form, out_dtype, arrangement)
     return partitioned_call.spread(ctx, call, operands, multiple_results=True)

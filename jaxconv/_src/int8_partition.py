@@ -24,7 +24,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jaxconv._src import compat, partition, partitioned_call, shardy
-from jaxconv._src.partition import Partitions, Split
+from jaxconv._src.device_layout import Arrangement, DeviceLayout, Partitions, read_shardings
+from jaxconv._src.partition import Split
 
 BLOCK = 32  # output channels that stay together
 
@@ -90,16 +91,14 @@ class _Call:
 
     bind: Callable
     factors: tuple[Factors, ...]  # of the operands and of the result
-    axes: tuple[tuple[int, bool], ...]
+    devices: Arrangement
 
     def __call__(self, *operands):
         return self.bind(*operands)
 
-    def _choose(self, infos: Sequence) -> tuple[partition.DeviceLayout, list[NamedSharding]]:
+    def _choose(self, infos: Sequence) -> tuple[DeviceLayout, list[NamedSharding]]:
         shardings = [getattr(info, "sharding", None) for info in infos]
-        layout, given = partition.read_shardings(
-            self.axes, shardings, [len(info.shape) for info in infos]
-        )
+        layout, given = read_shardings(self.devices, shardings, [len(info.shape) for info in infos])
         tensors = [(f, info.shape) for f, info in zip(self.factors, infos, strict=True)]
         split = choose(tensors, layout.split.shape, given)
         return layout, [NamedSharding(layout.split, _spec(f, split)) for f in self.factors]
@@ -212,9 +211,9 @@ def lower(ctx, primitive: Primitive, factors: tuple[Factors, ...], operands, **p
     devices = partition.devices_of(ctx)
     if devices is None:
         return None
-    mesh, axes = devices
+    mesh, arrangement = devices
     bind = functools.partial(primitive.bind, **params)
     if mesh is not None:
         return _map_explicit(mesh, ctx, bind, factors, operands)
-    call = _Call(bind, factors, axes)
+    call = _Call(bind, factors, arrangement)
     return partitioned_call.spread(ctx, call, operands)

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,10 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxconv._src import compat, halo, partitioned_call, shardy
+from jaxconv._src.device_layout import Arrangement, DeviceLayout, Partitions, read_shardings
 from jaxconv._src.spec import ConvSpec, Op
 
-# Mesh axes per array axis, and per factor.
-Partitions = tuple[tuple[str, ...], ...]
-Split = dict[str, tuple[str, ...]]
+Split = dict[str, tuple[str, ...]]  # mesh axes per factor
 
 # The axes of each tensor that can be split at all, besides the spatial ones of x and y.
 _AXES = {"x": ("batch", "n", "c"), "w": ("batch", "c", "k"), "y": ("batch", "n", "k")}
@@ -183,69 +182,6 @@ def _local(primitive, op: Op, split: Split, mesh: Mapping[str, int], lhs, rhs, *
 # --- automatic sharding ---
 
 
-def _radices(count: int) -> Iterator[tuple[int, ...]]:
-    """Every order of the prime factors of ``count``."""
-    if count == 1:
-        yield ()
-    for p in range(2, count + 1):
-        if count % p == 0 and all(p % q for q in range(2, p)):
-            for rest in _radices(count // p):
-                yield (p, *rest)
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceLayout:
-    """The devices of a program as a mesh whose axes all have prime size.
-
-    The program's own mesh is often unknown while lowering, and XLA may split over a part of one of
-    its axes. All that matters is which devices hold which part, and every tiling that comes of a
-    mesh is one of the mesh of its axes' prime factors.
-
-    Attributes:
-        whole: all devices.
-        split: those that XLA splits over; the others' axes are manual already.
-    """
-
-    whole: AbstractMesh
-    split: AbstractMesh
-
-    @classmethod
-    def all_of(cls, axes: tuple[tuple[int, bool], ...]) -> Iterator[DeviceLayout]:
-        """One layout for every order of the prime factors; ``axes`` as ``compat.device_axes``."""
-        for radices in itertools.product(*(_radices(size) for size, _ in axes)):
-            named = [
-                (f"d{i}_{j}", size, manual)
-                for i, (sizes, (_, manual)) in enumerate(zip(radices, axes, strict=True))
-                for j, size in enumerate(sizes)
-            ]
-            whole, split = (
-                AbstractMesh(
-                    tuple(size for _, size, _ in some),
-                    tuple(name for name, *_ in some),
-                    (AxisType.Auto,) * len(some),
-                )
-                for some in (named, [axis for axis in named if not axis[2]])
-            )
-            yield cls(whole, split)
-
-    def read(self, sharding, rank: int) -> Partitions | None:
-        """One of XLA's shardings as mesh axes; None where it leaves the sharding open."""
-        if sharding is None:
-            return None
-        tiling = sharding._to_xla_hlo_sharding(rank)
-        return compat.tiling_partitions(tiling, self.split, rank)
-
-
-def read_shardings(axes, shardings: Sequence, ranks: Sequence[int]) -> tuple[DeviceLayout, list]:
-    """All shardings of one operation over one layout. Any that come of no mesh are replicated."""
-    for layout in DeviceLayout.all_of(axes):
-        try:
-            return layout, [layout.read(s, r) for s, r in zip(shardings, ranks, strict=True)]
-        except compat.NOT_A_TILING_OF_THE_MESH:
-            continue
-    return layout, [((),) * rank for rank in ranks]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """One operation as ``custom_partitioning`` sees it: its static half, and its callbacks."""
@@ -254,14 +190,14 @@ class _Call:
     op: Op
     spec: ConvSpec
     out_dtype: object
-    axes: tuple[tuple[int, bool], ...]
+    devices: Arrangement
 
     def __call__(self, lhs, rhs):
         return self.primitive.bind(lhs, rhs, spec=self.spec, out_dtype=self.out_dtype)
 
     def _choose(self, infos: Sequence) -> tuple[DeviceLayout, Split]:
         shardings = [getattr(info, "sharding", None) for info in infos]
-        layout, given = read_shardings(self.axes, shardings, [len(info.shape) for info in infos])
+        layout, given = read_shardings(self.devices, shardings, [len(info.shape) for info in infos])
         extents = _extents(self.op, self.spec, infos[0].shape, infos[1].shape)
         return layout, choose(self.op, self.spec, extents, layout.split.shape, given)
 
@@ -399,19 +335,19 @@ def result_sharding(op: Op, spec: ConvSpec, lhs, rhs) -> NamedSharding | None:
     return NamedSharding(mesh, partition_spec(partitions(spec, op.roles[2], split)))
 
 
-def devices_of(ctx) -> tuple[AbstractMesh | None, tuple[tuple[int, bool], ...]] | None:
+def devices_of(ctx) -> tuple[AbstractMesh | None, Arrangement] | None:
     """What the arrays of an operation that is lowered are, or may be, split over.
 
     Returns:
-        The explicit mesh, or None and the axes of ``compat.device_axes``; None alone where the
-        arrays are one device's, or one of them has no elements.
+        The explicit mesh, or None and what is known of any other; None alone where the arrays are
+        one device's, or one of them has no elements.
     """
     mesh = explicit_mesh(*ctx.avals_in)
-    axes = () if mesh is not None else compat.device_axes(ctx)
-    split = axes if mesh is None else mesh.size > 1
+    devices = Arrangement(() if mesh is not None else compat.device_axes(ctx))
+    split = devices.axes if mesh is None else mesh.size > 1
     if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return None
-    return mesh, axes
+    return mesh, devices
 
 
 def like(array: jax.Array, aval) -> jax.Array:
@@ -519,8 +455,8 @@ def lower(op: Op, ctx, lhs, rhs, *, spec: ConvSpec, out_dtype):
     devices = devices_of(ctx)
     if devices is None:
         return None
-    mesh, axes = devices
+    mesh, arrangement = devices
     if mesh is not None:
         return _map_explicit(mesh, ctx.primitive, op, ctx, lhs, rhs, spec=spec, out_dtype=out_dtype)
-    call = _Call(ctx.primitive, op, spec, out_dtype, axes)
+    call = _Call(ctx.primitive, op, spec, out_dtype, arrangement)
     return partitioned_call.spread(ctx, call, (lhs, rhs))

@@ -9,17 +9,17 @@ the callback is called by a hash of that.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
-from jaxconv._src import compat, native
+from jaxconv._src import compat, native, shardy
 
 
 def _identity(call: Any, platforms: Sequence[str], settings: tuple[str, str]) -> str:
@@ -39,13 +39,45 @@ def _identity(call: Any, platforms: Sequence[str], settings: tuple[str, str]) ->
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Numbered:
+    """A call among manual mesh axes, with one operand more: one split over all other axes.
+
+    Its sharding tells how XLA numbers the devices of those (``Arrangement``).
+    """
+
+    call: Any
+
+    def __call__(self, *operands):
+        return self.call(*operands[:-1])
+
+    def _among(self, operands: Sequence):
+        *operands, numbers = operands
+        devices = self.call.devices.numbered(numbers.sharding, len(numbers.shape))
+        return dataclasses.replace(self.call, devices=devices), operands, numbers.sharding
+
+    def partition(self, mesh, operands, results):
+        call, operands, held = self._among(operands)
+        whole, body, out, given = call.partition(mesh, operands, results)
+        return whole, lambda *local: body(*local[:-1]), out, (*given, held)
+
+    def infer(self, mesh, operands, results):
+        call, operands, _ = self._among(operands)
+        return call.infer(mesh, operands, results)
+
+    def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
+        *operand_types, numbers = operand_types
+        rule = self.call.rule(mesh, operand_types, result_types)
+        return shardy.with_operand(rule, "numbers", len(numbers.shape))
+
+
 def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
     """Lowers to a call that XLA's partitioner hands back to ``call.partition``.
 
     Args:
         ctx: the lowering context.
-        call: the operation on whole arrays, a frozen dataclass with the mesh ``axes`` of
-            ``compat.device_axes`` and the callbacks ``partition``, ``infer`` and ``rule`` of
+        call: the operation on whole arrays, a frozen dataclass with its ``devices``
+            (``device_layout.Arrangement``) and the callbacks ``partition``, ``infer`` and ``rule`` of
             ``custom_partitioning``, which its fields decide.
         operands: the values.
         multiple_results: whether the operation has several results.
@@ -53,6 +85,8 @@ def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
     module = ctx.module_context
     platforms, settings = ctx.platforms or module.platforms, native.settings()
     identity = _identity(call, platforms, settings)
+    numbers = () if call.devices.all_split else (compat.split_over_all(ctx),)
+    called = _Numbered(call) if numbers else call
 
     def partition(mesh, arguments, results):
         if native.settings() != settings:
@@ -60,13 +94,13 @@ def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
                 "JAXCONV_ALGORITHM and JAXCONV_TARGET: expected in compilation the values of "
                 f"lowering, {settings}, got {native.settings()}"
             )
-        return call.partition(mesh, arguments, results)
+        return called.partition(mesh, arguments, results)
 
-    split = custom_partitioning(call)
+    split = custom_partitioning(called)
     split.def_partition(
         partition,
-        infer_sharding_from_operands=call.infer,
-        sharding_rule=call.rule,
+        infer_sharding_from_operands=called.infer,
+        sharding_rule=called.rule,
         decode_shardings=False,
     )
 
@@ -76,8 +110,11 @@ def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
         with set_xla_metadata(jaxconv=identity):
             return split(*operands)
 
-    context = compat.placed_context(math.prod(size for size, _ in call.axes))
-    placed = ctx.replace(module_context=module.replace(axis_context=context))
+    placed = ctx.replace(
+        module_context=module.replace(axis_context=compat.placed_context(call.devices.count)),
+        avals_in=[*ctx.avals_in, *(aval for _, aval in numbers)],
+    )
+    operands = (*operands, *(value for value, _ in numbers))
     results = mlir.lower_fun(identified, multiple_results=multiple_results)(placed, *operands)
     name = f"jaxconv_{hashlib.sha256(identity.encode()).hexdigest()}"
     compat.name_partitioner(module, results[0], name)

@@ -74,3 +74,21 @@ def convolution_rule(
     split = {name for *_, at in (*operands, *results) for name in at}
     whole = [f for f in _in_order(mappings) if f not in split]
     return rule(mappings, len(operands), sizes, whole, reduced)
+
+
+def with_operand(given: SdyShardingRule, name: str, rank: int) -> SdyShardingRule:
+    """The rule of an operation with one operand more, the last, which shares no factor.
+
+    Args:
+        given: the rule without it.
+        name: what the operand's factors are called by.
+        rank: how many axes it has.
+    """
+    added = ArrayMapping(*(f"{name}{i}" for i in range(rank)))
+    return rule(
+        [*given.operand_mappings, added, *given.result_mappings],
+        len(given.operand_mappings) + 1,
+        given.factor_sizes,
+        given.need_replication_factors,
+        given.reduction_factors,
+    )
