@@ -53,10 +53,18 @@ def rows(array: np.ndarray, start: int, count: int) -> np.ndarray:
 
 
 def on_every_device(op: Op, p: Problem, plan: halo.Plan, lhs, rhs) -> np.ndarray:
-    """What the devices compute together, of the rows that the plan says they read."""
+    """What the devices compute together, of the rows that the plan says they read.
+
+    Rows that a device is not sent are NaN, but for wgrad, where a row of dy that there is not still
+    counts, times zero.
+    """
     parts = []
     for device in range(plan.parts):
-        read = rows(lhs, plan.first[device], plan.count)
+        begin = device * plan.share
+        held = slice(begin - plan.before[device], begin + plan.share + plan.after[device])
+        given = np.full_like(lhs, 0 if op is Op.WGRAD else np.nan)
+        given[:, held] = lhs[:, held]
+        read = rows(given, plan.first[device], plan.count)
         local = dataclasses.replace(p, spatial=(plan.in_extent,), padding=(plan.padding,))
         begin = device * plan.result
         if op is Op.WGRAD:
@@ -88,12 +96,6 @@ def test_plans_of_random_axes(seed):
             lhs, rhs = (tensors[role] for role in op.roles[:2])
             actual = on_every_device(op, p, plan, lhs, rhs)
             np.testing.assert_array_equal(actual, reference(op, p, lhs, rhs), f"{op} {p} {parts}")
-            for device, first in enumerate(plan.first):
-                if device * plan.result < plan.result_extent:
-                    begin = device * plan.share
-                    assert begin - plan.before[device] <= max(first, 0)
-                    last = min(first + plan.count, plan.extent)
-                    assert last <= begin + plan.share + plan.after[device]
             planned += 1
 
 

@@ -40,7 +40,8 @@ class Plan:
         extent: rows of that operand that exist and are read at all.
         first: the first row that the device reads; may lie in the padding.
         count: how many rows it reads.
-        before, after: how many of these it lacks before and after its own.
+        before, after: how many of these it lacks before and after its own. What its own rows of the
+            result do not depend on is none of them, and read as zeros or as another row.
         skip: rows of the local result before the device's own.
         result: rows of the result on every device (fprop, dgrad), or of dy (wgrad).
         result_extent: how many of these exist on all devices together.
@@ -112,12 +113,13 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> P
         # Rows that only the windows of missing rows of dy read: a NaN there times zero is one.
         last = (result_extent - 1) * stride + window - 1 - low
         extent = max(1, min(extent, last // dilation + 1))
-    lacking = [
-        (max(0, p * share - max(f, 0)), max(0, min(f + count, extent) - (p + 1) * share))
-        if row < result_extent
-        else (0, 0)
-        for p, (f, row) in enumerate(zip(first, own, strict=True))
-    ]
+    lacking = []
+    for p, row in enumerate(own):
+        # Rows that only the windows before and after the device's own read are not sent.
+        ends = (row * stride - low, (min(row + result, result_extent) - 1) * stride - low + window)
+        lowest, highest = -(-ends[0] // dilation), (ends[1] - 1) // dilation
+        lacks = (p * share - max(lowest, 0), min(highest + 1, extent) - (p + 1) * share)
+        lacking.append(tuple(max(0, side) if row < result_extent else 0 for side in lacks))
     before, after = zip(*lacking, strict=True)
     in_extent, padding = count, (lead, span - lead - dilated_extent(count, dilation))
     if op is Op.DGRAD:

@@ -77,8 +77,8 @@ def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
     Args:
         ctx: the lowering context.
         call: the operation on whole arrays, a frozen dataclass with its ``devices``
-            (``device_layout.Arrangement``) and the callbacks ``partition``, ``infer`` and ``rule`` of
-            ``custom_partitioning``, which its fields decide.
+            (``device_layout.Arrangement``) and the callbacks ``partition``, ``infer`` and ``rule``
+            of ``custom_partitioning``, which its fields decide.
         operands: the values.
         multiple_results: whether the operation has several results.
     """
