@@ -419,11 +419,8 @@ Status CheckEpilogue(const ConvProblem& p) {
         std::string("epilogue: expected relu or relu6 for 8-bit operands, got ") +
         kActivationNames[static_cast<int>(e.activation)]);
   }
-  if (e.zero_point != 0 && !EightBit(p.y_dtype)) {
-    return Status::InvalidArgument(std::string("epilogue: a zero point of an output of type ") +
-                                   Name(p.y_dtype));
-  }
-  const auto [least, largest] = p.y_dtype == DType::kS8 ? std::pair{-128, 127} : std::pair{0, 255};
+  const bool is_signed = p.y_dtype == DType::kS8;
+  const int least = is_signed ? -128 : 0, largest = is_signed ? 127 : EightBit(p.y_dtype) ? 255 : 0;
   if (e.zero_point < least || e.zero_point > largest) {
     return Status::InvalidArgument(std::string("epilogue: expected a zero point of ") +
                                    Name(p.y_dtype) + ", " + std::to_string(least) + " to " +
