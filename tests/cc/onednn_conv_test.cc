@@ -116,6 +116,8 @@ void CheckList(std::mt19937* random) {
   list.push_back(Geometry2d(4, 7, 7, 40, 33, 7, 7, 1, 0));  // one output pixel
   list.push_back(Geometry2d(8, 1, 1, 50, 70, 1, 1, 1, 0));
   list.push_back(Geometry2d(1, 1, 3, 17, 100, 1, 3, 2, 0));
+  list.push_back(Geometry2d(1, 10, 3, 9, 4, 1, 1, 1, 0));  // odd channels, 30 pixels
+  list.push_back(Geometry2d(2, 6, 10, 13, 7, 1, 1, 1, 0));
   ConvProblem asymmetric = Geometry2d(2, 12, 13, 16, 32, 4, 3, 2, 1);
   asymmetric.pad_lo = {0, 2, 0};
   asymmetric.pad_hi = {0, 1, 3};
