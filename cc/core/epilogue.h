@@ -10,7 +10,7 @@ namespace jaxconv {
 // With v the value before: kRelu6 is min(max(v, 0), 6), kLeakyRelu v < 0 ? negative_slope * v : v,
 // kGelu v * Phi(v) with the normal distribution's Phi, kGeluTanh its approximation
 // v / 2 * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v^3))), kSilu v * sigmoid(v), kHardSwish
-// v * min(max(v + 3, 0), 6) / 6. NaN stays NaN.
+// v * (min(max(v + 3, 0), 6) / 6). NaN stays NaN; a product of infinity and 0 is NaN.
 enum class Activation : int32_t {
   kNone,
   kRelu,

@@ -104,9 +104,10 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
     const int64_t reach = int64_t{made.taps[i] - 1} * axis.src_per_t;
     const int64_t src0 = empty ? 0 : on.src0;
     const int64_t nearest = src0 + std::min<int64_t>(0, reach);
-    // The box of base pixels begins in the padding or with the tensor, never inside it: where
-    // padding wider than the filter put its corner inside, and the window reached beyond the far
-    // end too, results of an H200 were NaN. The taps' offsets carry the distance instead.
+    // The box of base pixels begins in the padding or with the tensor, never inside it; where
+    // padding is wider than the filter, the taps' offsets carry the distance. A precaution: what
+    // boxes with a corner inside give was not told apart from XLA:CPU's errors
+    // (docs/notes/igemm_wgmma.md).
     const int64_t lower = std::min<int64_t>(0, nearest);
     const int64_t span = src0 + std::max<int64_t>(0, reach) - lower;  // of offsets
     int64_t walked = on.dst_count;
