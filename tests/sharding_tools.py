@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import jax
@@ -39,6 +40,17 @@ def collectives(compiled) -> dict[str, int]:
     return {
         kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))
     }
+
+
+def received(compiled) -> int:
+    """Bytes of the results of all collectives in the compiled program, loops counted once."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    results = re.findall(rf" = (.*?) (?:{kinds})\(", compiled.as_text())
+    arrays = [array for result in results for array in re.findall(r"\w*?(\d+)\[([\d,]*)\]", result)]
+    return sum(
+        int(bits) // 8 * math.prod(int(extent) for extent in shape.split(",") if extent)
+        for bits, shape in arrays
+    )
 
 
 def conv(p, x, w, **options):

@@ -27,6 +27,7 @@ from sharding_tools import (
     gradients,
     grid,
     placed,
+    received,
     specs,
     tensors,
 )
@@ -429,3 +430,47 @@ def test_extents_that_do_not_divide_stay_whole():
         dx, dw = jax.jit(gradients(p), out_shardings=whole)(x, arrays[1], t)
         assert_exact(dx, expected["dx"], p.name)
         assert_exact(dw, expected["dw"], p.name)
+
+
+# --- a loop of layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("split", ["c", "k"])
+def test_a_loop_of_layers_moves_what_lax_moves(native_cpu, split, remat):
+    """The carry is split over channels, since it is both what a layer reads and what it gives."""
+    mesh = grid(shape=(4,), axes=("a",))
+    spec = Spec(None, None, None, *{"c": ("a", None), "k": (None, "a")}[split])
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((2, 6, 6, 8), (3, 3, 3, 8, 8)))
+    w *= 0.1  # tanh does not saturate
+    operands = jax.device_put((w, x), (NamedSharding(mesh, spec), NamedSharding(mesh, Spec())))
+
+    def step(layer):
+        def loss(w, x):
+            body = jax.checkpoint(layer) if remat else layer
+            return (jax.lax.scan(body, x, w)[0] ** 2).sum()
+
+        def update(w, x):
+            dw, dx = jax.grad(loss, (0, 1))(w, x)
+            return w - dw, x - dx
+
+        return jax.jit(update)
+
+    def of_lax(x, w):
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.tanh(y), None
+
+    def with_epilogue(x, w):
+        return jaxconv.conv(x, w, activation="tanh"), None
+
+    reference = step(of_lax)
+    expected, compiled = reference(w, x), reference.lower(*operands).compile()
+    for layer in (jaxconv.override(of_lax), with_epilogue):
+        ours = step(layer).lower(*operands).compile()
+        assert collectives(ours) == collectives(compiled)
+        assert received(ours) <= received(compiled)
+        for actual, exact in zip(ours(*operands), expected, strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-4)

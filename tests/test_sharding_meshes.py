@@ -271,9 +271,15 @@ def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
         # A mesh axis serves one factor: batch before the filter's channels, which are gathered.
         (Op.FPROP, {"n": "a"}, {"c": "a"}, None, {"n": ("a",)}),
         (Op.FPROP, {"n": "a"}, {"k": "a"}, None, {"n": ("a",)}),
-        # Input channels that x holds before output channels: no activation is gathered.
-        (Op.FPROP, {"c": "a"}, {"k": "a"}, {"k": "a"}, {"c": ("a",)}),
+        # Between channels, what the devices receive: gathering x costs as much as scattering the
+        # sum, and w stays where it is by one of both; a sum that is not scattered costs twice.
+        (Op.FPROP, {"c": "a"}, {"k": "a"}, {"k": "a"}, {"k": ("a",)}),
+        (Op.FPROP, {"c": "a"}, {"c": "a"}, {"k": "a"}, {"c": ("a",)}),
+        (Op.FPROP, {"c": "a"}, {"c": "a"}, {}, {"c": ("a",)}),
+        (Op.DGRAD, {"k": "a"}, {"k": "a"}, {"c": "a"}, {"k": ("a",)}),
+        (Op.DGRAD, {"k": "a"}, {"c": "a"}, {"c": "a"}, {"c": ("a",)}),
         (Op.FPROP, {}, {"c": "a"}, {"k": "a"}, {"k": ("a",)}),
+        (Op.FPROP, {"c": "a"}, {"k": "a"}, None, {"k": ("a",)}),
         # The finer split; what does not divide is left out.
         (Op.FPROP, {"n": "a"}, {}, {"n": "ab"}, {"n": ("a", "b")}),
         (Op.FPROP, {"n": "ab", "c": "d"}, {}, None, {"n": ("a", "b")}),
@@ -289,5 +295,5 @@ def test_the_choice_between_splits(op, lhs, rhs, out, expected):
     ]
     given = [None if g is None else tuple(tuple(axes) for axes in g) for g in given]
     mesh = {"a": 4, "b": 2, "d": 3}
-    extents = {"batch": 1, "n": 8, "g": 1, "c": 4, "k": 8}
+    extents = {"batch": 1, "n": 8, "g": 1, "c": 8, "k": 8}
     assert partition.choose(op, spec, extents, mesh, given) == expected

@@ -84,6 +84,41 @@ def dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple
     return tuple(axes)
 
 
+def _received(
+    op: Op,
+    spec: ConvSpec,
+    extents: Mapping[str, int],
+    mesh: Mapping[str, int],
+    given: Sequence,
+    split: Split,
+) -> float:
+    """How many elements each device receives, but for rows of neighbours; arguments of ``choose``.
+
+    That is what it lacks of its parts of the operands and of the result as given, and sums. A sum
+    over devices costs as much as gathering the result, and that again for its return, but where the
+    result is then split over the same axes: XLA scatters it.
+    """
+    pixels = {"x": spec.in_spatial, "w": spec.filter_spatial, "y": spec.out_spatial}
+    total = 0.0
+    for role, held in zip(op.roles, given, strict=True):
+        wanted = partitions(spec, role, split)
+        names = [name for name in _AXES[role] if name in ("n", "c", "k")]
+        elements = extents["batch"] * math.prod(extents[name] for name in names)
+        elements *= math.prod(pixels[role])
+        if role == op.roles[2]:
+            summed = [axis for name in contracted(op, spec) for axis in split.get(name, ())]
+            scattered = set(summed) <= {axis for axes in held or () for axis in axes}
+            parts = _parts([axis for axes in wanted for axis in axes], mesh)
+            total += elements / parts * (1 - 1 / _parts(summed, mesh)) * (1 if scattered else 2)
+            held, wanted = wanted, held
+        if held is None or wanted is None:
+            continue
+        parts = _parts([axis for axes in wanted for axis in axes], mesh)
+        missing = [a for had, to in zip(held, wanted, strict=True) for a in had if a not in to]
+        total += elements / parts * (1 - 1 / _parts(missing, mesh))
+    return total
+
+
 def choose(
     op: Op,
     spec: ConvSpec,
@@ -95,9 +130,10 @@ def choose(
     """The mesh axes of every factor, from how the operands, and perhaps the result, are split.
 
     A mesh axis serves one factor. Where two ask for it, batch, n and spatial axes come first (the
-    activations stay where they are, a filter is gathered), then the contracted channels if an
-    activation is split over them, then the other channels. Of two tensors that split one factor
-    differently, the finer split is kept; of equal ones, that of x or y.
+    activations stay where they are, a filter is gathered). Between input and output channels the
+    devices receive as little as possible (``_received``); of equal ones, the contracted channels
+    come first. Of two tensors that split one factor differently, the finer split is kept; of equal
+    ones, that of x or y.
 
     Args:
         op, spec: the operation.
@@ -107,7 +143,7 @@ def choose(
         even: whether spatial axes, too, are only split where their extents divide.
     """
 
-    def fitting(name: str, axes: Sequence[str]) -> tuple[str, ...]:
+    def fitting(name: str, axes: Sequence[str], used: set[str]) -> tuple[str, ...]:
         """The longest prefix of free mesh axes over which the factor splits."""
         axes = tuple(itertools.takewhile(lambda a: a not in used, axes))
         if name not in _SPATIAL:
@@ -123,21 +159,23 @@ def choose(
         if split is not None
     ]
     tensors.sort(key=lambda tensor: tensor[0] == "w")
-    summed = contracted(op, spec)
-    channels = ["c", "k"]
-    for name in {"c", "k"}.intersection(summed):
-        held = any(split[at[name]] for role, at, split in tensors if role != "w" and name in at)
-        channels.sort(key=lambda other: (other == name) != held)
-    order = ["batch", "n", *_SPATIAL, "g", *channels]
-    used: set[str] = set()
-    chosen: Split = {}
-    for name in order:
-        candidates = [fitting(name, split[at[name]]) for _, at, split in tensors if name in at]
-        best = max(candidates, key=lambda axes: _parts(axes, mesh), default=())
-        if best:
-            chosen[name] = best
-            used.update(best)
-    return chosen
+
+    def in_order(*channels: str) -> Split:
+        used: set[str] = set()
+        chosen: Split = {}
+        for name in ("batch", "n", *_SPATIAL, "g", *channels):
+            asked = [fitting(name, split[at[name]], used) for _, at, split in tensors if name in at]
+            best = max(asked, key=lambda axes: _parts(axes, mesh), default=())
+            if best:
+                chosen[name] = best
+                used.update(best)
+        return chosen
+
+    first, second = sorted(("c", "k"), key=lambda name: name not in contracted(op, spec))
+    return min(
+        (in_order(first, second), in_order(second, first)),
+        key=lambda split: _received(op, spec, extents, mesh, given, split),
+    )
 
 
 def partitions(spec: ConvSpec, role: str, split: Split) -> Partitions:
