@@ -397,7 +397,7 @@ def test_the_plain_handler_takes_no_epilogue(platform, native_kernels):
     [
         ("bias", "a scale beside"),
         ("scale gelu", "expected relu or relu6"),
-        ("scale z300", "zero point of -128 to 255"),
+        ("scale z128", "zero point of s8, -128 to 127, got 128"),
         ("scale bias scale", "unexpected 'scale'"),
     ],
 )

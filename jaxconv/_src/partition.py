@@ -85,12 +85,7 @@ def dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple
 
 
 def _received(
-    op: Op,
-    spec: ConvSpec,
-    extents: Mapping[str, int],
-    mesh: Mapping[str, int],
-    given: Sequence,
-    split: Split,
+    op: Op, spec: ConvSpec, extents: Mapping[str, int], mesh: Mapping[str, int], given, split: Split
 ) -> float:
     """How many elements each device receives, but for rows of neighbours; arguments of ``choose``.
 
@@ -102,20 +97,16 @@ def _received(
     total = 0.0
     for role, held in zip(op.roles, given, strict=True):
         wanted = partitions(spec, role, split)
-        names = [name for name in _AXES[role] if name in ("n", "c", "k")]
-        elements = extents["batch"] * math.prod(extents[name] for name in names)
-        elements *= math.prod(pixels[role])
+        elements = math.prod(extents[name] for name in _AXES[role]) * math.prod(pixels[role])
         if role == op.roles[2]:
             summed = [axis for name in contracted(op, spec) for axis in split.get(name, ())]
             scattered = set(summed) <= {axis for axes in held or () for axis in axes}
-            parts = _parts([axis for axes in wanted for axis in axes], mesh)
-            total += elements / parts * (1 - 1 / _parts(summed, mesh)) * (1 if scattered else 2)
+            returned = elements / _parts(sum(wanted, ()), mesh) * (1 if scattered else 2)
+            total += returned * (1 - 1 / _parts(summed, mesh))
             held, wanted = wanted, held
-        if held is None or wanted is None:
-            continue
-        parts = _parts([axis for axes in wanted for axis in axes], mesh)
-        missing = [a for had, to in zip(held, wanted, strict=True) for a in had if a not in to]
-        total += elements / parts * (1 - 1 / _parts(missing, mesh))
+        if held is not None and wanted is not None:
+            lacked = [a for had, to in zip(held, wanted, strict=True) for a in had if a not in to]
+            total += elements / _parts(sum(wanted, ()), mesh) * (1 - 1 / _parts(lacked, mesh))
     return total
 
 
