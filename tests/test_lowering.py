@@ -419,3 +419,18 @@ def test_lowering_is_quick(platform, native_kernels, how):
     assert alone < 20e-3, f"{alone * 1e3:.1f} ms"
     assert (more - least) / 20 < 2e-3, f"{(more - least) / 20 * 1e3:.2f} ms"
     print(f"{how}: {alone * 1e3:.1f} ms, an identical one {(more - least) / 20 * 1e3:.2f} ms")
+
+
+@pytest.mark.parametrize("algorithm", ["xla", "im2col"])
+def test_a_demanded_precision_counts_more_than_the_global_default(algorithm):
+    """In XLA's operations too: the global default is read once, as a call is traced."""
+    x, w = np.ones((1, 6, 6, 3), np.float32), np.ones((3, 3, 3, 4), np.float32)
+
+    def text(precision):
+        call = functools.partial(jaxconv.conv, precision=precision, algorithm=algorithm)
+        return jax.jit(call).lower(x, w).as_text()
+
+    default = text(None)
+    with jax.default_matmul_precision("highest"):
+        assert text("default") == default
+        assert text(None) == text("highest") != default

@@ -16,7 +16,11 @@ from jax import lax
 from jaxconv._src import partition
 from jaxconv._src.spec import EXPLICIT_GROWTH, ConvSpec, Op, dilated_extent, fitting_padding, known
 
-PRECISION = {"default": None, "high": lax.Precision.HIGH, "highest": lax.Precision.HIGHEST}
+PRECISION = {
+    "default": lax.Precision.DEFAULT,
+    "high": lax.Precision.HIGH,
+    "highest": lax.Precision.HIGHEST,
+}
 
 
 def convolve(
