@@ -9,7 +9,8 @@ function ``work`` that judges the problems of some indices, and a ``Fuzz``:
     sys.exit(fuzz_record.main(FUZZ, options, work))
 
 Processes take the indices in segments, each in an interpreter of its own, which is the program with
-``--segment``; one that dies is a failure of its segment. A failure is one line, its repro first.
+``--segment``. One that dies is judged again in halves, down to the problem that ends the process. A
+failure is one line, its repro first.
 
 The record is a list of runs, each with its commit and the hashes of the sources that decide a
 result: ``kernels`` and ``python``. A seed that is in it already is refused, so that no problem
@@ -121,7 +122,7 @@ def judged(
     fuzz: Fuzz, seed: int, begin: int, end: int, arguments: Sequence[str] = (), **options
 ) -> dict:
     """A segment's findings, from an interpreter of its own."""
-    where = f"--seed {seed}, problems {begin} to {end - 1}"
+    where = f"--seed {seed} --problem {begin}"
     command = [sys.executable, fuzz.program, "--seed", str(seed), "--segment", str(begin), str(end)]
     settings = dict(fuzz.environment)
     if flags := settings.get("XLA_FLAGS"):
@@ -131,12 +132,27 @@ def judged(
     try:
         seen = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
+        middle = (begin + end) // 2
+        if begin < middle:
+            halves = ((begin, middle), (middle, end))
+            return _sum(judged(fuzz, seed, *half, arguments, **options) for half in halves)
         told = (done.stderr or "").strip().splitlines()[-1:]
         failures = [f"{where}: exit {done.returncode}, {told}"]
         return {"counts": {}, "forms": {}, "failures": failures, "jax": ""}
     if done.returncode:
-        seen["failures"].append(f"{where}: exit {done.returncode}")
+        seen["failures"].append(f"{where} and what follows: exit {done.returncode}")
     return seen
+
+
+def _sum(parts: Iterable[dict]) -> dict:
+    """The findings of several segments as one's."""
+    whole: dict = {"counts": {}, "forms": {}, "failures": [], "jax": ""}
+    for part in parts:
+        for name in ("counts", "forms"):
+            whole[name] = dict(collections.Counter(whole[name]) + collections.Counter(part[name]))
+        whole["failures"] += part["failures"]
+        whole["jax"] = part["jax"] or whole["jax"]
+    return whole
 
 
 def commit() -> str:

@@ -85,13 +85,14 @@ def test_the_record_counts_what_the_output_names():
     assert fuzz_record.brief(counts) == {"lax is wrong: dgrad": 3, "rank 1": 4}
 
 
-def test_a_segment_that_dies_is_a_failure(monkeypatch, tmp_path):
+def test_a_problem_that_ends_the_process_is_a_failure(monkeypatch, tmp_path):
     path = tmp_path / "record.json"
     pairs = dataclasses.replace(FUZZ, segment=2)
     monkeypatch.setattr(sys, "executable", "false")
     assert fuzz_record.run(pairs, options(record=str(path))) == 1
     (run,) = json.loads(path.read_text())
-    assert run["wrong"] == 2 and "problems 2 to 2: exit 1" in "".join(run["failures"])
+    named = [f"--seed 5 --problem {i}: exit 1, []" for i in range(3)]
+    assert run["wrong"] == 3 and sorted(run["failures"]) == named
     assert fuzz_record.total(pairs, str(path)) == 1
 
 
