@@ -252,6 +252,10 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
         return leave(lowering.refused(reason), forms[0])
+    if partition.devices_of(ctx) is not None:
+        # Of two operands, the one with the smaller window is the filter, which is not split along
+        # it: the form of a weight gradient would gather what a forward pass leaves where it is.
+        forms.sort(key=lambda form: math.prod(form.spec.filter_spatial))
     refused: tuple = ()
     while forms:
         form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
