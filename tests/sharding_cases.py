@@ -316,6 +316,18 @@ def _draw_manual(draw: Draw, case: Case, shapes) -> None:
         case.specs[operand] = tuple(axes)
 
 
+def uneven(case: Case) -> bool:
+    """Whether some operand's split does not divide an extent of x or y: XLA rounds shares up."""
+    sizes, p = dict(zip(case.names, case.shape, strict=True)), case.call.problem
+    dims, specs = _dimensions(case.call), case.specs
+    return any(
+        dim == f"s{i}" and not (_holds(axes, extent, sizes) and _holds(axes, out, sizes))
+        for name, spec in specs.items()
+        for axes, dim in zip(spec, dims[name], strict=True)
+        for i, (extent, out) in enumerate(zip(p.spatial, p.out_spatial, strict=True))
+    )
+
+
 # --- operands and the definition ------------------------------------------------------------------
 
 

@@ -187,6 +187,8 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
         return "as another operation, which has a kernel"
     if len(set(case.kinds)) > 1:
         return "at the border of a region that is manual in part"
+    if sharding_cases.uneven(case):
+        return "uneven shares"
     return ""
 
 
