@@ -206,3 +206,31 @@ def test_patches_and_continued_inputs_keep_a_nan_in_its_place(native_cpu):
         y = np.isnan(jaxconv.conv(x, w, padding="CIRCULAR"))[0, :, :, 0]
     rows = np.isin(np.arange(6), [5, 0, 1])
     assert (y == rows[:, None] & rows[None]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize(("stride", "expansion"), [(1, 1), (1, 2), (2, 2), (2, 1)])
+def test_an_infinity_stays_one_under_override(stride, expansion, k, dtype):
+    """Also of the last of an odd number of channels, and where a forward pass has other forms."""
+    x = jnp.ones((1, 5, 5, k), dtype).at[0, 2, 1, k - 1].set(jnp.inf)
+    w = jnp.ones((3, 3, k, 2), dtype)
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(
+            x,
+            w,
+            (stride, stride),
+            [(2, 2), (2, 2)],
+            lhs_dilation=(expansion, expansion),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    y, pullback = jax.vjp(conv, x, w)
+    with jax.default_device(jax.devices("cpu")[0]), jaxconv.override():
+        found = jax.jit(lambda x, w: conv(x, w))(x, w)
+        dy = jnp.ones_like(y).at[0, 1, 2, 1].set(jnp.inf)
+        dx, _ = jax.jit(lambda x, w: jax.vjp(conv, x, w)[1](dy))(x, w)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(y, np.float32))
+    expected, _ = pullback(dy)
+    np.testing.assert_array_equal(np.asarray(dx, np.float32), np.asarray(expected, np.float32))

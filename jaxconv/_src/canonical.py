@@ -74,6 +74,11 @@ class LaxConvolution:
     def rank(self) -> int:
         return len(self.window_strides)
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether batch and features of lhs have changed places, as in a weight gradient."""
+        return self.lhs_spec[0] > self.lhs_spec[1]
+
     def with_window(self) -> LaxConvolution:
         """The same matrix product of arrays with one more axis, of extent 1, in the middle."""
 
@@ -354,12 +359,10 @@ def forms(
     if filter_reversed:
         passes.reverse()
     wgrads = [form(conv, Op.WGRAD, *shapes, batch=batch, swapped=s) for s in (False, True)]
-    exchanged = conv.lhs_spec[0] > conv.lhs_spec[1]
-
     def unnatural(form: CanonicalForm) -> tuple[bool, bool]:
         one = form
         if form.batch > 1:
             one = dataclasses.replace(form, spec=form.spec.without_batch())
         return math.prod(form.spec.lhs_dilation) > 1, not one.in_order
 
-    return sorted([*wgrads, *passes] if exchanged else [*passes, *wgrads], key=unnatural)
+    return sorted([*wgrads, *passes] if conv.exchanged else [*passes, *wgrads], key=unnatural)

@@ -249,6 +249,10 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         batch=_independent(conv, lhs, rhs),
         filter_reversed=given_filter is not None,
     )
+    if not conv.exchanged and any(map(any, conv.padding)):
+        # A weight gradient pads its other operand, and a zero of padding times Inf is NaN: an Inf
+        # of the image would reach every element of the result.
+        forms = [form for form in forms if form.op is not Op.WGRAD]
     if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
         return leave(lowering.refused(reason), forms[0])
