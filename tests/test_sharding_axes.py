@@ -213,6 +213,19 @@ def test_automatic_axes_around_a_manual_one(manual, held, way):
         np.testing.assert_array_equal(result, expected)
 
 
+def test_a_sum_in_16_bits_beside_an_automatic_axis():
+    """XLA:CPU ends the process over one in bfloat16."""
+    x, w, t = (integers(SAME, role).astype("bfloat16") for role in "xwy")
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), (AxisType.Explicit, AxisType.Auto), devices=jax.devices("cpu")[:4]
+    )
+    images = NamedSharding(mesh, P("a", "b"))
+    with jax.set_mesh(mesh):
+        operands = (jax.device_put(a, s) for a, s in ((x, images), (w, P()), (t, images)))
+        *_, dw = jax.jit(WAYS["conv"])(*operands)
+    assert_exact(dw, reference(Op.WGRAD, SAME, x, t).astype("bfloat16"), "dw")
+
+
 def test_the_order_of_automatic_axes_is_read_off_their_numbers():
     among = Arrangement(((2, False), (3, True), (4, False)))
     (layout,) = among.layouts()
