@@ -317,15 +317,36 @@ def _draw_manual(draw: Draw, case: Case, shapes) -> None:
 
 
 def uneven(case: Case) -> bool:
-    """Whether some operand's split does not divide an extent of x or y: XLA rounds shares up."""
+    """Whether rows are split into shares that are no equal ones, or narrower than the window.
+
+    XLA rounds uneven shares up; of narrow ones all are gathered.
+    """
     sizes, p = dict(zip(case.names, case.shape, strict=True)), case.call.problem
+    reach = [(w - 1) * d for w, d in zip(p.window, p.dilation, strict=True)]
+
+    def fits(axes, i) -> bool:
+        parts = math.prod(sizes[axis] for axis in axes)
+        extents = p.spatial[i] * p.lhs_dilation[i], p.out_spatial[i] * p.stride[i]
+        whole = p.spatial[i] % parts == p.out_spatial[i] % parts == 0
+        return parts == 1 or (whole and min(extents) // parts >= reach[i])
+
     dims, specs = _dimensions(case.call), case.specs
     return any(
-        dim == f"s{i}" and not (_holds(axes, extent, sizes) and _holds(axes, out, sizes))
+        dim == f"s{i}" and not fits(axes, i)
         for name, spec in specs.items()
         for axes, dim in zip(spec, dims[name], strict=True)
-        for i, (extent, out) in enumerate(zip(p.spatial, p.out_spatial, strict=True))
+        for i in range(p.rank)
     )
+
+
+def conflicting(case: Case) -> bool:
+    """Whether one mesh axis splits two dimensions of the convolution."""
+    dims: dict[str, set[str]] = {}
+    for name, spec in case.specs.items():
+        for axes, dim in zip(spec, _dimensions(case.call)[name], strict=True):
+            for axis in axes:
+                dims.setdefault(axis, set()).add(dim)
+    return any(len(each) > 1 for each in dims.values())
 
 
 # --- operands and the definition ------------------------------------------------------------------

@@ -192,7 +192,9 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
     if len(set(case.kinds)) > 1:
         return "at the border of a region that is manual in part"
     if sharding_cases.uneven(case):
-        return "uneven shares"
+        return "uneven or narrow shares"
+    if sharding_cases.conflicting(case):
+        return "one mesh axis for two dimensions, of which ours leaves the activation in place"
     if _by_position(case):
         return "for a result of which lax splits another axis"
     return ""
