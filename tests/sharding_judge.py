@@ -186,7 +186,7 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
         return "for less computation on a device"
     gives = {"fprop": {"y", "dx"}, "dgrad": {"dx"}, "wgrad": {"dw"}}
     natural = all(gives[operation] & set(case.wanted) for operation in ours.operations)
-    if not natural or ours.operations.count("wgrad") > 1:
+    if not natural or ours.operations.count("wgrad") != ("dw" in case.wanted):
         # Only that has a kernel, or the result is no larger than the filter.
         return "as another operation"
     if len(set(case.kinds)) > 1:
