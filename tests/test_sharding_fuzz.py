@@ -64,9 +64,11 @@ def test_a_program_that_lax_alone_runs_is_a_failure(monkeypatch):
     ],
 )
 def test_more_collectives_need_a_reason(moved, size, flops, counted):
-    case = next(c for c in (draw_case(0, i) for i in range(100)) if set(c.kinds) == {"auto"})
+    plain = dict(kinds=("auto",), shape=(2,), wanted=("y",), specs={"x": (("a",), (), (), ())})
+    case = dataclasses.replace(draw_case(0, 0), **plain)
     judgement, theirs = Judgement(case), Side(moved={"all-gather": 1}, bytes=8, flops=8)
-    sharding_judge._compare(judgement, Side(moved=moved, bytes=size, flops=flops), theirs)
+    ours = Side(moved=moved, bytes=size, flops=flops, operations=["fprop"])
+    sharding_judge._compare(judgement, ours, theirs)
     assert judgement.counts[f"collectives: {counted}"] == bool(counted)
     assert ("more collectives than lax" in judgement.failure) == (not counted)
 
