@@ -258,29 +258,36 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         return leave(lowering.refused(reason), forms[0])
     if partition.devices_of(ctx) is not None:
         # Of two operands, the one with the smaller window is the filter, which is not split along
-        # it: the form of a weight gradient would gather what a forward pass leaves where it is, and
-        # that of a forward pass is refused dy split along its rows.
+        # it: the form of a weight gradient would gather what a forward pass leaves where it is.
         forms.sort(key=lambda form: math.prod(form.spec.filter_spatial))
-    form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
-    if declined:
-        _log.info("%s on %s: %s", form.op.value, platform, lowering.reasons(declined))
-    to_xla = chosen.instance is None and not lowering.xla_lacks(platform, lhs_aval.dtype)
-    if to_xla and not _cropped_wrongly(platform, conv, lhs_aval.shape):
-        with record.located(ctx, declined):
-            return leave(chosen, form, key)
-    take_filter = form.op is Op.DGRAD and given_filter is not None
+    refused: tuple = ()
+    while forms:
+        form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
+        if declined:
+            _log.info("%s on %s: %s", form.op.value, platform, lowering.reasons(declined))
+        to_xla = chosen.instance is None and not lowering.xla_lacks(platform, lhs_aval.dtype)
+        if to_xla and not _cropped_wrongly(platform, conv, lhs_aval.shape):
+            with record.located(ctx, declined):
+                return leave(chosen, form, key)
+        take_filter = form.op is Op.DGRAD and given_filter is not None
+        apply = functools.partial(_apply, form, out_aval=out_aval, filter_reversed=take_filter)
+        try:
+            with record.located(ctx, declined):
+                return mlir.lower_fun(apply, multiple_results=False)(
+                    ctx, lhs, given_filter if take_filter else rhs
+                )
+        except compat.ShardingTypeError as error:
+            # lax has rules for explicit meshes that a forward pass lacks. XLA's own partitioning of
+            # what they allow, filters that are split along their window, can give wrong numbers:
+            # another form of the same convolution comes first.
+            refused = refused or (lowering.refused(str(error)), form, key)
+            forms = [f for f in forms if (f.op, f.swapped) != (form.op, form.swapped)]
+    return leave(*refused)
 
-    def apply(lhs, rhs):
-        out = form.apply(lhs, rhs, out_aval.dtype, filter_reversed=take_filter)
-        return partition.like(out, out_aval)
 
-    try:
-        with record.located(ctx, declined):
-            return mlir.lower_fun(apply, multiple_results=False)(
-                ctx, lhs, given_filter if take_filter else rhs
-            )
-    except compat.ShardingTypeError as error:  # lax has rules for explicit meshes that we lack
-        return leave(lowering.refused(str(error)), form, key)
+def _apply(form: canonical.CanonicalForm, lhs, rhs, *, out_aval, filter_reversed: bool):
+    out = form.apply(lhs, rhs, out_aval.dtype, filter_reversed=filter_reversed)
+    return partition.like(out, out_aval)
 
 
 _registering = threading.Lock()
