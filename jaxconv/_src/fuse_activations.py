@@ -121,7 +121,7 @@ class Written:
     """
 
     function: Callable[[jax.Array], jax.Array]
-    operand: jax.ShapeDtypeStruct
+    operand: Any
     activation: Activation
 
     @functools.cached_property
@@ -131,7 +131,8 @@ class Written:
         def derivative(t: jax.Array, dt: jax.Array) -> jax.Array:
             return jax.jvp(self.function, (t,), (dt,))[1]
 
-        closed = jax.make_jaxpr(derivative)(self.operand, self.operand)
+        with compat.varying(self.operand):
+            closed = jax.make_jaxpr(derivative)(self.operand, self.operand)
         eqns, substitution = flattened(compat.open_jaxpr(closed))
         t, _ = compat.open_jaxpr(closed).invars
         outvars = [_looked_up(substitution, v) for v in compat.open_jaxpr(closed).outvars]
@@ -160,8 +161,7 @@ def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written |
     function = graph.function(out, x)
     if function is None or not (own or name_of(activation) in _WITH_CORNERS):
         return None
-    aval = type_of(x)
-    return Written(function, jax.ShapeDtypeStruct(aval.shape, aval.dtype), activation)
+    return Written(function, type_of(x), activation)
 
 
 def classify(graph: Graph, atom: Any, x: Any) -> Activation | None:

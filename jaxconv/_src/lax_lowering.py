@@ -249,10 +249,6 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         batch=_independent(conv, lhs, rhs),
         filter_reversed=given_filter is not None,
     )
-    if not conv.exchanged and any(map(any, conv.padding)):
-        # A weight gradient pads its other operand, and a zero of padding times Inf is NaN: an Inf
-        # of the image would reach every element of the result.
-        forms = [form for form in forms if form.op is not Op.WGRAD]
     if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
         return leave(lowering.refused(reason), forms[0])
@@ -260,6 +256,10 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         # Of two operands, the one with the smaller window is the filter, which is not split along
         # it: the form of a weight gradient would gather what a forward pass leaves where it is.
         forms.sort(key=lambda form: math.prod(form.spec.filter_spatial))
+    elif not conv.exchanged and any(map(any, conv.padding)):
+        # A weight gradient pads its other operand, and a zero of padding times Inf is NaN: an Inf
+        # of the image would reach every element of the result.
+        forms = [form for form in forms if form.op is not Op.WGRAD]
     refused: tuple = ()
     while forms:
         form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
