@@ -256,9 +256,9 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         # Of two operands, the one with the smaller window is the filter, which is not split along
         # it: the form of a weight gradient would gather what a forward pass leaves where it is.
         forms.sort(key=lambda form: math.prod(form.spec.filter_spatial))
-    elif not conv.exchanged and any(map(any, conv.padding)):
-        # A weight gradient pads its other operand, and a zero of padding times Inf is NaN: an Inf
-        # of the image would reach every element of the result.
+    elif not conv.exchanged:
+        # A weight gradient multiplies every element of both operands with zeros of padding too. A
+        # zero times Inf is NaN: an Inf of the image would reach every element of the result.
         forms = [form for form in forms if form.op is not Op.WGRAD]
     refused: tuple = ()
     while forms:
