@@ -1,0 +1,247 @@
+"""Judges random programs: under ``override`` and ``fuse``, by the same program under lax.
+
+What ours and lax's must agree in depends on the numbers:
+
+- every result: where it is NaN, and where it is which infinity, in every type;
+- numbers of which float64 gives the very results of lax: every bit, zeros and ties too. All sums
+  of small integers are such;
+- others: the error against float64 is at most a few times lax's. In 16 bits ``fuse`` leaves out
+  roundings, so it may be smaller.
+
+Of a derivative the last two are no criterion where an activation's operand is not exact and lies
+within its rounding error of a kink. Such programs are not judged but counted. Of normal numbers in
+16 bits nearly every program has such elements, few of each: the norm of the error is judged, and
+the share of elements that are 0.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from program_draw import KINKS, Program, apply, arrays, transformed
+
+import jaxconv
+
+# An error of ours over lax's, both the largest of an array's elements, or of their norms.
+RATIO = 4.0
+# Beside that, in roundings of the largest number: sums in another order.
+ROUNDINGS = 8.0
+# In 16 bits, of derivatives beside kinks: of the norm, and of the elements that are 0.
+JUMPS = 0.15
+ZEROS = 0.06
+
+MODES = ("override", "fuse outside", "fuse inside")
+_DERIVATIVES = ("grad", "vjp", "jvp", "linearize", "hvp")
+
+
+@contextlib.contextmanager
+def _target(name: str):
+    before = os.environ.get("JAXCONV_TARGET")
+    if name:
+        os.environ["JAXCONV_TARGET"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("JAXCONV_TARGET", None)
+        if before is not None:
+            os.environ["JAXCONV_TARGET"] = before
+
+
+def _of(program: Program, dtype: str, parameters, x) -> tuple[Callable, Any, Any]:
+    """The program as a function, its parameters (none where they are constants), its input."""
+    given = {name: jnp.asarray(a, dtype) for name, a in parameters.items()}
+
+    def f(p, x):
+        values = given if program.constants else p
+        return apply(program, lambda name, *_: values[name], x)
+
+    return f, {} if program.constants else given, jnp.asarray(x, dtype)
+
+
+def run(program: Program, mode: str) -> list[np.ndarray]:
+    """The results of a mode, in the program's types; of mode "float64" in float64."""
+    parameters, x = arrays(program)
+    wide = mode == "float64"
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        dtype = "float64" if wide else program.dtype
+        f, p, x = _of(program, dtype, parameters, x)
+        fused = mode.startswith("fuse")
+        inside = jaxconv.fuse if mode == "fuse inside" else lambda f: f
+        g = transformed(program.transform, f, inside)
+        if mode == "fuse outside":
+            g = jaxconv.fuse(g)
+        donated = dict(donate_argnums=1) if program.transform == "donation" else {}
+        with (
+            jaxconv.override() if mode == "override" else contextlib.nullcontext(),
+            _target(program.target if fused else ""),
+        ):
+            results = jax.jit(g, **donated)(p, x)
+        return [np.asarray(r, np.float64) for r in jax.tree.leaves(results)]
+
+
+def _operands(program: Program, dtype: str) -> list[tuple[str, np.ndarray]]:
+    """What the program's activations with kinks are applied to, of x and of -x."""
+    parameters, x = arrays(program)
+    found: list[tuple[str, np.ndarray]] = []
+    with jax.enable_x64(dtype == "float64"):
+        values = {name: jnp.asarray(a, dtype) for name, a in parameters.items()}
+        for each in (x, -x):
+            apply(
+                program,
+                lambda name, *_: values[name],
+                jnp.asarray(each, dtype),
+                lambda name, y: found.append((name, np.asarray(y, np.float64))),
+            )
+    return found
+
+
+def beside_a_kink(program: Program) -> bool:
+    """Whether an activation's operand lies within its rounding error of a kink, and not exactly.
+
+    Where every operand is exact in the program's type, a kink is met or not, and both are judged.
+    """
+    exact, rounded = _operands(program, "float64"), _operands(program, program.dtype)
+    eps = float(jnp.finfo(program.dtype).eps)
+    for (name, y), (_, in_type) in zip(exact, rounded, strict=True):
+        if np.array_equal(y, in_type, equal_nan=True):
+            continue
+        finite = y[np.isfinite(y)]
+        distance = np.abs(finite[:, None] - np.asarray(KINKS[name]))
+        if finite.size and distance.min() <= 1e3 * eps * max(1.0, np.abs(finite).max()):
+            return True
+    return False
+
+
+def patterns(got: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether NaN and infinities lie in the same places."""
+    same = np.isnan(got) == np.isnan(expected)
+    infinite = np.isinf(expected) | np.isinf(got)
+    return bool(same.all() and (got[infinite] == expected[infinite]).all())
+
+
+def complaint(
+    program: Program,
+    got: list[np.ndarray],
+    expected: list[np.ndarray],
+    exactly: Callable[[], list[np.ndarray]],
+    beside: Callable[[], bool],
+    counts: collections.Counter,
+) -> str:
+    """What is wrong with the results of a mode, or ""."""
+    if [g.shape for g in got] != [e.shape for e in expected]:
+        return f"shapes {[g.shape for g in got]}, lax {[e.shape for e in expected]}"
+    eps = float(jnp.finfo(program.dtype).eps)
+    derivative = any(word in program.transform for word in _DERIVATIVES)
+    kinks = any(name in KINKS for layer in program.layers for name in layer.steps)
+    largest = functools.cache(lambda: max(_largest(f) for f in exactly()))
+    for number, (g, e) in enumerate(zip(got, expected, strict=True)):
+        if np.array_equal(g, e, equal_nan=True):
+            counts["results equal"] += 1
+            continue
+        if not patterns(g, e):
+            if derivative and _of_a_filter(program, e.shape):
+                counts["filter gradients with NaN, not judged"] += 1
+                continue
+            if _overflows(program, exactly()[number], e):
+                counts["results that overflow in 16 bits or nearly"] += 1
+                continue
+            return f"result {number}: NaN or Inf elsewhere, {_places(g, e)}"
+        finite = np.isfinite(e)
+        g, e, f = g[finite], e[finite], exactly()[number][finite]
+        if not np.isfinite(f).all():
+            counts["results of which float64 is not finite"] += 1
+            continue
+        jumps = derivative and kinks and beside()
+        if np.array_equal(e, f) and not jumps:
+            return f"result {number}: not exact, {_worst(g, f)}, lax is"
+        ours, theirs = np.abs(g - f), np.abs(e - f)
+        near = ours.max() <= RATIO * theirs.max() + ROUNDINGS * eps * largest()
+        if not jumps:
+            if not near:
+                return f"result {number}: {_worst(g, f)}, lax's error {theirs.max():.3g}"
+            counts["results near"] += 1
+            continue
+        if eps < 1e-6 or program.data != "normal":
+            counts["results beside a kink, not judged"] += 1
+            continue
+        norm = np.linalg.norm(f) + eps * largest()
+        of_ours, of_lax = np.linalg.norm(g - f) / norm, np.linalg.norm(e - f) / norm
+        if of_ours > RATIO * of_lax + JUMPS and g.size >= 32:
+            return f"result {number}: norm of the error {of_ours:.3f}, lax's {of_lax:.3f}"
+        zeros = (g == 0).sum() - max((e == 0).sum(), (f == 0).sum())
+        if zeros > ZEROS * g.size + 2:
+            return f"result {number}: {(g == 0).sum()} of {g.size} are 0, lax {(e == 0).sum()}"
+        counts["results near, by norm"] += 1
+    return ""
+
+
+def _largest(array: np.ndarray) -> float:
+    finite = np.abs(array[np.isfinite(array)])
+    return float(finite.max()) if finite.size else 0.0
+
+
+def _of_a_filter(program: Program, shape: tuple[int, ...]) -> bool:
+    """Whether a result has a filter's shape, or those of a few.
+
+    Which taps NaN reaches in a filter's gradient is XLA's choice from case to case: it multiplies
+    zeros of padding and of other groups with it, or not.
+    """
+    parameters, _ = arrays(program)
+    filters = [a.shape for name, a in parameters.items() if name.startswith("w")]
+    return shape in filters or shape[1:] in filters
+
+
+def _overflows(program: Program, exact: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether lax's own result is not finite where float64's is, or the reverse, or at the edge."""
+    largest = float(jnp.finfo(program.dtype).max)
+    strange = ~np.isfinite(expected)
+    return bool((np.isfinite(exact) & strange).any() or (np.abs(exact) > largest / 1e3).any())
+
+
+def _places(got: np.ndarray, expected: np.ndarray) -> str:
+    differs = np.argwhere(
+        (np.isnan(got) != np.isnan(expected))
+        | ((np.isinf(got) | np.isinf(expected)) & (got != expected))
+    )
+    at = tuple(int(i) for i in differs[0])
+    return f"{len(differs)} of {got.size}, {got[at]} at {list(at)}, lax {expected[at]}"
+
+
+def _worst(got: np.ndarray, exact: np.ndarray) -> str:
+    at = int(np.abs(got - exact).argmax())
+    return f"{got.flat[at]:.6g} for {exact.flat[at]:.6g} (largest {np.abs(exact).max():.3g})"
+
+
+def judge(
+    program: Program, modes: tuple[str, ...] = MODES
+) -> tuple[list[str], collections.Counter]:
+    """What is wrong in each mode, and counts."""
+    counts: collections.Counter[str] = collections.Counter()
+    counts[f"{program.transform}"] += 1
+    counts[f"{program.dtype} {program.data}"] += 1
+    try:
+        expected = run(program, "lax")
+    except Exception as error:
+        counts[f"lax cannot: {str(error).splitlines()[0][:80]}"] += 1
+        return [], counts
+    exactly = functools.cache(lambda: run(program, "float64"))
+    beside = functools.cache(lambda: beside_a_kink(program))
+    complaints = []
+    for mode in modes:
+        try:
+            got = run(program, mode)
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        else:
+            found = complaint(program, got, expected, exactly, beside, counts)
+        if found:
+            complaints.append(f"{mode}: {found}")
+    return complaints, counts
