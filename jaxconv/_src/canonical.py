@@ -359,6 +359,7 @@ def forms(
     if filter_reversed:
         passes.reverse()
     wgrads = [form(conv, Op.WGRAD, *shapes, batch=batch, swapped=s) for s in (False, True)]
+
     def unnatural(form: CanonicalForm) -> tuple[bool, bool]:
         one = form
         if form.batch > 1:

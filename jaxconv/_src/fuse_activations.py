@@ -106,8 +106,8 @@ def compared(graph: Graph, x: Var, out: Var) -> list[int]:
 
 _COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 
-# Activations with corners, at which derivatives depend on how they are written.
-_WITH_CORNERS = ("relu", "relu6", "leaky_relu", "hard_swish")
+# Activations whose derivative does not depend on how they are written.
+_BY_NAME = ("sigmoid", "tanh")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,14 +152,15 @@ class Written:
 
 
 def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written | None:
-    """An activation as the program wrote it, where its derivative may be another than by name.
+    """An activation as the program wrote it, for its derivative; None for that of its name.
 
-    That is one with corners, and a function with a derivative of its own.
+    The latter is right of sigmoid and tanh, and needs the result alone. Others differ at corners,
+    at infinities, and where a function has a derivative of its own.
     """
     positions = graph.computed_from(out, x) or ()
     own = any(graph.eqns[i].primitive.name in CALLS for i in positions)
     function = graph.function(out, x)
-    if function is None or not (own or name_of(activation) in _WITH_CORNERS):
+    if function is None or not (own or activation not in _BY_NAME):
         return None
     return Written(function, type_of(x), activation)
 
