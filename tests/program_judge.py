@@ -198,7 +198,7 @@ def _of_a_filter(program: Program, shape: tuple[int, ...]) -> bool:
 
 
 def _overflows(program: Program, got, expected, exact) -> bool:
-    """Whether all places of other NaN or Inf are lax's own overflows, or numbers at the edge of one.
+    """Whether every place of other NaN or Inf is an overflow of lax alone, or at the edge of one.
 
     In 16 bits ``fuse`` computes in float32 what lax rounds on the way.
     """
