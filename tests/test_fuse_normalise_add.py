@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from training_programs import (
 )
 
 import jaxconv
-from jaxconv._src import fuse_normalise_add, native, rules
+from jaxconv._src import fuse_normalise_add
 from jaxconv.bench.networks import NETWORKS, programs
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
@@ -123,10 +122,8 @@ def test_nothing_large_is_left_between(without_bits):
         assert large(jaxconv.fuse(step)) == large(without_bits(step)) - operations
 
 
-def test_lowered_for_a_gpu(monkeypatch):
+def test_lowered_for_a_gpu(cuda_calls):
     """The bits are a call's second result, and an operand of the sums, which lack the result."""
-    built = types.SimpleNamespace(load=lambda platform: object(), Refusal=native.Refusal)
-    monkeypatch.setattr(rules, "native", built)  # convolutions stay as they are
     traced = jax.jit(jaxconv.fuse(gradient(blocks))).trace(PARAMETERS, X)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     made = re.findall(r"(%\d+):2 = stablehlo.custom_call @jaxconv_normalise_add", text)
