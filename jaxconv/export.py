@@ -5,14 +5,15 @@ from __future__ import annotations
 import jax
 
 from jaxconv._src import (
+    bilinear,
     compat,
     fused,
     int8_primitive,
-    lowering,
     masked_sums,
     max_pooling,
     native,
     normalise_add,
+    selection,
 )
 from jaxconv._src.spec import Op
 
@@ -27,7 +28,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     of the library, or a newer one that still has that kernel, and says so if it has not.
     """
     names = [
-        *(lowering.call_target(op) for op in Op),
+        *(bilinear.call_target(op) for op in Op),
         fused.TARGET,
         int8_primitive.TARGET,
         masked_sums.TARGET,
@@ -47,7 +48,7 @@ def register() -> dict[str, str]:
     Returns:
         For each platform, "" or why its kernels cannot be used in this process.
     """
-    loaded = {platform: native.load(platform) for platform in lowering.PLATFORMS}
+    loaded = {platform: native.load(platform) for platform in selection.PLATFORMS}
     return {
         platform: kernels.reason if isinstance(kernels, native.Refusal) else ""
         for platform, kernels in loaded.items()

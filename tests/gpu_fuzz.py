@@ -54,7 +54,7 @@ from problems import DTYPES
 
 import jaxconv
 from jaxconv._src import native, primitives, record
-from jaxconv._src.lowering import select
+from jaxconv._src.bilinear import select
 from jaxconv._src.spec import Op
 
 WORKER_ENVIRONMENT = {

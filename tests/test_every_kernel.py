@@ -27,7 +27,7 @@ from problems import (
 )
 
 from jaxconv._src import native
-from jaxconv._src.lowering import select
+from jaxconv._src.bilinear import select
 from jaxconv._src.spec import Op
 
 # Problems for the kernels of one family, or with this part in their names.

@@ -20,7 +20,7 @@ from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE, Problem
 from problems import problem as make_problem
 
 import jaxconv
-from jaxconv._src.lowering import select
+from jaxconv._src.bilinear import select
 from jaxconv._src.spec import Op
 
 

@@ -496,8 +496,8 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
         ours, xla = predicted[with_epilogue]
         return native.Selection("kernel", microseconds=ours, xla_microseconds=xla)
 
-    monkeypatch.setattr(fuse_convolution.lowering, "select", lambda *a: (selection(False), None))
-    monkeypatch.setattr(fuse_convolution.fused, "select", lambda *a: (selection(True), None))
+    monkeypatch.setattr(fuse_convolution.Bilinear, "select", lambda *a: (selection(False), None))
+    monkeypatch.setattr(fuse_convolution.Fused, "select", lambda *a: (selection(True), None))
     x = X.astype(jnp.bfloat16)
 
     def biased(x):

@@ -277,7 +277,7 @@ def key_of(platform, **changes) -> tuple[str, Int8Spec, tuple]:
         **changes,
     )
     sizes = spec.sizes(P.canonical_shape("x"), (P.k, 0))
-    chosen, key = int8_primitive.select(platform, spec, sizes, np.dtype(np.int8))
+    chosen, key = int8_primitive.Quantised(spec).select(platform, sizes, np.dtype(np.int8))
     return key, spec, chosen
 
 

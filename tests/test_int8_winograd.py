@@ -228,7 +228,7 @@ def select(name: str, p):
         conv=p.spec(algorithm=name), layout="nhwc", out_dtype=np.dtype(np.int32)
     )
     sizes = spec.sizes(p.canonical_shape("x"), (p.k, 0))
-    return spec, int8_primitive.select("cuda", spec, sizes, np.dtype(np.int8))[0]
+    return spec, int8_primitive.Quantised(spec).select("cuda", sizes, np.dtype(np.int8))[0]
 
 
 @pytest.mark.gpu

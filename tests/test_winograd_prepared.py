@@ -19,7 +19,7 @@ from numerics import error
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import lowering, native, winograd_filter
+from jaxconv._src import bilinear, native, winograd_filter
 from jaxconv._src.spec import Op
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import DTYPES
@@ -284,7 +284,7 @@ def _chosen(op: Op, algorithm: str, epilogue=()) -> str | None:
     spec = Layer(2, (8, 8), 64, 64, (3, 3), (1, 1), (1, 1)).spec(algorithm=algorithm)
     sizes = Layer(2, (8, 8), 64, 64, (3, 3), (1, 1), (1, 1)).sizes
     half = np.dtype(np.float16)
-    return lowering.select_kernel("cuda", op, spec, sizes, half, half, epilogue)[0].instance
+    return bilinear.select_kernel("cuda", op, spec, sizes, half, half, epilogue)[0].instance
 
 
 def test_auto_takes_winograd_on_request_where_it_is_predicted_faster(predicting):

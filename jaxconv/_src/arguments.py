@@ -14,8 +14,8 @@ from jax.core import max_dim
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src import canonical, compat, layouts
-from jaxconv._src.lowering import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.operand import array
+from jaxconv._src.selection import IN_JAX, UNCONDITIONAL, families
 from jaxconv._src.spec import ConvSpec, Op, Pairs, dilated_extent, known
 
 Algorithm = str | Mapping[Literal["fprop", "dgrad", "wgrad"], str]

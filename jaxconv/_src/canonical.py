@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv._src import compat, partition, primitives
+from jaxconv._src import compat, explicit_mesh, primitives
 from jaxconv._src.spec import (
     ConvSpec,
     Op,
@@ -160,17 +160,17 @@ class CanonicalForm:
             rhs = lax.rev(rhs, self.reversed_axes)
         if self.batch > 1:
             lhs, rhs = (
-                partition.move_groups(a, axis, None, self.batch)
+                explicit_mesh.move_groups(a, axis, None, self.batch)
                 for a, axis in zip((lhs, rhs), self.group_axes, strict=False)
             )
         if self.op is Op.DGRAD:
             c, k = self.spec.axis("w", "c"), self.spec.axis("w", "k")
-            rhs = partition.move_groups(rhs, c, k, self.spec.groups)
+            rhs = explicit_mesh.move_groups(rhs, c, k, self.spec.groups)
         operands = (rhs, lhs) if self.swapped else (lhs, rhs)
         out = primitives.bind(self.op, *operands, self.spec, out_dtype)
         if self.batch > 1:
             axis = self.group_axes[2]
-            out = partition.merge_axes(jnp.moveaxis(out, 0, axis), axis, 2)
+            out = explicit_mesh.merge_axes(jnp.moveaxis(out, 0, axis), axis, 2)
         if self.swapped and self.reversed_axes:
             out = lax.rev(out, self.reversed_axes)
         return lax.squeeze(out, (1,)) if self.pointwise else out

@@ -16,9 +16,9 @@ from jaxconv._src import (
     arguments,
     canonical,
     epilogue,
+    explicit_mesh,
     fused,
     layouts,
-    partition,
     winograd_prepared,
 )
 from jaxconv._src.arguments import (
@@ -307,7 +307,7 @@ def conv_general_dilated(
         algorithm=algorithm,
         preferred_element_type=preferred_element_type,
     )
-    return partition.with_out_sharding(y, out_sharding)
+    return explicit_mesh.with_out_sharding(y, out_sharding)
 
 
 def conv_with_general_padding(
@@ -438,7 +438,7 @@ def conv_transpose(
                     f"groups: {groups} does not divide the {rhs.shape[out_features]} channels of "
                     f"rhs {rhs.shape} that meet those of lhs {lhs.shape}"
                 )
-            rhs = partition.move_groups(rhs, out_features, in_features, groups)
+            rhs = explicit_mesh.move_groups(rhs, out_features, in_features, groups)
         numbers = numbers._replace(rhs_spec=(in_features, out_features, *spatial))
     return _convolve(
         lhs,

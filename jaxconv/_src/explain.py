@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxconv._src import compat, lax_lowering, lowering, record, staging, table
+from jaxconv._src import compat, lax_lowering, record, selection, staging, table
 from jaxconv._src.record import Convolution as Convolution
 
 
@@ -223,7 +223,7 @@ def explain(fun: Callable, *args: Any, platform: str | None = None, **kwargs: An
         TypeError: ``fun`` cannot be called.
         ValueError: ``platform`` is another one.
     """
-    if platform not in (None, *lowering.PLATFORMS):
+    if platform not in (None, *selection.PLATFORMS):
         raise ValueError(f"platform: expected 'cpu' or 'cuda', got {platform!r}")
     if not callable(fun):
         raise TypeError(f"fun: expected a function and then its arguments, got {fun!r}")

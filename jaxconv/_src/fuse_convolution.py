@@ -10,9 +10,20 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxconv._src import canonical, compat, fused, lax_lowering, lowering, native, winograd_jax
+from jaxconv._src import (
+    bilinear,
+    canonical,
+    compat,
+    lax_lowering,
+    native,
+    override_state,
+    selection,
+    winograd_jax,
+)
+from jaxconv._src.bilinear import Bilinear
 from jaxconv._src.epilogue import Epilogue
 from jaxconv._src.fuse_graph import Graph, is_float, type_of
+from jaxconv._src.fused import Fused
 from jaxconv._src.spec import ConvSpec, Op, Sizes
 
 # Primitives that convolve forward, or may.
@@ -52,10 +63,10 @@ def find(graph: Graph, position: int) -> Convolution | str:
     if spec.batched:
         return "each example has a filter of its own"
     algorithm = spec.algorithm_of(Op.FPROP)
-    if algorithm in lowering.WITH_WINOGRAD:
+    if algorithm in selection.WITH_WINOGRAD:
         if name := _by_winograd(spec, spec.sizes(Op.FPROP, *shapes[:2]), dtypes[1:]):
             return f"{name} is predicted faster, and has no epilogue"
-    elif algorithm not in (lowering.AUTO, lowering.NATIVE):
+    elif algorithm not in (selection.AUTO, selection.NATIVE):
         return f"algorithm={algorithm!r} was asked for"
     return Convolution(position, x, w, spec)
 
@@ -64,7 +75,7 @@ def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> st
     """The kernel of Winograd's that is selected on one of the platforms, or ""."""
     for platform in platforms():
         if platform in native.PLATFORMS:
-            chosen, _ = lowering.select(platform, Op.FPROP, spec, sizes, *dtypes)
+            chosen, _ = bilinear.select(platform, Op.FPROP, spec, sizes, *dtypes)
             if winograd_jax.tile_named(chosen.instance or ""):
                 return str(chosen.instance)
     return ""
@@ -73,7 +84,7 @@ def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> st
 def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> ConvSpec | str:
     """A convolution of lax as a forward one, or why it is none."""
     with compat.located_at(eqn):
-        algorithm = lowering.algorithms_of_lax()
+        algorithm = override_state.algorithms_of_lax()
     convolution = lax_lowering.conv_parameters(*([algorithm] if algorithm else []), **eqn.params)
     made = graph.producer(eqn.invars[1])
     turned = made.params["dimensions"] if made and made.primitive.name == "rev" else ()
@@ -123,13 +134,11 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
         if platform not in native.PLATFORMS:
             found.append(native.Refusal(platform, "no kernels for it"))
             continue
-        chosen, _ = fused.select(
-            platform, conv.spec, sizes, operands[0].dtype, form, np.dtype(out_dtype)
-        )
+        problem = (platform, sizes, operands[0].dtype)
+        call = Fused(conv.spec, form, np.dtype(out_dtype))
+        chosen, _ = call.select(*problem)
         if chosen.instance is not None:
-            plain, _ = lowering.select(
-                platform, Op.FPROP, conv.spec, sizes, operands[0].dtype, np.dtype(out_dtype)
-            )
+            plain, _ = Bilinear(Op.FPROP, conv.spec, np.dtype(out_dtype)).select(*problem)
             one_pass = chosen.xla_microseconds - plain.xla_microseconds
             if form.terms or form.activation is not None:
                 one_pass /= 2
@@ -145,4 +154,4 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
                 )
             return ""
         found += chosen.refusals
-    return f"no kernel computes {' '.join(form.words)} here: {lowering.reasons(found)}"
+    return f"no kernel computes {' '.join(form.words)} here: {selection.reasons(found)}"

@@ -29,9 +29,8 @@ from jaxconv._src import (
     fuse_normalised_gradient,
     fuse_pooling,
     fused,
-    fused_partition,
-    lowering,
     native,
+    override_state,
     record,
 )
 from jaxconv._src.fuse_chain import Fusion
@@ -210,7 +209,7 @@ def _descended(eqn: JaxprEqn) -> JaxprEqn:
 def _function(jaxpr: Any) -> Any:
     """A function that a program calls, fused; its constants are not known."""
     found = _known.setdefault(jaxpr, {})
-    key = lowering.algorithms_of_lax(), fuse_convolution.platforms(), native.target()
+    key = override_state.algorithms_of_lax(), fuse_convolution.platforms(), native.target()
     if key not in found:
         found[key] = compat.with_jaxpr(jaxpr, _fused(compat.open_jaxpr(jaxpr), {}))
     return found[key]
@@ -449,7 +448,7 @@ def _with_calls(
 def _statistics(graph: Graph, conv: Convolution) -> Var:
     """A variable for the statistics of a convolution's call."""
     y = type_of(graph.eqns[conv.position].outvars[0])
-    return compat.variable(fused_partition.moments_type(conv.spec, y, np.dtype(np.float32)))
+    return compat.variable(fused.moments_type(conv.spec, y, np.dtype(np.float32)))
 
 
 # --- constants ---

@@ -265,3 +265,15 @@ def own_rows(result: jax.Array, at: int, devices: Devices, plan: Plan) -> jax.Ar
     if result.shape[at] == plan.result:
         return result
     return _slice(result, at, devices.own(plan.skip), plan.result)
+
+
+def placed_rows(own: jax.Array, at: int, devices: Devices, plan: Plan, rows: int) -> jax.Array:
+    """A device's share of a term of the result among all ``rows`` that it computes; zeros beside.
+
+    What ``own_rows`` takes of the sum of term and result is then the same as without the rest.
+    """
+    if own.shape[at] == rows:
+        return own
+    shape = (*own.shape[:at], rows, *own.shape[at + 1 :])
+    start = devices.own(plan.skip)
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, own.dtype), own, start, at)

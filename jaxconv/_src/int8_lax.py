@@ -25,8 +25,7 @@ from jaxconv._src.int8_layout import (
     pad_axis,
     padded_channels,
 )
-from jaxconv._src.int8_primitive import Int8Spec, bind, canonical_conv
-from jaxconv._src.int8_primitive import select as select_int8
+from jaxconv._src.int8_primitive import Int8Spec, Quantised, bind, canonical_conv
 from jaxconv._src.spec import (
     EXPLICIT_GROWTH,
     ConvSpec,
@@ -111,7 +110,7 @@ def _plan(
             1, sizes.n, c, k, call.conv.in_spatial, call.conv.filter_spatial, call.conv.out_spatial
         )
         grouped = dataclasses.replace(call, conv=dataclasses.replace(call.conv, groups=groups))
-        chosen, key = select_int8(platform, grouped, one, np.dtype(np.int8))
+        chosen, key = Quantised(grouped).select(platform, one, np.dtype(np.int8))
         found = Plan(chosen._replace(packed=chosen.instance is not None), key, grouped, crop, c, k)
         if chosen.instance is not None:
             return found

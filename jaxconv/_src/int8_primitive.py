@@ -17,12 +17,10 @@ It has no derivative: rounding to 8 bits has none.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,35 +30,34 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxconv._src import (
+    call,
     compat,
     custom_call,
     exact,
-    int8_partition,
+    explicit_mesh,
     int8_winograd,
     native,
     partition,
-    record,
-    rules,
+    selection,
     winograd_jax,
 )
+from jaxconv._src.call import Call, Selected
 from jaxconv._src.int8_layout import (
     BLOCK,
     to_nchw32,
     to_nhwc,
     unpack_rows,
 )
-from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, explicit_input, flops, key_of
+from jaxconv._src.partition import SPATIAL, Factor, Tensor
+from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, key_of
 
 TARGET = "jaxconv_int8"
 # Algorithms that ask for XLA's operations, which are a matrix product of all windows.
-BY_XLA = ("xla", "im2col")
-_UNCONDITIONAL = ("auto", "native", *BY_XLA)
+BY_XLA = (selection.XLA, selection.IM2COL)
 
 TERMS = ("scale", "offset", "bias", "residual", "residual_scale")
 
 _DTYPE_NAMES = {**DTYPE_NAMES, "uint8": "u8"}
-
-_log = logging.getLogger("jaxconv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,99 +148,6 @@ def canonical_conv(
     )
 
 
-# --- selection ---
-
-
-def _no_kernel(spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype) -> str:
-    """Why no kernel of any platform comes into question, or ""."""
-    if spec.algorithm in BY_XLA:
-        return f'algorithm="{spec.algorithm}" was asked for'
-    if not all(isinstance(e, int) for e in (sizes.n, sizes.c, sizes.k, *sizes.in_spatial)):
-        return "symbolic shape; kernels are selected for known extents"
-    if sizes.empty:
-        return "a tensor has no elements"
-    if not 1 <= spec.conv.rank <= 3:
-        return f"{spec.conv.rank} spatial axes; kernels take 1 to 3"
-    if spec.conv.crops_everything:
-        return "negative padding crops the whole input"
-    if spec.algorithm in winograd_jax.ALGORITHMS:
-        return int8_winograd.refusal(spec.conv, x_dtype, spec.algorithm)
-    return ""
-
-
-def select(
-    platform: str,
-    spec: Int8Spec,
-    sizes: Sizes,
-    x_dtype: np.dtype,
-) -> tuple[native.Selection, str]:
-    """Chooses the kernel instance on one platform; on the CPU for the call in NHWC.
-
-    Returns:
-        The selection, and the problem key ("" where no kernel comes into question).
-
-    Raises:
-        ValueError: the demanded algorithm is not known on this platform.
-    """
-    if reason := _no_kernel(spec, sizes, x_dtype):
-        return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),)), ""
-    names = [_DTYPE_NAMES[np.dtype(d).name] for d in (x_dtype, np.int8, spec.out_dtype)]
-    words = spec.words("krsc", "nhwc") if platform == "cpu" else spec.words("packed", spec.layout)
-    key = key_of(Op.FPROP, names, spec.conv, sizes, words)
-    kernels = native.load(platform)
-    algorithm = spec.algorithm
-    if algorithm in int8_winograd.ALGORITHMS:
-
-        def by_kernel(name: str) -> native.Selection:
-            if isinstance(kernels, native.Refusal):
-                return native.Selection(None)
-            return kernels.select(key, name, native.target())
-
-        chosen = int8_winograd.select(algorithm, sizes, by_kernel)
-        return chosen, "" if chosen.in_jax else key
-    if isinstance(kernels, native.Refusal):
-        return native.Selection(None, refusals=(kernels,)), key
-    if algorithm == "auto":
-        algorithm = native.automatic()
-    try:
-        return kernels.select(key, algorithm, native.target()), key
-    except ValueError as error:
-        if algorithm not in ("auto", "native"):
-            raise
-        # A problem that JAX accepts and the library does not: its numbers are too large.
-        return native.Selection(None, refusals=(native.Refusal("jaxconv", str(error)),)), key
-
-
-def _reasons(refusals: Sequence[native.Refusal]) -> str:
-    return "; ".join(f"{kernel}: {reason}" for kernel, reason in refusals)
-
-
-def _check_algorithm(spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype) -> None:
-    """Refuses, while tracing, a demanded algorithm that no platform could run.
-
-    Raises:
-        ValueError: with every kernel's reason.
-    """
-    if spec.algorithm in _UNCONDITIONAL:
-        return
-    refusals: list[native.Refusal] = []
-    for platform in native.PLATFORMS:
-        try:
-            chosen, key = select(platform, spec, sizes, x_dtype)
-        except ValueError as error:  # not an algorithm of this platform
-            refusals.append(native.Refusal(platform, str(error)))
-            continue
-        if chosen.instance:
-            return
-        refusals += [
-            r._replace(reason=f"{r.reason} ({key})") if key else r for r in chosen.refusals
-        ]
-    refusals = list(dict.fromkeys(refusals))
-    raise ValueError(
-        f"algorithm {spec.algorithm!r} cannot serve this int8 convolution: {_reasons(refusals)}"
-    )
-
-
 # --- the primitive ---
 
 conv_int8_p = Primitive("jaxconv_int8")
@@ -255,37 +159,14 @@ def bind(spec: Int8Spec, x: jax.Array, w: jax.Array, **terms: jax.Array) -> jax.
     Raises:
         ValueError: the algorithm that ``spec`` demands does not take this problem.
     """
-    _check_algorithm(spec, spec.sizes(x.shape, w.shape), x.dtype)
+    call.check(Quantised(spec), x.shape, w.shape, x.dtype)
     operands = compat.match_varying(x, w, *(terms[name] for name in spec.terms))
     return conv_int8_p.bind(*operands, spec=spec)
 
 
-def _factors(spec: Int8Spec, k: int) -> tuple[int8_partition.Factors, ...]:
-    """Which axes of the operands and the result can be split over devices."""
-    inner = (None,) * spec.conv.rank
-    whole = spec.conv.groups > 1 or k % BLOCK or k == BLOCK
-    of_k = None if whole else "k"
-    blocks = None if whole else "k_blocks"
-    out = ("n", *inner, of_k) if spec.layout == "nhwc" else ("n", blocks, None, None, None)
-    x = ("n", *(None,) * (spec.conv.rank + 1 + (spec.layout == "nchw32")))
-    terms = {
-        "scale": ("n", of_k) if spec.scale == "image_scale" else (of_k,),
-        "offset": (of_k,),
-        "bias": (of_k,),
-        "residual": out,
-        "residual_scale": (None,),
-    }
-    return (x, (of_k, None), *(terms[name] for name in spec.terms), out)
-
-
 def _abstract_eval(x, w, *terms, spec: Int8Spec):
     shape = spec.out_shape(x.shape, w.shape)
-    factors = _factors(spec, w.shape[0])
-    sharding = int8_partition.result_sharding(factors, (x, w, *terms), shape)
-    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
-    return x.update(
-        shape=shape, dtype=spec.out_dtype, weak_type=False, sharding=sharding or x.sharding
-    )
+    return partition.result_type(Quantised(spec), shape, x, w, *terms)
 
 
 def _no_derivative(*_, **__):
@@ -297,7 +178,7 @@ def _no_derivative(*_, **__):
 
 
 def _merged(array: jax.Array) -> jax.Array:
-    return partition.merge_axes(array, 0, 2)
+    return explicit_mesh.merge_axes(array, 0, 2)
 
 
 def _batch(operands, mapped_axes, *, spec: Int8Spec):
@@ -330,54 +211,124 @@ def _batch(operands, mapped_axes, *, spec: Int8Spec):
     elif spec.scale == "image_scale":
         folded["scale"] = _merged(each("scale"))
     out = bind(spec, **{**values, **folded})
-    return partition.split_axis(out, 0, (count, n)), 0
+    return explicit_mesh.split_axis(out, 0, (count, n)), 0
 
 
-# --- lowering ---
+# --- selection, sharding, custom call ---
 
 
-def _call(platform: str, chosen: native.Selection, key: str, *operands, spec: Int8Spec):
-    """The custom call; on the CPU between conversions to NHWC and back, which XLA may fuse."""
-    values = dict(zip(("x", "w", *spec.terms), operands, strict=True))
-    x, w = values["x"], values["w"]
-    shape = spec.out_shape(x.shape, w.shape)
-    unpacked = platform == "cpu" and spec.layout == "nchw32"
-    if platform == "cpu":
-        c = spec.sizes(x.shape, w.shape).c // spec.conv.groups
-        values["w"] = unpack_rows(w, spec.conv.filter_spatial, c, spec.layout)
-    if unpacked:
-        shape = (shape[0], *shape[2:4], shape[1] * BLOCK)
-        for name in values.keys() & {"x", "residual"}:
-            values[name] = to_nhwc(values[name])
-    if spec.scale == "image_scale":
-        values["scale"] = values["scale"].reshape(-1)
-    results = custom_call.called(
-        platform,
-        TARGET,
-        values,
-        {"y": jax.ShapeDtypeStruct(shape, spec.out_dtype)} | custom_call.workspace(chosen),
-        **custom_call.plan_attributes(chosen, key),
-    )
-    return to_nchw32(results["y"]) if unpacked else results["y"]
+@dataclasses.dataclass(frozen=True)
+class Quantised(Call):
+    """A convolution of 8-bit operands with its epilogue."""
 
+    spec: Int8Spec
 
-def _select_cropped(platform: str, spec: Int8Spec, sizes: Sizes, x_dtype: np.dtype):
-    """``select`` for the same convolution of images that negative padding has cropped before."""
-    explicit = explicit_input(spec.conv)
-    if explicit == spec.conv or spec.conv.crops_everything:
-        return native.Selection(None), ""
-    sizes = dataclasses.replace(sizes, in_spatial=explicit.in_spatial)
-    return select(platform, dataclasses.replace(spec, conv=explicit), sizes, x_dtype)
+    primitive = conv_int8_p
+    op = Op.FPROP
+    target = TARGET
+    subject = "int8 convolution"
+    demands = (selection.AUTO, selection.NATIVE, *BY_XLA)
 
+    @property
+    def conv(self) -> ConvSpec:
+        return self.spec.conv
 
-def _call_cropped(platform: str, chosen: native.Selection, key: str, x, *rest, spec: Int8Spec):
-    first = 2 if spec.layout == "nchw32" else 1
-    config = [(0, 0, 0)] * x.ndim
-    for axis, (lo, hi) in enumerate(spec.conv.padding, first):
-        config[axis] = (min(lo, 0), min(hi, 0), 0)
-    x = lax.pad(x, np.zeros((), x.dtype), config)
-    spec = dataclasses.replace(spec, conv=explicit_input(spec.conv))
-    return _call(platform, chosen, key, x, *rest, spec=spec)
+    @property
+    def out_dtype(self) -> np.dtype:  # type: ignore[override]
+        return self.spec.out_dtype
+
+    def with_conv(self, conv: ConvSpec) -> Quantised:
+        return Quantised(dataclasses.replace(self.spec, conv=conv))
+
+    def sizes(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Sizes:
+        return self.spec.sizes(lhs_shape, rhs_shape)
+
+    def tensors(self, *shapes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Output channels are split where they form one group, in blocks; others stay whole."""
+        k, n = shapes[1][0], Factor("n")
+        whole = self.conv.groups > 1 or k % BLOCK or k == BLOCK
+        of_k = None if whole else Factor("k", BLOCK, "k_of_block")
+        blocks = None if whole else Factor("k")
+        rows = tuple(map(Factor, SPATIAL[: self.conv.rank]))
+        if self.spec.layout == "nhwc":
+            x, y = (n, *rows, None), (n, *rows, of_k)
+        else:
+            x, y = (n, None, *rows, None), (n, blocks, *rows, None)
+        terms = {
+            "scale": (n, of_k) if self.spec.scale == "image_scale" else (of_k,),
+            "offset": (of_k,),
+            "bias": (of_k,),
+            "residual": y,
+            "residual_scale": (None,),
+        }
+        axes = {"x": x, "w": (of_k, None), **{name: terms[name] for name in self.spec.terms}}
+        given = zip(axes.items(), shapes, strict=True)
+        operands = [Tensor(name, tuple(shape), along) for (name, along), shape in given]
+        return operands, [Tensor("y", self.spec.out_shape(*shapes[:2]), y)]
+
+    def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
+        """The kernel instance; on the CPU for the call in NHWC."""
+        spec, algorithm = self.spec, self.algorithm
+        if reason := self._out_of_question(sizes, dtype):
+            return selection.refused(reason), ""
+        names = [_DTYPE_NAMES[np.dtype(d).name] for d in (dtype, np.int8, spec.out_dtype)]
+        in_nhwc = spec.words("krsc", "nhwc")
+        words = in_nhwc if platform == "cpu" else spec.words("packed", spec.layout)
+        key = key_of(Op.FPROP, names, spec.conv, sizes, words)
+        by_kernel = functools.partial(selection.kernel, platform, key)
+        if algorithm not in int8_winograd.ALGORITHMS:
+            return by_kernel(algorithm), key
+        chosen = int8_winograd.select(algorithm, sizes, by_kernel)
+        return chosen, "" if chosen.in_jax else key
+
+    def _out_of_question(self, sizes: Sizes, dtype: np.dtype) -> str:
+        """Why no kernel of any platform comes into question, or ""."""
+        if self.algorithm in BY_XLA:
+            return f'algorithm="{self.algorithm}" was asked for'
+        reason = selection.out_of_question(self.conv, sizes)
+        if not reason and self.algorithm in winograd_jax.ALGORITHMS:
+            return int8_winograd.refusal(self.conv, dtype, self.algorithm)
+        return reason
+
+    @property
+    def in_64_bits(self) -> bool:
+        return bool(self.spec.scale)  # for the one rounding of a fused multiply-add
+
+    def definition(self, platform: str | None, in_jax: bool) -> Callable[..., jax.Array]:
+        return functools.partial(_in_xla, spec=self.spec)
+
+    @property
+    def names(self) -> tuple[Sequence[str], Sequence[str]]:
+        return ("x", "w", *self.spec.terms), ("y",)
+
+    def emit(self, platform: str, ctx, chosen: native.Selection, key: str, operands: Sequence):
+        emitted = functools.partial(self._emitted, platform, chosen, key)
+        return mlir.lower_fun(emitted, multiple_results=False)(ctx, *operands)
+
+    def _emitted(self, platform: str, chosen: native.Selection, key: str, *operands: jax.Array):
+        """The custom call; on the CPU between conversions to NHWC and back, which XLA may fuse."""
+        spec = self.spec
+        values = dict(zip(self.names[0], operands, strict=True))
+        x, w = values["x"], values["w"]
+        shape = spec.out_shape(x.shape, w.shape)
+        unpacked = platform == "cpu" and spec.layout == "nchw32"
+        if platform == "cpu":
+            c = spec.sizes(x.shape, w.shape).c // spec.conv.groups
+            values["w"] = unpack_rows(w, spec.conv.filter_spatial, c, spec.layout)
+        if unpacked:
+            shape = (shape[0], *shape[2:4], shape[1] * BLOCK)
+            for name in values.keys() & {"x", "residual"}:
+                values[name] = to_nhwc(values[name])
+        if spec.scale == "image_scale":
+            values["scale"] = values["scale"].reshape(-1)
+        results = custom_call.called(
+            platform,
+            TARGET,
+            values,
+            {"y": jax.ShapeDtypeStruct(shape, spec.out_dtype)} | custom_call.workspace(chosen),
+            **custom_call.plan_attributes(chosen, key),
+        )
+        return to_nchw32(results["y"]) if unpacked else results["y"]
 
 
 def _in_xla(*operands, spec: Int8Spec):
@@ -412,52 +363,6 @@ def _in_xla(*operands, spec: Int8Spec):
     return to_nchw32(y) if spec.layout == "nchw32" else y
 
 
-def _lower_to_xla(ctx, *operands, spec: Int8Spec):
-    # 64-bit types, for the one rounding of a fused multiply-add.
-    wide = jax.enable_x64(True) if spec.scale else contextlib.nullcontext()
-    with record.paused(), wide:
-        return mlir.lower_fun(functools.partial(_in_xla, spec=spec), multiple_results=False)(
-            ctx, *operands
-        )
-
-
-def _lower(platform: str, ctx, *operands, spec: Int8Spec):
-    """Lowers to one custom call on the chosen instance, or to XLA's operations, saying why."""
-    x, w = ctx.avals_in[:2]
-    sizes = spec.sizes(x.shape, w.shape)
-    chosen, key = select(platform, spec, sizes, x.dtype)
-
-    def recorded(chosen, results, key=key):
-        total, precision = flops(spec.conv, sizes), spec.conv.precision
-        return record.emit(ctx, Op.FPROP.value, key, precision, platform, total, chosen, results)
-
-    factors = _factors(spec, w.shape[0])
-    with record.paused():  # the parts on every device are this one convolution
-        split = int8_partition.lower(ctx, conv_int8_p, factors, operands, spec=spec)
-    if split is not None:
-        return recorded(chosen, split)
-    if chosen.in_jax:
-        _log.debug("int8 on %s: %s", platform, chosen.instance)
-        return recorded(chosen, _lower_to_xla(ctx, *operands, spec=spec))
-    if chosen.instance is None:
-        beforehand, its_key = _select_cropped(platform, spec, sizes, x.dtype)
-        if beforehand.instance is not None:
-            call = functools.partial(_call_cropped, platform, beforehand, its_key, spec=spec)
-            results = mlir.lower_fun(call, multiple_results=False)(ctx, *operands)
-            return recorded(beforehand, results, its_key)
-        if spec.algorithm not in _UNCONDITIONAL and not sizes.empty:
-            raise ValueError(
-                f"algorithm {spec.algorithm!r} cannot serve {key}: {_reasons(chosen.refusals)}"
-            )
-        _log.info("%s on %s goes to XLA: %s", key or "int8", platform, _reasons(chosen.refusals))
-        return recorded(chosen, _lower_to_xla(ctx, *operands, spec=spec))
-    _log.debug("%s on %s: %s", key, platform, chosen.instance)
-    call = functools.partial(_call, platform, chosen, key, spec=spec)
-    return recorded(chosen, mlir.lower_fun(call, multiple_results=False)(ctx, *operands))
-
-
 ad.primitive_jvps[conv_int8_p] = _no_derivative
 ad.primitive_transposes[conv_int8_p] = _no_derivative
-rules.register(
-    conv_int8_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_to_xla
-)
+call.register(conv_int8_p, Quantised, shapes=_abstract_eval, batch=_batch)

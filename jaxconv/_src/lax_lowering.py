@@ -21,7 +21,17 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxconv._src import canonical, compat, lowering, partition, record
+from jaxconv._src import (
+    bilinear,
+    canonical,
+    compat,
+    explicit_mesh,
+    override_state,
+    partition,
+    record,
+    selection,
+)
+from jaxconv._src.bilinear import Bilinear
 from jaxconv._src.native import Refusal, Selection
 from jaxconv._src.spec import Op, dilated_extents
 from jaxconv._src.spec import flops as flops_of
@@ -30,7 +40,7 @@ _log = logging.getLogger("jaxconv")
 
 
 def conv_parameters(
-    algorithm: tuple[str, str, str] = (lowering.AUTO, lowering.AUTO, lowering.AUTO),
+    algorithm: tuple[str, str, str] = (selection.AUTO, selection.AUTO, selection.AUTO),
     *,
     window_strides,
     padding,
@@ -126,7 +136,7 @@ def outside(shapes: Sequence[Sequence], window_strides: Sequence[int] = ()) -> s
     if not all(compat.is_constant_shape(s) for s in shapes):
         return "symbolic shape; kernels are selected for known extents"
     if any(0 in s for s in shapes):
-        return lowering.EMPTY
+        return selection.EMPTY
     if any(stride < 1 for stride in window_strides):
         return f"strides {tuple(window_strides)}, which XLA refuses"
     return ""
@@ -170,18 +180,18 @@ def _choose(platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np
     The demand is that for the operation of the first form, the most natural one.
     """
     demand, declined = forms[0].spec.algorithm_of(forms[0].op), ()
-    if not lowering.applies(demand, forms[0].op):
-        demand = lowering.AUTO
-    if demand not in lowering.UNCONDITIONAL:
+    if not selection.applies(demand, forms[0].op):
+        demand = selection.AUTO
+    if demand not in selection.UNCONDITIONAL:
         try:
             for form in _demanding(demand, forms):
-                chosen, key = lowering.select(platform, form.op, form.spec, form.sizes, *dtypes)
+                chosen, key = bilinear.select(platform, form.op, form.spec, form.sizes, *dtypes)
                 if chosen.instance is not None:
                     return _Choice(form, chosen, key)
                 declined = declined or chosen.refusals
         except ValueError as error:  # not an algorithm of this platform
             declined = (Refusal(demand, str(error)),)
-        demand = lowering.AUTO
+        demand = selection.AUTO
     return _first_accepted(platform, _demanding(demand, forms), *dtypes)._replace(declined=declined)
 
 
@@ -194,18 +204,22 @@ def _demanding(
             form, spec=dataclasses.replace(form.spec, algorithm=(algorithm, algorithm, algorithm))
         )
         for form in forms
-        if lowering.applies(algorithm, form.op)
+        if selection.applies(algorithm, form.op)
     ]
 
 
 def _first_accepted(
-    platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype
+    platform: str,
+    forms: Sequence[canonical.CanonicalForm],
+    dtype: np.dtype,
+    out_dtype: np.dtype,
 ) -> _Choice:
     """The first form that a kernel accepts, if need be on an input dilated and cropped before."""
     refused: _Choice | None = None
-    for select in lowering.select, lowering.select_explicit:
+    for select in Bilinear.select, Bilinear.select_beforehand:
         for form in forms:
-            chosen, key = select(platform, form.op, form.spec, form.sizes, *dtypes)
+            call = Bilinear(form.op, form.spec, out_dtype)
+            chosen, key = select(call, platform, form.sizes, dtype)
             found = _Choice(form, chosen, key)
             if chosen.instance is not None or chosen.xla_is_faster:
                 return found
@@ -218,7 +232,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     """Lowers a lax convolution: through our primitives, or by ``original``, lax's own rule."""
     (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     is_complex = np.issubdtype(out_aval.dtype, np.complexfloating)
-    algorithm = lowering.algorithms_of_lax()
+    algorithm = override_state.algorithms_of_lax()
     if is_complex or not (algorithm or record.wanted()):
         return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
 
@@ -226,7 +240,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         """Leaves the convolution to lax, and says why."""
         op = form.op.value if form else Op.FPROP.value
         if algorithm:
-            reasons = lowering.reasons(chosen.refusals)
+            reasons = selection.reasons(chosen.refusals)
             _log.info("%s (lax's) on %s goes to XLA: %s", op, platform, reasons)
         if form:
             precision, flops = form.spec.precision, flops_of(form.spec, form.sizes)
@@ -238,7 +252,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
 
     shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
     if reason := outside(shapes, params["window_strides"]):
-        return leave(lowering.refused(reason))
+        return leave(selection.refused(reason))
     conv = conv_parameters(*([algorithm] if algorithm else []), **params)
     given_filter = _unreversed(rhs, conv.rhs_spec[2:])
     forms = canonical.forms(
@@ -251,7 +265,7 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     )
     if not algorithm:
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
-        return leave(lowering.refused(reason), forms[0])
+        return leave(selection.refused(reason), forms[0])
     if partition.devices_of(ctx) is not None:
         # Of two operands, the one with the smaller window is the filter, which is not split along
         # it: the form of a weight gradient would gather what a forward pass leaves where it is.
@@ -264,8 +278,8 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     while forms:
         form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
         if declined:
-            _log.info("%s on %s: %s", form.op.value, platform, lowering.reasons(declined))
-        to_xla = chosen.instance is None and not lowering.xla_lacks(platform, lhs_aval.dtype)
+            _log.info("%s on %s: %s", form.op.value, platform, selection.reasons(declined))
+        to_xla = chosen.instance is None and not bilinear.xla_lacks(platform, lhs_aval.dtype)
         if to_xla and not _cropped_wrongly(platform, conv, lhs_aval.shape):
             with record.located(ctx, declined):
                 return leave(chosen, form, key)
@@ -280,14 +294,14 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
             # lax has rules for explicit meshes that a forward pass lacks. XLA's own partitioning of
             # what they allow, filters that are split along their window, can give wrong numbers:
             # another form of the same convolution comes first.
-            refused = refused or (lowering.refused(str(error)), form, key)
+            refused = refused or (selection.refused(str(error)), form, key)
             forms = [f for f in forms if (f.op, f.swapped) != (form.op, form.swapped)]
     return leave(*refused)
 
 
 def _apply(form: canonical.CanonicalForm, lhs, rhs, *, out_aval, filter_reversed: bool):
     out = form.apply(lhs, rhs, out_aval.dtype, filter_reversed=filter_reversed)
-    return partition.like(out, out_aval)
+    return explicit_mesh.like(out, out_aval)
 
 
 _registering = threading.Lock()
@@ -297,7 +311,7 @@ _registered: set[str] = set()
 def register() -> None:
     """Puts the rule in place for good; it asks ``algorithms_of_lax`` each time it is used."""
     with _registering:
-        for platform in set(lowering.PLATFORMS) - _registered:
+        for platform in set(selection.PLATFORMS) - _registered:
             original = compat.lowering_rule(lax.conv_general_dilated_p, platform)
             mlir.register_lowering(
                 lax.conv_general_dilated_p,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from jaxconv._src import arguments, compat, lax_lowering, lowering
+from jaxconv._src import arguments, compat, lax_lowering, override_state
 from jaxconv._src.arguments import Algorithm
 from jaxconv._src.spec import Op
 
@@ -26,7 +26,7 @@ def _set_global(algorithms: tuple[str, str, str] | None) -> tuple[str, str, str]
     global _global
     with _changing:
         previous, _global = _global, algorithms
-        compat.set_global(lowering.override_in_force, algorithms)
+        compat.set_global(override_state.override_in_force, algorithms)
     return previous
 
 
@@ -104,7 +104,7 @@ def installed() -> dict[str, str] | None:
         "auto"}``, under ``install`` and under this thread's ``override``; None where they are lax's
         own.
     """
-    algorithms = lowering.algorithms_of_lax()
+    algorithms = override_state.algorithms_of_lax()
     return None if algorithms is None else _by_direction(algorithms)
 
 
@@ -161,9 +161,9 @@ class Override(contextlib.AbstractContextManager):
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lowering.override_in_force(self._algorithms))
+            stack.enter_context(override_state.override_in_force(self._algorithms))
             if compat.is_tracing():  # the program is lowered later, when this one has exited
-                stack.enter_context(lowering.marked(self._algorithms))
+                stack.enter_context(override_state.marked(self._algorithms))
             self._entered.__dict__.setdefault("stacks", []).append(stack.pop_all())
 
     def __exit__(self, *error: object) -> None:

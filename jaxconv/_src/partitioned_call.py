@@ -71,16 +71,15 @@ class _Numbered:
         return shardy.with_operand(rule, "numbers", len(numbers.shape))
 
 
-def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
+def spread(ctx, call: Any, operands: Sequence):
     """Lowers to a call that XLA's partitioner hands back to ``call.partition``.
 
     Args:
         ctx: the lowering context.
-        call: the operation on whole arrays, a frozen dataclass with its ``devices``
-            (``device_layout.Arrangement``) and the callbacks ``partition``, ``infer`` and ``rule``
-            of ``custom_partitioning``, which its fields decide.
+        call: the operation on whole arrays, which gives a tuple of results; a frozen dataclass with
+            its ``devices`` (``device_layout.Arrangement``) and the callbacks ``partition``,
+            ``infer`` and ``rule`` of ``custom_partitioning``, which its fields decide.
         operands: the values.
-        multiple_results: whether the operation has several results.
     """
     module = ctx.module_context
     platforms, settings = ctx.platforms or module.platforms, native.settings()
@@ -115,7 +114,7 @@ def spread(ctx, call: Any, operands: Sequence, multiple_results: bool = False):
         avals_in=[*ctx.avals_in, *(aval for _, aval in numbers)],
     )
     operands = (*operands, *(value for value, _ in numbers))
-    results = mlir.lower_fun(identified, multiple_results=multiple_results)(placed, *operands)
+    results = mlir.lower_fun(identified, multiple_results=True)(placed, *operands)
     name = f"jaxconv_{hashlib.sha256(identity.encode()).hexdigest()}"
     compat.name_partitioner(module, results[0], name)
     return results

@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxconv._src import compat, lowering, partition, rules
+from jaxconv._src import call, compat, explicit_mesh, partition
+from jaxconv._src.bilinear import PRIMITIVES, Bilinear
 from jaxconv._src.spec import ConvSpec, Op, check_size
 
-PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
 conv_fprop_p, conv_dgrad_p, conv_wgrad_p = PRIMITIVES.values()
 
 
@@ -43,7 +42,7 @@ def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.d
     common = compat.wider_dtype(lhs.dtype, rhs.dtype)
     lhs, rhs = (a if a.dtype == common else lax.convert_element_type(a, common) for a in (lhs, rhs))
     kernel_dtype = compat.wider_dtype(common, out_dtype)
-    lowering.check_algorithm(op, spec, lhs.shape, rhs.shape, common, kernel_dtype)
+    call.check(Bilinear(op, spec, np.dtype(kernel_dtype)), lhs.shape, rhs.shape, common)
     lhs, rhs = compat.match_varying(lhs, rhs)
     out = PRIMITIVES[op].bind(lhs, rhs, spec=spec, out_dtype=np.dtype(kernel_dtype))
     return out if kernel_dtype == out_dtype else lax.convert_element_type(out, out_dtype)
@@ -51,11 +50,7 @@ def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.d
 
 def _abstract_eval(op: Op, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     shape = spec.shape(op.roles[2], spec.sizes(op, lhs.shape, rhs.shape))
-    sharding = partition.result_sharding(op, spec, lhs, rhs)
-    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
-    return lhs.update(
-        shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding or lhs.sharding
-    )
+    return partition.result_type(Bilinear(op, spec, out_dtype), shape, lhs, rhs)
 
 
 # --- differentiation ---
@@ -75,12 +70,12 @@ _RHS_TRANSPOSE = {
 
 def _transpose_lhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     out = bind(*_LHS_TRANSPOSE[op](ct, rhs), spec, lhs.aval.dtype)
-    return partition.like(out, lhs.aval)
+    return explicit_mesh.like(out, lhs.aval)
 
 
 def _transpose_rhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
     out = bind(*_RHS_TRANSPOSE[op](ct, lhs), spec, rhs.aval.dtype)
-    return partition.like(out, rhs.aval)
+    return explicit_mesh.like(out, rhs.aval)
 
 
 # --- batching ---
@@ -102,8 +97,8 @@ def goes_inside(array: jax.Array, mapped: int, axis: int, groups: int) -> bool:
     Raises:
         ShardingTypeError: both axes are split, or the mapped one where groups must be outermost.
     """
-    outer = partition.split_over(array, mapped)
-    held = partition.split_over(array, axis + (axis >= mapped))
+    outer = explicit_mesh.split_over(array, mapped)
+    held = explicit_mesh.split_over(array, axis + (axis >= mapped))
     if outer and (held or groups > 1):
         raise compat.ShardingTypeError(
             f"convolution under vmap: the mapped axis is split over {outer} and cannot be merged "
@@ -120,9 +115,9 @@ def fold(array: jax.Array, mapped: int, axis: int, groups: int, inside: bool) ->
     """
     array = jnp.moveaxis(array, mapped, 0)
     parts = (groups, array.shape[axis + 1] // groups)
-    array = partition.split_axis(array, axis + 1, parts)
+    array = explicit_mesh.split_axis(array, axis + 1, parts)
     array = jnp.moveaxis(array, 0, axis + 1 + inside)
-    return partition.merge_axes(array, axis, 3)
+    return explicit_mesh.merge_axes(array, axis, 3)
 
 
 def unfold(
@@ -131,9 +126,9 @@ def unfold(
     """Undoes ``fold`` on an axis that had ``extent``; also returns the mapped axis' position."""
     rest = extent // groups
     parts = (groups, rest, count) if inside else (groups, count, rest)
-    array = partition.split_axis(array, axis, parts)
+    array = explicit_mesh.split_axis(array, axis, parts)
     array = jnp.moveaxis(array, axis + 1 + inside, axis)
-    return partition.merge_axes(array, axis + 1, 2), axis
+    return explicit_mesh.merge_axes(array, axis + 1, 2), axis
 
 
 def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype):
@@ -178,10 +173,9 @@ for _op, _primitive in PRIMITIVES.items():
         functools.partial(_transpose_lhs, _op),
         functools.partial(_transpose_rhs, _op),
     )
-    rules.register(
+    call.register(
         _primitive,
+        functools.partial(Bilinear, _op),
         shapes=functools.partial(_abstract_eval, _op),
         batch=functools.partial(_batch, _op),
-        lower=functools.partial(lowering.lower, _op),
-        elsewhere=functools.partial(lowering.lower_without_kernels, _op),
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 
-from jaxconv._src.spec import ConvSpec
+if TYPE_CHECKING:
+    from jaxconv._src.partition import Tensor
 
 
 def _in_order(mappings: Sequence[ArrayMapping]) -> list[str]:
@@ -46,33 +47,37 @@ def rule(
     )
 
 
-def convolution_rule(
-    spec: ConvSpec, operands: Sequence, results: Sequence, reduced: Sequence[str]
+def rule_of(
+    operands: Sequence[Tensor], results: Sequence[Tensor], reduced: Sequence[str]
 ) -> SdyShardingRule:
-    """The rule of a convolution, forward or backward, with or without an epilogue.
+    """The rule of a call, from the factors of its arrays.
 
     Args:
-        spec: the convolution.
-        operands, results: a name, the shape and the factors of every array; its other axes are
-            called by its name.
+        operands, results: the arrays; axes that stay whole are called by an array's name.
         reduced: the factors that a sum runs over.
     """
+    arrays = (*operands, *results)
     sizes: dict[str, int] = {}
+    whole: list[str] = []
     mappings = []
-    for array, shape, at in (*operands, *results):
-        names: list = [f"{array}{i}" for i in range(len(shape))]
-        for name, axis in at.items():
-            names[axis] = name
-            of_one_group = shape[axis] // spec.groups
-            if name == "g" and of_one_group > 1:
-                inner = "c_of_g" if array == "x" else "k_of_g"
-                names[axis] = CompoundFactor("g", inner)
-                sizes |= {"g": spec.groups, inner: of_one_group}
+    for array in arrays:
+        names: list = []
+        for axis, factor in enumerate(array.axes):
+            if factor is None:
+                whole.append(f"{array.name}{axis}")
+                names.append(whole[-1])
+            elif factor.together > 1:
+                whole.append(factor.inner)
+                names.append(CompoundFactor(factor.name, factor.inner))
+                sizes |= {
+                    factor.name: array.extents()[factor.name],
+                    factor.inner: factor.together,
+                }
+            else:
+                names.append(factor.name)
         mappings.append(ArrayMapping(*names))
-    if any("g" in names for names in mappings):  # its size is then that of an axis
-        sizes.pop("g", None)
-    split = {name for *_, at in (*operands, *results) for name in at}
-    whole = [f for f in _in_order(mappings) if f not in split]
+    for name in itertools.chain.from_iterable(mappings):
+        sizes.pop(name, None)  # its size is then that of an axis
     return rule(mappings, len(operands), sizes, whole, reduced)
 
 

@@ -9,7 +9,15 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxconv._src import arguments, layouts, lowering, native, winograd_jax, winograd_prepared
+from jaxconv._src import (
+    arguments,
+    bilinear,
+    layouts,
+    native,
+    selection,
+    winograd_jax,
+    winograd_prepared,
+)
 from jaxconv._src.arguments import Padding
 from jaxconv._src.spec import Op
 from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
@@ -64,7 +72,7 @@ def faster_tile(
         lax.conv_dimension_numbers(x.shape, w.shape, layouts.numbers(data_format)),
         padding,
         precision="default",
-        algorithm=(lowering.AUTO,) * 3,
+        algorithm=(selection.AUTO,) * 3,
         stride=(1,) * rank,
         lhs_dilation=(1,) * rank,
         dilation=(1,) * rank,
@@ -74,13 +82,13 @@ def faster_tile(
     on_gpu = native.target() or jax.default_backend() == "gpu"
     if not on_gpu or w.dtype != dtype or winograd_jax.refusal(Op.FPROP, spec, sizes, dtype):
         return None
-    direct, _ = lowering.select("cuda", Op.FPROP, spec, sizes, dtype, dtype)
+    direct, _ = bilinear.select("cuda", Op.FPROP, spec, sizes, dtype, dtype)
     demand = dataclasses.replace(spec, algorithm=(algorithm,) * 3)
     least, best = direct.expected_microseconds, None
     for tile in tiles:
         no_data: Any = None  # of which nothing is asked here
         made = PreparedFilter(no_data, tile, dtype, sizes.c // groups, sizes.k, groups)
-        chosen, _ = winograd_prepared.select("cuda", demand, made, sizes, dtype)
+        chosen, _ = winograd_prepared.Prepared(demand, made, dtype).select_kernel("cuda", sizes)
         if chosen.instance and chosen.microseconds < least:
             least, best = chosen.microseconds, tile
     return best

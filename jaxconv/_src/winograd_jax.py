@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv._src import im2col, partition
+from jaxconv._src import explicit_mesh, im2col
 from jaxconv._src.spec import ConvSpec, Op, Sizes, as_fprop
 from jaxconv._src.winograd_points import TAPS, Matrix, matrices
 from jaxconv._src.xla import PRECISION
@@ -321,7 +321,7 @@ def as_rows(op: Op, w: jax.Array, groups: int) -> jax.Array:
     For dgrad it is rotated by 180 degrees, and its rows are the input channels.
     """
     if op is Op.DGRAD:
-        w = partition.move_groups(lax.rev(w, (0, 1)), 3, 2, groups)
+        w = explicit_mesh.move_groups(lax.rev(w, (0, 1)), 3, 2, groups)
         return w
     return jnp.swapaxes(w, 2, 3)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,23 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from jaxconv._src import (
+    bilinear,
+    call,
     compat,
-    custom_call,
-    int8_partition,
-    lowering,
+    explicit_mesh,
     native,
     partition,
-    record,
-    rules,
+    selection,
     winograd_jax,
 )
-from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, flops, key_of
+from jaxconv._src.call import Call, Selected
+from jaxconv._src.partition import Tensor
+from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, key_of
 from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter, checked, unpacked
-
-_log = logging.getLogger("jaxconv")
 
 
 def algorithm_of(algorithm: str, w: PreparedFilter) -> str:
@@ -42,8 +41,8 @@ def algorithm_of(algorithm: str, w: PreparedFilter) -> str:
         ValueError: another algorithm is asked for.
     """
     own = f"winograd_{w.tile}"
-    algorithm = lowering.WITH_WINOGRAD.get(algorithm, algorithm)
-    if algorithm in (lowering.AUTO, lowering.NATIVE):
+    algorithm = selection.WITH_WINOGRAD.get(algorithm, algorithm)
+    if algorithm in (selection.AUTO, selection.NATIVE):
         return own
     if algorithm in ("winograd", own):
         return algorithm
@@ -93,18 +92,14 @@ def bind(x: jax.Array, w: PreparedFilter, spec: ConvSpec, out_dtype: np.dtype) -
     sizes = _sizes(spec, prepared, x.shape)
     if reason := winograd_jax.refusal(Op.FPROP, spec, sizes, x.dtype):
         raise ValueError(f"w: a filter prepared for {w.tile} cannot serve: {reason}")
-    if algorithm not in winograd_jax.ALGORITHMS:
-        refusals = [select(each, spec, prepared, sizes, out_dtype) for each in native.PLATFORMS]
-        if not any(chosen.instance for chosen, _ in refusals):
-            reasons = [r for chosen, _ in refusals for r in chosen.refusals]
-            raise ValueError(f"algorithm {algorithm!r} cannot serve: {lowering.reasons(reasons)}")
+    call.check(Prepared(spec, prepared, np.dtype(out_dtype)), x.shape, w.data.shape, x.dtype)
     x, data = compat.match_varying(x, w.data)
     return conv_prepared_p.bind(
         x, data, spec=spec, prepared=prepared, out_dtype=np.dtype(out_dtype)
     )
 
 
-def _sizes(spec: ConvSpec, prepared: PreparedFilter, x_shape: tuple[int, ...]) -> Sizes:
+def _sizes(spec: ConvSpec, prepared: PreparedFilter, x_shape: Sequence[int]) -> Sizes:
     return Sizes(
         1,
         x_shape[spec.axis("x", "n")],
@@ -116,71 +111,14 @@ def _sizes(spec: ConvSpec, prepared: PreparedFilter, x_shape: tuple[int, ...]) -
     )
 
 
-def select(
-    platform: str, spec: ConvSpec, prepared: PreparedFilter, sizes: Sizes, out_dtype: np.dtype
-) -> tuple[native.Selection, str]:
-    """The kernel instance, and the problem key ("" of operands that no kernel takes).
-
-    With no instance the form in JAX computes it, if the algorithm is no instance's name.
-    """
-    names = [DTYPE_NAMES.get(np.dtype(d).name, "") for d in (prepared.dtype, out_dtype)]
-    if not prepared.is_record or not all(names):
-        reason = f"kernels read filters prepared from float16 and bfloat16, not {prepared.dtype}"
-        return lowering.refused(reason), ""
-    if sizes.empty or spec.crops_everything:
-        return lowering.refused(lowering.EMPTY if sizes.empty else lowering.CROPPED), ""
-    words = [LAYOUTS[prepared.tile]]
-    key = key_of(Op.FPROP, (names[0], "f16", names[1]), spec, sizes, words)
-    kernels = native.load(platform)
-    if isinstance(kernels, native.Refusal):
-        return native.Selection(None, refusals=(kernels,)), key
-    try:
-        return kernels.select(key, spec.algorithm_of(Op.FPROP), native.target()), key
-    except ValueError as error:  # not an algorithm of this platform, or numbers too large for it
-        return lowering.refused(str(error)), key
-
-
-def choose(
-    platform: str, spec: ConvSpec, prepared: PreparedFilter, sizes: Sizes, out_dtype: np.dtype
-) -> tuple[native.Selection, str]:
-    """``select``, and the form in JAX where no kernel takes the problem.
-
-    Raises:
-        ValueError: an instance is demanded that does not take it.
-    """
-    chosen, key = select(platform, spec, prepared, sizes, out_dtype)
-    algorithm = spec.algorithm_of(Op.FPROP)
-    if chosen.instance is None and algorithm not in winograd_jax.ALGORITHMS:
-        raise ValueError(f"algorithm {algorithm!r}: {lowering.reasons(chosen.refusals)}")
-    if chosen.instance is None and not sizes.empty:
-        spec = dataclasses.replace(spec, algorithm=(f"winograd_{prepared.tile}",) * 3)
-        name = winograd_jax.instance(Op.FPROP, spec, prepared.dtype)
-        memory = winograd_jax.workspace_bytes(Op.FPROP, spec, sizes, prepared.dtype)
-        chosen = native.Selection(name, memory, in_jax=True)
-    return chosen, key
-
-
 # --- the primitive --------------------------------------------------------------------------------
 
 conv_prepared_p = Primitive("jaxconv_prepared")
 
 
-def _factors(spec: ConvSpec, prepared: PreparedFilter) -> tuple[int8_partition.Factors, ...]:
-    """Only the images can be split over devices: of x, the filter's data and the result."""
-    x, y = (
-        tuple("n" if axis == spec.axis(role, "n") else None for axis in range(spec.rank + 2))
-        for role in ("x", "y")
-    )
-    return x, (None,) * len(prepared.data_type.shape), y
-
-
 def _abstract_eval(x, data, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype: np.dtype):
     shape = spec.shape("y", _sizes(spec, prepared, x.shape))
-    sharding = int8_partition.result_sharding(
-        _factors(spec, prepared), (x, data), shape, "convolution of a prepared filter"
-    )
-    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
-    return x.update(shape=shape, dtype=out_dtype, weak_type=False, sharding=sharding or x.sharding)
+    return partition.result_type(Prepared(spec, prepared, out_dtype), shape, x, data)
 
 
 def _no_derivative(*_, **__):
@@ -194,23 +132,101 @@ def _no_derivative(*_, **__):
 def _batch(operands, mapped_axes, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
     """Maps over images, which fold into n; over filters one call for each example."""
     (x, data), (of_x, of_data) = operands, mapped_axes
-    call = functools.partial(
-        conv_prepared_p.bind, spec=spec, prepared=prepared, out_dtype=out_dtype
-    )
+    one = functools.partial(conv_prepared_p.bind, spec=spec, prepared=prepared, out_dtype=out_dtype)
     if of_data is not None:
         data = jnp.moveaxis(data, of_data, 0)
         if of_x is None:
-            return lax.map(lambda d: call(x, d), data), 0
-        return lax.map(lambda pair: call(*pair), (jnp.moveaxis(x, of_x, 0), data)), 0
+            return lax.map(lambda d: one(x, d), data), 0
+        return lax.map(lambda pair: one(*pair), (jnp.moveaxis(x, of_x, 0), data)), 0
     n = spec.axis("x", "n")
     x = jnp.moveaxis(x, of_x, n)
     count, images = x.shape[n : n + 2]
-    y = call(partition.merge_axes(x, n, 2), data)
+    y = one(explicit_mesh.merge_axes(x, n, 2), data)
     at = spec.axis("y", "n")
-    return partition.split_axis(y, at, (count, images)), at
+    return explicit_mesh.split_axis(y, at, (count, images)), at
 
 
-# --- lowering -------------------------------------------------------------------------------------
+# --- selection, sharding, custom call -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared(Call):
+    """A forward convolution of a filter that was prepared for Winograd."""
+
+    spec: ConvSpec
+    prepared: PreparedFilter
+    out_dtype: np.dtype
+
+    op = Op.FPROP
+    primitive = conv_prepared_p
+    target = bilinear.call_target(Op.FPROP)
+    subject = "convolution of a prepared filter"
+
+    @property
+    def conv(self) -> ConvSpec:
+        return self.spec
+
+    def with_conv(self, conv: ConvSpec) -> Prepared:
+        return dataclasses.replace(self, spec=conv)
+
+    def sizes(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Sizes:
+        return _sizes(self.spec, self.prepared, lhs_shape)
+
+    def tensors(self, *shapes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Images and positions can be split; the filter, and so all channels, stay whole."""
+
+        def positions(role: str, shape: Sequence[int]) -> Tensor:
+            found = partition.tensor(self.spec, role, shape)
+            axes = [None if each and each.name in "ckg" else each for each in found.axes]
+            return dataclasses.replace(found, axes=tuple(axes))
+
+        x, data = shapes
+        y = self.spec.shape("y", self.sizes(x, data))
+        w = Tensor("w", tuple(data), (None,) * len(data))
+        return [positions("x", x), w], [positions("y", y)]
+
+    def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
+        """A kernel, or the form in JAX if the algorithm is no instance's name."""
+        chosen, key = self.select_kernel(platform, sizes)
+        if chosen.instance is None and self.algorithm in winograd_jax.ALGORITHMS:
+            spec = dataclasses.replace(self.spec, algorithm=(f"winograd_{self.prepared.tile}",) * 3)
+            problem = (Op.FPROP, spec, sizes, self.prepared.dtype)
+            if not sizes.empty:
+                name = winograd_jax.instance(Op.FPROP, spec, self.prepared.dtype)
+                memory = winograd_jax.workspace_bytes(*problem)
+                return native.Selection(name, memory, in_jax=True), key
+        return chosen, key
+
+    def select_kernel(self, platform: str, sizes: Sizes) -> Selected:
+        """The kernel instance, and the problem key ("" of operands that no kernel takes)."""
+        given = self.prepared
+        names = [DTYPE_NAMES.get(np.dtype(d).name, "") for d in (given.dtype, self.out_dtype)]
+        if not given.is_record or not all(names):
+            reason = f"kernels read filters prepared from float16 and bfloat16, not {given.dtype}"
+            return selection.refused(reason), ""
+        if sizes.empty or self.spec.crops_everything:
+            return selection.refused(selection.EMPTY if sizes.empty else selection.CROPPED), ""
+        dtypes, words = (names[0], "f16", names[1]), [LAYOUTS[given.tile]]
+        key = key_of(Op.FPROP, dtypes, self.spec, sizes, words)
+        try:
+            return selection.kernel(platform, key, self.algorithm), key
+        except ValueError as error:  # not an algorithm of this platform
+            return selection.refused(str(error)), key
+
+    def definition(self, platform: str | None, in_jax: bool) -> Callable[..., jax.Array]:
+        static: dict[str, Any] = dict(spec=self.spec, prepared=self.prepared)
+        return functools.partial(_in_jax, **static, out_dtype=self.out_dtype)
+
+    @property
+    def names(self) -> tuple[Sequence[str], Sequence[str]]:
+        return ("lhs", "rhs"), ("out",)
+
+    def layouts(self, chosen: native.Selection) -> Mapping[str, Sequence[int]]:
+        return {"lhs": bilinear.layout(self.spec, "x"), "out": bilinear.layout(self.spec, "y")}
+
+    def attributes(self) -> Mapping[str, Any]:
+        of_filter = {"rhs_axes": np.zeros((1,), np.int64)}
+        return bilinear.axes_attributes(Op.FPROP, self.spec) | of_filter
 
 
 def _in_jax(x, data, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
@@ -224,44 +240,6 @@ def _in_jax(x, data, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
     return jnp.transpose(y, np.argsort(spec.y_axes).tolist())
 
 
-def _lower_to_xla(ctx, *operands, **params):
-    wide = jax.enable_x64(np.dtype(params["out_dtype"]) == np.float64 or jax.config.x64_enabled)
-    with lowering.override_in_force(None), record.paused(), wide:
-        in_jax = functools.partial(_in_jax, **params)
-        return mlir.lower_fun(in_jax, multiple_results=False)(ctx, *operands)
-
-
-def _lower(platform: str, ctx, x, data, **params):
-    """Lowers to one custom call on the chosen instance, or to XLA's operations."""
-    spec, prepared, out_dtype = (params[name] for name in ("spec", "prepared", "out_dtype"))
-    sizes = _sizes(spec, prepared, ctx.avals_in[0].shape)
-    chosen, key = choose(platform, spec, prepared, sizes, out_dtype)
-    recorded = functools.partial(
-        record.emit, ctx, "fprop", key, spec.precision, platform, flops(spec, sizes), chosen
-    )
-    with record.paused():  # the parts on every device are this one convolution
-        factors = _factors(spec, prepared)
-        split = int8_partition.lower(ctx, conv_prepared_p, factors, (x, data), **params)
-    if split is not None:
-        return recorded(split)
-    if chosen.instance is None or chosen.in_jax:
-        return recorded(_lower_to_xla(ctx, x, data, **params))
-    _log.debug("%s on %s: %s", key, platform, chosen.instance)
-    results = custom_call.lowered(
-        ctx,
-        platform,
-        lowering.call_target(Op.FPROP),
-        {"lhs": (x, ctx.avals_in[0]), "rhs": (data, ctx.avals_in[1])},
-        {"out": ctx.avals_out[0]} | custom_call.workspace(chosen),
-        {"lhs": lowering.layout(spec, "x"), "out": lowering.layout(spec, "y")},
-        **custom_call.plan_attributes(chosen, key),
-        **lowering.axes_attributes(Op.FPROP, spec) | {"rhs_axes": np.zeros((1,), np.int64)},
-    )
-    return recorded([results["out"]])
-
-
 ad.primitive_jvps[conv_prepared_p] = _no_derivative
 ad.primitive_transposes[conv_prepared_p] = _no_derivative
-rules.register(
-    conv_prepared_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_to_xla
-)
+call.register(conv_prepared_p, Prepared, shapes=_abstract_eval, batch=_batch)

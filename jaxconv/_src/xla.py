@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv._src import partition
+from jaxconv._src import explicit_mesh
 from jaxconv._src.spec import EXPLICIT_GROWTH, ConvSpec, Op, dilated_extent, fitting_padding, known
 
 PRECISION = {
@@ -118,7 +118,7 @@ def _fprop(x, w, spec: ConvSpec, **result):
 def _dgrad(dy, w, spec: ConvSpec, **result):
     """A convolution of dy, dilated by the stride, with the reversed, transposed filter."""
     # k is now the contracted channel: its groups go outermost into c
-    w = partition.move_groups(w, spec.axis("w", "k"), spec.axis("w", "c"), spec.groups)
+    w = explicit_mesh.move_groups(w, spec.axis("w", "k"), spec.axis("w", "c"), spec.groups)
     spatial = spec.w_axes[: spec.rank]
     x, window, y = spec.dilated_spatial
     padding = fitting_padding([lo for lo, _ in spec.padding], y, window, x, reflected=True)
