@@ -144,7 +144,7 @@ REFUSED = {
         ValueError,
         "NCHW32 has two spatial axes",
     ),
-    "an unknown layout": ((X, W, S), dict(layout="NCHW"), ValueError, "layout: expected"),
+    "an unknown layout": ((X, W, S), dict(layout="CHWN"), ValueError, "layout: expected"),
     # dtypes
     "float images": ((X.astype(np.float32), W, S), {}, TypeError, "x: expected int8 or uint8"),
     "float filters": ((X, W.astype(np.float32), S), {}, TypeError, "w: expected int8"),

@@ -114,6 +114,39 @@ def test_sharded_over_eight_devices(kind):
     np.testing.assert_allclose(y, expected, atol=1e-4)
 
 
+def _with_epilogue(x, prepared, bias, residual):
+    return jaxconv.conv(x, prepared, padding=1, bias=bias, residual=residual, activation="relu")
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
+def test_positions_and_an_epilogue_over_eight_devices(kind):
+    """Bits are those of one device: a tile's rounding depends on its own pixels and channels."""
+    x, w, residual = draw((4, 8, 6, 4), (3, 3, 4, 8), (4, 8, 6, 8))
+    bias = np.arange(8, dtype=np.float32) / 8
+    prepared = winograd.prepare(w, "f2x2")
+    whole = jax.jit(_with_epilogue)(x, prepared, bias, residual)
+    manual = kind == "Manual"
+    of = Spec("data") if manual else Spec("model", "data")  # rows of a tile stay together: 8 / 4
+    mesh = jax.make_mesh(
+        (4, 2),
+        ("data", "model"),
+        (jax.sharding.AxisType.Auto if manual else getattr(jax.sharding.AxisType, kind),) * 2,
+        devices=jax.devices("cpu"),
+    )
+    function = _with_epilogue
+    if manual:
+        specs = dict(in_specs=(of, Spec(), Spec(), of), out_specs=of)
+        function = jax.shard_map(function, mesh=mesh, **specs)
+    with jax.set_mesh(mesh):
+        x, residual = (jax.device_put(a, NamedSharding(mesh, of)) for a in (x, residual))
+        rest = jax.device_put((prepared, bias), NamedSharding(mesh, Spec()))
+        compiled = jax.jit(function).lower(x, *rest, residual).compile()
+        y = compiled(x, *rest, residual)
+    assert ("collective-permute" in compiled.as_text()) == (not manual)
+    assert "all-gather" not in compiled.as_text()
+    np.testing.assert_array_equal(y, whole)
+
+
 @pytest.mark.parametrize(
     ("shape", "padding"), [((0, 5, 5, 4), "SAME"), ((2, 2, 2, 4), "VALID"), ((1, 4, 4, 4), -2)]
 )

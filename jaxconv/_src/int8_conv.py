@@ -32,7 +32,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     activation: Literal["relu", "relu6"] | None = None,
     out_dtype: DTypeLike = jnp.int8,
-    layout: Literal["NHWC", "NCHW32"] | None = None,
+    layout: Literal["NHWC", "NCHW", "NCHW32"] | None = None,
     zero_point: int = 0,
     out_zero_point: int = 0,
     algorithm: str = "auto",
@@ -78,7 +78,9 @@ def conv(
         activation: None, "relu" or "relu6".
         out_dtype: int8, uint8, int32, float32, bfloat16 or float16.
         layout: of the result, "NHWC" for an array or "NCHW32" for a ``Packed``; by default that of
-            x. An image of at most 4 channels is read as it lies for either.
+            x. An image of at most 4 channels is read as it lies for either. "NCHW" is said of
+            arrays x, residual and result with the channels before the positions; XLA transposes
+            them, and cancels what it transposes between layers.
         zero_point: the value of x that stands for 0.
         out_zero_point: the value of an int8 or uint8 result that stands for 0.
         algorithm: "auto", "native", a kernel family, an instance, or "xla", as in
@@ -87,7 +89,7 @@ def conv(
             docs/winograd.md, which states their error.
 
     Returns:
-        (N, *out_spatial, K), or a ``Packed`` of K channels.
+        (N, *out_spatial, K), with "NCHW" (N, K, *out_spatial), or a ``Packed`` of K channels.
 
     Raises:
         TypeError: an operand has the wrong dtype, or is packed where an array is meant or the
@@ -96,6 +98,11 @@ def conv(
             residual_scale of the wrong shape, or one that is known and not finite; other terms
             without a scale; or a demanded algorithm that cannot serve.
     """
+    channels_first = layout == "NCHW"
+    if channels_first:
+        x = _channels_last("x", x)
+        residual = residual if residual is None else _channels_last("residual", residual)
+        layout = "NHWC"
     images = _Images(x, w, layout)
     filters = images.filters
     n, k, out_layout = images.n, filters.features, images.out_layout
@@ -172,7 +179,18 @@ def conv(
         y = _of_sums(sums + offset, out_dtype)
     else:
         y = bind(spec, data, filters.data, **terms)
-    return _result(y, spec.layout, out_layout, k)
+    result = _result(y, spec.layout, out_layout, k)
+    if not channels_first or isinstance(result, Packed):
+        return result
+    return jnp.moveaxis(result, -1, 1)
+
+
+def _channels_last(name: str, value) -> jax.Array:
+    """An array (N, C, *spatial) as (N, *spatial, C)."""
+    if isinstance(value, Packed):
+        raise TypeError(f"{name}: expected an array (N, C, *spatial) for layout='NCHW', got Packed")
+    array = int8_layout.array_of(name, value)
+    return jnp.moveaxis(array, 1, -1) if array.ndim > 2 else array
 
 
 class _Images:
@@ -188,7 +206,7 @@ class _Images:
 
     def __init__(self, x, w, layout: str | None):
         if layout not in (None, *LAYOUTS):
-            raise ValueError(f"layout: expected 'NHWC' or 'NCHW32', got {layout!r}")
+            raise ValueError(f"layout: expected 'NHWC', 'NCHW' or 'NCHW32', got {layout!r}")
         packed = isinstance(x, Packed)
         self.out_layout = layout or ("NCHW32" if packed else "NHWC")
         if packed:
