@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from jaxconv._src import (
-    bilinear,
     compat,
+    custom_call,
     fused,
     int8_primitive,
     masked_sums,
@@ -28,7 +28,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     of the library, or a newer one that still has that kernel, and says so if it has not.
     """
     names = [
-        *(bilinear.call_target(op) for op in Op),
+        *(custom_call.call_target(op) for op in Op),
         fused.TARGET,
         int8_primitive.TARGET,
         masked_sums.TARGET,

@@ -19,7 +19,8 @@ from kernel_tables import Instance
 from numerics import assert_exact, integer_operands, into_poison, reference
 from problems import DTYPES, Problem, problem
 
-from jaxconv._src.bilinear import call_target, select
+from jaxconv._src.bilinear import select
+from jaxconv._src.custom_call import call_target
 from jaxconv._src.spec import Op
 
 SMS = 132  # of an H100 or H200

@@ -17,18 +17,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxconv._src import exact, int8_lax, native, partition, record, selection, winograd_jax, xla
+from jaxconv._src import custom_call, exact, native, partition, record, selection, winograd_jax, xla
 from jaxconv._src.call import Call, Selected
 from jaxconv._src.partition import Tensor
 from jaxconv._src.selection import AUTO, IN_JAX, WITH_WINOGRAD
 from jaxconv._src.spec import DTYPE_NAMES, ConvSpec, Op, Sizes, problem_key
 
 PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
-
-
-def call_target(op: Op) -> str:
-    """Name of the custom call, on every platform."""
-    return f"jaxconv_{op.value}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +96,7 @@ class Bilinear(Call):
 
     @property
     def target(self) -> str:
-        return call_target(self.op)
+        return custom_call.call_target(self.op)
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -109,17 +104,18 @@ class Bilinear(Call):
 
     def layouts(self, chosen: native.Selection) -> Mapping[str, Sequence[int]]:
         names = zip(("lhs", "rhs", "out"), self.op.roles, strict=True)
-        return {name: layout(self.spec, role, chosen.krsc) for name, role in names}
+        return {name: custom_call.layout(self.spec, role, chosen.krsc) for name, role in names}
 
     def attributes(self) -> Mapping[str, Any]:
-        return axes_attributes(self.op, self.spec)
+        return custom_call.axes_attributes(self.op, self.spec)
 
     def emit(self, platform: str, ctx, chosen: native.Selection, key: str, operands: Sequence):
         if not chosen.packed:
             return super().emit(platform, ctx, chosen, key, operands)
         sizes = self.sizes(*(aval.shape for aval in ctx.avals_in))
         plan = _int8_plan(platform, self.op, self.spec, sizes, self.out_dtype)
-        through = functools.partial(int8_lax.convolve, plan, self.op, spec=self.spec)
+        convolve = selection.INTEGERS[platform].convolve
+        through = functools.partial(convolve, plan, self.op, spec=self.spec)
         with record.paused():
             return mlir.lower_fun(through, multiple_results=False)(ctx, *operands)
 
@@ -166,7 +162,7 @@ def select_kernel(
         problem = (platform, op, spec, sizes, operand_dtype, out_dtype)
         return _select_with_winograd(*problem, epilogue)
     key = problem_key(op, spec, sizes, operand_dtype, out_dtype, epilogue=epilogue)
-    if platform == "cuda" and np.dtype(operand_dtype) == np.int8:
+    if platform in selection.INTEGERS and np.dtype(operand_dtype) == np.int8:
         plan = _int8_plan(platform, op, spec, sizes, out_dtype)
         return plan.chosen, plan.key if plan.chosen.instance else key
     if not selection.applies(algorithm, op):
@@ -230,22 +226,9 @@ def _int8_plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: n
     algorithm = spec.algorithm_of(op)
     if not selection.applies(algorithm, op) or algorithm in WITH_WINOGRAD:
         spec = dataclasses.replace(spec, algorithm=(AUTO, AUTO, AUTO))
-    return int8_lax.plan(platform, op, spec, sizes, out_dtype)
+    return selection.INTEGERS[platform].plan(platform, op, spec, sizes, out_dtype)
 
 
 def xla_lacks(platform: str, dtype: np.dtype) -> bool:
     """Whether XLA compiles no convolution of these operands: integers on a GPU."""
     return platform == "cuda" and jnp.issubdtype(dtype, jnp.integer)
-
-
-def layout(spec: ConvSpec, role: str, krsc: bool = False) -> tuple[int, ...]:
-    """Minor-to-major: stores an array in its canonical axis order, a krsc filter as it lies."""
-    axes = spec.axes(role)
-    return tuple(reversed(range(len(axes)) if krsc and role == "w" else axes))
-
-
-def axes_attributes(op: Op, spec: ConvSpec) -> dict[str, np.ndarray]:
-    """Where the canonical axes of a call's operands and result are."""
-    names = ("lhs_axes", "rhs_axes", "out_axes")
-    axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
-    return dict(zip(names, axes, strict=True))

@@ -18,7 +18,9 @@ from jaxconv._src import (
     epilogue,
     explicit_mesh,
     fused,
+    int8_lax,
     layouts,
+    selection,
     winograd_prepared,
 )
 from jaxconv._src.arguments import (
@@ -31,6 +33,8 @@ from jaxconv._src.arguments import (
 from jaxconv._src.epilogue import Activation
 from jaxconv._src.spec import Op
 from jaxconv._src.winograd_filter import PreparedFilter
+
+selection.INTEGERS["cuda"] = int8_lax  # whose kernels of 8-bit operands are conv_int8_p's alone
 
 
 @overload

@@ -16,6 +16,7 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jaxconv._src import native
+from jaxconv._src.spec import ConvSpec, Op
 
 # What an operand or a result that a call leaves out is: an array without elements.
 _ABSENT = ShapedArray((0,), np.float32)
@@ -24,9 +25,27 @@ _ABSENT = ShapedArray((0,), np.float32)
 WORKSPACE = "workspace"
 
 
+def call_target(op: Op) -> str:
+    """Name of the custom call, on every platform."""
+    return f"jaxconv_{op.value}"
+
+
 def plan_attributes(chosen: native.Selection, key: str) -> dict[str, Any]:
     """What a convolution's call says of its plan."""
     return dict(instance=chosen.instance, problem=key, slices=np.int64(chosen.slices))
+
+
+def axes_attributes(op: Op, spec: ConvSpec) -> dict[str, np.ndarray]:
+    """Where the canonical axes of a call's operands and result are."""
+    names = ("lhs_axes", "rhs_axes", "out_axes")
+    axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
+    return dict(zip(names, axes, strict=True))
+
+
+def layout(spec: ConvSpec, role: str, krsc: bool = False) -> tuple[int, ...]:
+    """Minor-to-major: stores an array in its canonical axis order, a krsc filter as it lies."""
+    axes = spec.axes(role)
+    return tuple(reversed(range(len(axes)) if krsc and role == "w" else axes))
 
 
 def workspace(chosen: native.Selection) -> dict[str, ShapedArray]:

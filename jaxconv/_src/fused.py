@@ -38,6 +38,7 @@ from jaxconv._src import (
     bilinear,
     call,
     compat,
+    custom_call,
     native,
     partition,
     primitives,
@@ -434,13 +435,13 @@ class Fused(Call):
     def layouts(self, chosen: native.Selection) -> Mapping[str, Sequence[int]]:
         like_y = (*["residual"] * self.epilogue.residual, "y", *["pre"] * self.epilogue.pre)
         return {
-            "x": bilinear.layout(self.spec, "x"),
-            "w": bilinear.layout(self.spec, "w", chosen.krsc),
-            **dict.fromkeys(like_y, bilinear.layout(self.spec, "y")),
+            "x": custom_call.layout(self.spec, "x"),
+            "w": custom_call.layout(self.spec, "w", chosen.krsc),
+            **dict.fromkeys(like_y, custom_call.layout(self.spec, "y")),
         }
 
     def attributes(self) -> Mapping[str, Any]:
-        return bilinear.axes_attributes(Op.FPROP, self.spec)
+        return custom_call.axes_attributes(Op.FPROP, self.spec)
 
 
 def _lowered(*, epilogue: Epilogue, **static: Any) -> Fused:

@@ -7,20 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxconv._src.winograd_filter import PreparedFilter
-
 
 def array(name: str, value: ArrayLike) -> jax.Array:
     """An operand as an array of numbers.
 
+    A class of this library whose objects are no arrays says by ``instead_of_an_array`` what such an
+    object is, and where it belongs.
+
     Raises:
         TypeError: ``value`` is none, and has no conversion to one.
     """
-    if isinstance(value, PreparedFilter):
-        raise TypeError(
-            f"{name}: expected an array, got a filter prepared for {value.tile}; those are the "
-            "argument w of jaxconv.conv"
-        )
+    if what := getattr(value, "instead_of_an_array", ""):
+        raise TypeError(f"{name}: expected an array, got {what}")
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{name}: expected an array, got {value!r}, which has no values; jax.eval_shape, "

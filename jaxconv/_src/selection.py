@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxconv._src import im2col, native, winograd_jax
 from jaxconv._src.spec import ConvSpec, Op, Sizes, known
@@ -31,6 +32,10 @@ WITH_WINOGRAD = {f"{AUTO}+{name}": name for name in winograd_jax.ALGORITHMS}
 # What is chosen by prediction, and the demands that every convolution can meet.
 PREDICTED = (AUTO, NATIVE, *WITH_WINOGRAD)
 UNCONDITIONAL = (*PREDICTED, XLA, IM2COL)
+
+# By platform, where its int8 kernels are another primitive's: the module whose ``plan`` and
+# ``convolve`` bring int8 operands of any convolution to them.
+INTEGERS: dict[str, Any] = {}
 
 # Said of a convolution that has nothing to compute.
 EMPTY = "a tensor has no elements"

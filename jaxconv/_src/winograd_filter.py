@@ -63,6 +63,11 @@ class PreparedFilter:
     groups: int
 
     @property
+    def instead_of_an_array(self) -> str:
+        """As of ``operand.array``."""
+        return f"a filter prepared for {self.tile}; those are the argument w of jaxconv.conv"
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(3, 3, C / groups, K), of the filter."""
         return (TAPS, TAPS, self.channels, self.features)

@@ -19,9 +19,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jaxconv._src import (
-    bilinear,
     call,
     compat,
+    custom_call,
     explicit_mesh,
     native,
     partition,
@@ -159,7 +159,7 @@ class Prepared(Call):
 
     op = Op.FPROP
     primitive = conv_prepared_p
-    target = bilinear.call_target(Op.FPROP)
+    target = custom_call.call_target(Op.FPROP)
     subject = "convolution of a prepared filter"
 
     @property
@@ -222,11 +222,14 @@ class Prepared(Call):
         return ("lhs", "rhs"), ("out",)
 
     def layouts(self, chosen: native.Selection) -> Mapping[str, Sequence[int]]:
-        return {"lhs": bilinear.layout(self.spec, "x"), "out": bilinear.layout(self.spec, "y")}
+        return {
+            "lhs": custom_call.layout(self.spec, "x"),
+            "out": custom_call.layout(self.spec, "y"),
+        }
 
     def attributes(self) -> Mapping[str, Any]:
         of_filter = {"rhs_axes": np.zeros((1,), np.int64)}
-        return bilinear.axes_attributes(Op.FPROP, self.spec) | of_filter
+        return custom_call.axes_attributes(Op.FPROP, self.spec) | of_filter
 
 
 def _in_jax(x, data, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
