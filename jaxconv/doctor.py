@@ -22,8 +22,9 @@ import jax
 import numpy as np
 
 import jaxconv
-from jaxconv._src import native, selection
-from jaxconv._src.spec import Op
+from jaxconv._src.call import selection
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import environment
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import jax
 
-from jaxconv._src import (
-    compat,
-    custom_call,
-    fused,
-    int8_primitive,
-    masked_sums,
-    max_pooling,
-    native,
-    normalise_add,
-    selection,
-)
-from jaxconv._src.spec import Op
+from jaxconv._src import compat
+from jaxconv._src.call import selection
+from jaxconv._src.conv import fused
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.library import custom_call, native
+from jaxconv._src.passes import masked_sums, max_pooling, normalise_add
+from jaxconv._src.problem.spec import Op
 
 
 def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 from problems import DTYPES, Problem
 
-from jaxconv._src import native
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fused import Fused, bind
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.fused import Fused, bind
+from jaxconv._src.library import native
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op
 
 SHARE = 0.15  # of the problems
 SLOPES = (0.25, 0.5, -0.5)

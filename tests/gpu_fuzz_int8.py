@@ -10,9 +10,10 @@ import numpy as np
 from int8_reference import OUT_DTYPES
 from problems import Problem
 
-from jaxconv._src import int8_primitive, native
-from jaxconv._src.int8_primitive import Int8Spec
-from jaxconv._src.spec import Op, key_of
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.int8.int8_primitive import Int8Spec
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op, key_of
 
 X_DTYPES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
 BLOCK = 32  # what the channels of a group are a multiple of

@@ -21,7 +21,7 @@ from numerics import EXACT_LIMIT, reference
 from problems import Problem, xla_aborts
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 FORMS = ("conv", "override", "fused", "statistics", "int8")
 MESHES = ((2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (2, 2, 2))

@@ -8,8 +8,10 @@ import re
 import pytest
 
 from jaxconv import winograd
-from jaxconv._src import bilinear, native, winograd_jax
-from jaxconv._src.spec import Op
+from jaxconv._src.conv import bilinear
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
 from jaxconv.bench import __main__ as bench
 from jaxconv.bench import layers, networks, winograd_variants
 from jaxconv.bench.problem import Problem

@@ -13,7 +13,7 @@ from jax import lax
 from problems import BY_NAME, DTYPES
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 
 def zeros(*shape, dtype=np.float32):

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jaxconv
-from jaxconv._src import fuse_convolution, native
+from jaxconv._src.fuse import fuse_convolution
+from jaxconv._src.library import native
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from jaxprs import equations
 from training_programs import assert_close, batch_norm, conv, draw, fused_without, on_two_devices
 
 import jaxconv
-from jaxconv._src import fuse_pooling
-from jaxconv._src.max_pooling import Form, Windows
+from jaxconv._src.fuse import fuse_pooling
+from jaxconv._src.passes.max_pooling import Form, Windows
 from jaxconv.bench.networks import NETWORKS, programs
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")

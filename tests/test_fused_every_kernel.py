@@ -15,10 +15,10 @@ from problems import DTYPES, PROBLEMS, REPRESENTATIVE, Problem
 from test_every_kernel import LEAST_ACCEPTED, OF_FAMILY
 from test_fused import defined
 
-from jaxconv._src.bilinear import select as select_plain
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fused import Fused, bind
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.bilinear import select as select_plain
+from jaxconv._src.conv.fused import Fused, bind
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op
 
 # Every term alone and together, every exact activation. A kernel's calls take them in turn.
 EXACT = [

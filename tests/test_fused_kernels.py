@@ -16,9 +16,9 @@ from problems import Problem, problem
 from test_fused import TERMS, before_activation, fused, operands
 
 import jaxconv
-from jaxconv._src import fused as primitive
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.conv import fused as primitive
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import ConvSpec, Op
 
 # For each CPU kernel a problem that it takes; several regions of one task, rows and whole images.
 OF_KERNEL = {

@@ -13,8 +13,8 @@ from int8_reference import OUT_DTYPES
 from problems import INT8_BY_NAME
 
 from jaxconv import int8
-from jaxconv._src import int8_primitive
-from jaxconv._src.int8_primitive import TARGET, Int8Spec
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.int8.int8_primitive import TARGET, Int8Spec
 
 X = np.zeros((2, 6, 5, 64), np.int8)
 W = np.zeros((3, 3, 64, 32), np.int8)
@@ -409,6 +409,6 @@ def test_selection_refuses_what_it_cannot_read(platform, native_kernels, words, 
 
 
 def test_the_dtypes_are_those_of_the_reference():
-    from jaxconv._src.int8_layout import OUT_DTYPES as ACCEPTED
+    from jaxconv._src.int8.int8_layout import OUT_DTYPES as ACCEPTED
 
     assert set(ACCEPTED) == set(OUT_DTYPES.values())

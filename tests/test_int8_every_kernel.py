@@ -19,8 +19,9 @@ from int8_reference import OUT_DTYPES, nchw32, nhwc, operands, requantized, rows
 from numerics import TOGETHER, into_poison, mismatch
 from problems import INT8, INT8_DEPTHWISE, Problem, problem
 
-from jaxconv._src import int8_primitive, native
-from jaxconv._src.int8_primitive import Int8Spec
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.int8.int8_primitive import Int8Spec
+from jaxconv._src.library import native
 
 # A kernel that takes fewer of the problems than this would pass the tests below by refusing.
 LEAST_ACCEPTED = 4

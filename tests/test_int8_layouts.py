@@ -11,7 +11,7 @@ import pytest
 from int8_reference import nchw32, nhwc, rows
 
 from jaxconv import int8
-from jaxconv._src import int8_layout
+from jaxconv._src.int8 import int8_layout
 
 
 def images(shape, dtype=np.int8):

@@ -22,8 +22,10 @@ from test_winograd import CC
 
 import jaxconv
 from jaxconv import int8
-from jaxconv._src import int8_primitive, int8_winograd, native, winograd_jax
-from jaxconv._src.spec import Op
+from jaxconv._src.int8 import int8_primitive, int8_winograd
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
 from jaxconv.bench import int8_layers, winograd_variants
 from jaxconv.bench.command_winograd_errors import int8_operands
 from jaxconv.bench.layers import LAYERS

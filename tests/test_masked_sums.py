@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv._src import masked_sums
-from jaxconv._src.masked_sums import Form
+from jaxconv._src.passes import masked_sums
+from jaxconv._src.passes.masked_sums import Form
 
 FORMS = {
     "one gradient": Form(1, 1, "result", False, 0.0, None),

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxconv
-from jaxconv._src import max_pooling, native
-from jaxconv._src.max_pooling import NO_PLACE, Form, Windows
+from jaxconv._src.library import native
+from jaxconv._src.passes import max_pooling
+from jaxconv._src.passes.max_pooling import NO_PLACE, Form, Windows
 
 NONE = (0, 0)
 WINDOWS = {

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxconv._src import masked_sums, normalise_add
-from jaxconv._src.normalise_add import Form
+from jaxconv._src.passes import masked_sums, normalise_add
+from jaxconv._src.passes.normalise_add import Form
 
 FORMS = {
     "shortcut": Form(1, None),

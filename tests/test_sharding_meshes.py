@@ -29,8 +29,9 @@ from sharding_tools import (
 )
 
 import jaxconv
-from jaxconv._src import compat, explicit_mesh, partition
-from jaxconv._src.spec import Op
+from jaxconv._src import compat
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.sharding import explicit_mesh, partition
 
 # --- meshes that a lowering learns of in other ways, or not at all ---
 

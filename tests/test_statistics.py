@@ -220,8 +220,8 @@ def test_bad_input():
 
 def test_where_no_kernel_has_statistics_xla_reads_the_result(monkeypatch, native_cpu):
     """The rest of the epilogue stays in the call; ``explain`` has the reason."""
-    from jaxconv._src import selection
-    from jaxconv._src.fused import Fused
+    from jaxconv._src.call import selection
+    from jaxconv._src.conv.fused import Fused
 
     select = Fused.select
 

@@ -15,9 +15,9 @@ from problems import DTYPES, Problem
 from test_steady_state import _exact, _operands, _skip_on_other_devices, gather_problems
 
 import jaxconv
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fused import Fused, bind
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.fused import Fused, bind
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op
 
 FORM = Epilogue(statistics=True)
 FUSED = [

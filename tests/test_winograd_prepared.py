@@ -19,8 +19,10 @@ from numerics import error
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import bilinear, native, winograd_filter
-from jaxconv._src.spec import Op
+from jaxconv._src.conv import bilinear
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.winograd import winograd_filter
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import DTYPES
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import int8
-from jaxconv._src import int8_primitive, native
-from jaxconv._src.spec import Op
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Library, Problem
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 import jaxconv
-from jaxconv._src import selection
+from jaxconv._src.call import selection
 from jaxconv.bench import trace, winograd_network
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.measure import first_line

@@ -14,9 +14,10 @@ import numpy as np
 from jax import lax
 
 import jaxconv
-from jaxconv._src import bilinear, native
-from jaxconv._src.selection import PLATFORMS
-from jaxconv._src.spec import Op
+from jaxconv._src.call.selection import PLATFORMS
+from jaxconv._src.conv import bilinear
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import int8_layers, winograd_variants
 from jaxconv.bench.problem import Library, Problem
 

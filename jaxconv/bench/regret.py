@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxconv._src import native
-from jaxconv._src.selection import AUTO, NATIVE
+from jaxconv._src.call.selection import AUTO, NATIVE
+from jaxconv._src.library import native
 from jaxconv.bench import layers, report
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.problem import Problem

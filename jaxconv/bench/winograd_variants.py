@@ -18,9 +18,13 @@ import numpy as np
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import bilinear, int8_winograd, native, winograd_jax, winograd_prepared
-from jaxconv._src.spec import Op
-from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
+from jaxconv._src.conv import bilinear
+from jaxconv._src.int8 import int8_winograd
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
+from jaxconv._src.winograd import winograd_prepared
+from jaxconv._src.winograd.winograd_filter import LAYOUTS, PreparedFilter
 from jaxconv.bench.problem import Library, Problem, Row
 
 # So many of the kernels that are predicted fastest, with the filter transformed in the call, and
