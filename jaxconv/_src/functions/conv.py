@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxconv._src.call import selection
-from jaxconv._src.conv import canonical, fused
+from jaxconv._src.conv import canonical, fused, primitives
 from jaxconv._src.functions import arguments
 from jaxconv._src.functions.arguments import (
     Algorithm,
@@ -227,14 +227,17 @@ def conv(
     )
     if one_example and form.residual:
         terms["residual"] = lax.expand_dims(terms["residual"], (0,))
+    given = cast(jax.Array, w)
     if prepared is None:
-        results = fused.bind(
-            x, cast(jax.Array, w), terms, spec=spec, epilogue=form, out_dtype=out_dtype
-        )
-    elif form.plain:
-        results = [winograd_prepared.bind(x, prepared, spec, out_dtype)]
+        convolved = functools.partial(primitives.bind, Op.FPROP, x, given, spec)
     else:
-        acc = winograd_prepared.bind(x, prepared, spec, epilogue.accumulator_dtype(out_dtype))
+        convolved = functools.partial(winograd_prepared.bind, x, prepared, spec)
+    if form.plain:
+        results = [convolved(out_dtype)]
+    elif prepared is None:
+        results = fused.bind(x, given, terms, spec=spec, epilogue=form, out_dtype=out_dtype)
+    else:
+        acc = convolved(epilogue.accumulator_dtype(out_dtype))
         results = epilogue.finish(acc, terms, spec.axis("y", "k"), form, out_dtype)
     y = lax.squeeze(results[0], (0,)) if one_example else results[0]
     if not form.statistics:

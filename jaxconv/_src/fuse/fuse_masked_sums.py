@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 from jaxconv._src.conv import fused
 from jaxconv._src.fuse.fuse_graph import Graph, Vector, traced, type_of
 from jaxconv._src.passes import masked_sums, max_pooling
-from jaxconv._src.passes.masked_sums import Form, MaskedBy
+from jaxconv._src.passes.masked_sums import MaskedBy, Sums
 
 # What makes gradients that are in memory.
 STORED = {
@@ -44,7 +44,7 @@ class Call:
     """
 
     position: int
-    form: Form
+    form: Sums
     arrays: tuple[Any, ...]
     vectors: tuple[Vector, ...]
     result: Var
@@ -104,7 +104,7 @@ def find(
     if not stores and len(gradients) == len(arrays) == 1:
         affine = _affine(graph, operand, others[0], aval)
     masked_by: MaskedBy = "affine" if affine else "result"
-    form = Form(len(gradients), len(arrays), masked_by, stores, *bounds)
+    form = Sums(len(gradients), len(arrays), masked_by, stores, *bounds)
     vectors = *means, *affine
     read = [*gradients, *arrays, *(v.atom for v in vectors), result]
     made = [graph.index(a) for a in read]
@@ -167,7 +167,7 @@ def of_pooled(graph: Graph, gradient: Pooled, others: Sequence[Any]) -> Call | N
     centred = _centred(graph, others[0], type_of(gradient.y))
     if centred is None or centred[0] is not gradient.y:
         return None
-    form = Form(len(gradient.gradients), 1, "result", stores=False, above=0.0, below=None)
+    form = Sums(len(gradient.gradients), 1, "result", stores=False, above=0.0, below=None)
     aval = type_of(gradient.maxima)
     if not masked_sums.accepts(form, aval.shape, aval.dtype):
         return None

@@ -26,7 +26,7 @@ from jaxconv._src.fuse import fuse_activations, fuse_convolution, fuse_masked_su
 from jaxconv._src.fuse.fuse_activations import Activation
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, Vector, traced, type_of
 from jaxconv._src.passes import normalise_add
-from jaxconv._src.passes.masked_sums import Form, masked_sums_p
+from jaxconv._src.passes.masked_sums import Sums, masked_sums_p
 
 _CONVOLUTIONS = {
     *fuse_convolution.NAMES,
@@ -52,7 +52,7 @@ class _Sum:
     """
 
     position: int
-    form: normalise_add.Form
+    form: normalise_add.BlockEnd
     arrays: tuple[Any, Any]
     vectors: tuple[Vector, ...]
 
@@ -106,7 +106,7 @@ def _by_bits(eqn: JaxprEqn, bits: Var) -> JaxprEqn:
     return eqn.replace(invars=operands, params={**eqn.params, "form": form})
 
 
-def _find(graph: Graph, result: Any, masks: Sequence[Form], held: Set[Any]) -> _Sum | None:
+def _find(graph: Graph, result: Any, masks: Sequence[Sums], held: Set[Any]) -> _Sum | None:
     """The end of a residual block, if it is one.
 
     Args:
@@ -135,7 +135,7 @@ def _find(graph: Graph, result: Any, masks: Sequence[Form], held: Set[Any]) -> _
         if first is None:
             return None
         other = graph.source(shortcut) if second is None else second[0]
-        form = normalise_add.Form(1 if second is None else 2, below)
+        form = normalise_add.BlockEnd(1 if second is None else 2, below)
         if (
             all((m.above, m.below) == (0.0, below) for m in masks)
             and all(_in_memory(graph, a, held) for a in (first[0], other))

@@ -35,7 +35,7 @@ from jaxconv._src.conv import fused
 from jaxconv._src.fuse import fuse_activations, fuse_convolution, fuse_masked_sums
 from jaxconv._src.fuse.fuse_graph import Graph, Vector, is_float, traced, type_of
 from jaxconv._src.passes import max_pooling
-from jaxconv._src.passes.max_pooling import Form, Windows
+from jaxconv._src.passes.max_pooling import Pooling, Windows
 
 # Maxima of an array's windows and gradients, by their positions.
 _Found = dict[tuple[Var, Windows], tuple[list[int], list[int]]]
@@ -172,7 +172,7 @@ class _Gradient:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _Pooled:
     """Calls in place of maxima and gradients.
 
     Attributes:
@@ -183,7 +183,7 @@ class _Call:
         gradients: those of the same windows.
     """
 
-    form: Form
+    form: Pooling
     x: Var
     vectors: tuple[Vector, ...]
     maxima: int | None
@@ -231,7 +231,7 @@ def _call(
     maxima: list[int],
     gradients: list[int],
     held: set[Any],
-) -> _Call | None:
+) -> _Pooled | None:
     """The calls for an array's windows, or None where there are none.
 
     Args:
@@ -248,7 +248,7 @@ def _call(
     places = bool(gradients)
     if x in held or _stored(graph, x):
         found = [_Gradient(g, g, _gradients(graph, g)) for g in gradients]
-        return _Call(Form(windows, False, places, False), x, (), at, tuple(found))
+        return _Pooled(Pooling(windows, False, places, False), x, (), at, tuple(found))
     activation = _normalised(graph, x)
     if activation is None or x in graph.returned:
         return None
@@ -261,7 +261,7 @@ def _call(
         if last is None:
             return None
         found.append(_Gradient(position, last, _gradients(graph, position)))
-    return _Call(Form(windows, True, places, places), y, vectors, at, tuple(found))
+    return _Pooled(Pooling(windows, True, places, places), y, vectors, at, tuple(found))
 
 
 def _stored(graph: Graph, x: Var) -> bool:

@@ -149,7 +149,7 @@ def _with_calls_traced(
     results = {fusion.chain.out for fusion in fusions.values()}
     for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):
         try:
-            if isinstance(item, _Call):
+            if isinstance(item, _FusedCall):
                 rewritten += _traced_call(graph, item, results, extra)
             elif isinstance(item, _Answer):
                 rewritten += _traced_answer(graph, item)
@@ -218,8 +218,8 @@ def _function(jaxpr: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call in the place of a chain; what ``_live`` looks at is named as in an equation."""
+class _FusedCall:
+    """A call in the place of a chain; what ``fuse_graph.live`` reads is named as in an equation."""
 
     fusion: Fusion
     pre: Var | None
@@ -242,7 +242,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """A sum over a call's result, from its statistics; what ``_live`` looks at as in ``_Call``."""
+    """A sum over a call's result, from its statistics; it has what ``fuse_graph.live`` reads."""
 
     fusion: Fusion
     moment: Moment
@@ -261,7 +261,7 @@ class _Answer:
 
 def _without_unused(item: Any, needed: Collection[Var]) -> Any:
     """A call without the activation's operand among its results where nothing needs that."""
-    if isinstance(item, _Call) and item.pre is not None and item.pre not in needed:
+    if isinstance(item, _FusedCall) and item.pre is not None and item.pre not in needed:
         return dataclasses.replace(item, pre=None)
     return item
 
@@ -290,7 +290,7 @@ def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
 
 
 def _traced_call(
-    graph: Graph, call: _Call, results_of_calls: Collection[Var], extra: dict[Var, Any] | None
+    graph: Graph, call: _FusedCall, results_of_calls: Collection[Var], extra: dict[Var, Any] | None
 ) -> list[JaxprEqn]:
     """The equations of a call: scale and bias, ``conv_fused``, and the results' shapes.
 
@@ -402,9 +402,9 @@ def _becomes_part(eqn: JaxprEqn) -> bool:
 
 def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
-) -> list[JaxprEqn | _Call | _Answer]:
+) -> list[JaxprEqn | _FusedCall | _Answer]:
     """The program with calls in the place of the chains, and notes at other convolutions."""
-    placed: dict[int, _Call | _Answer] = {}
+    placed: dict[int, _FusedCall | _Answer] = {}
     dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
     again: dict[int, JaxprEqn] = {}
@@ -412,7 +412,7 @@ def _with_calls(
         chain = fusion.chain
         pre = chain.pre if fusion.keeps_pre else None
         statistics = _statistics(graph, fusion.conv) if fusion.moments else None
-        placed[fusion.position] = _Call(fusion, pre, statistics, notes[position])
+        placed[fusion.position] = _FusedCall(fusion, pre, statistics, notes[position])
         for moment in fusion.moments:
             made = graph.index(moment.out)
             assert made is not None and statistics is not None
@@ -427,7 +427,7 @@ def _with_calls(
             of_pre = compat.variable(type_of(chain.out))
             again[made] = graph.eqns[made].replace(outvars=[of_pre])
             redirected |= {i: (chain.out, of_pre) for i in fusion.compared}
-    items: list[JaxprEqn | _Call | _Answer] = []
+    items: list[JaxprEqn | _FusedCall | _Answer] = []
     for position, eqn in enumerate(graph.eqns):
         if position in placed:
             items.append(placed[position])

@@ -50,7 +50,7 @@ MaskedBy = Literal["result", "affine", "bits"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Sums:
     """What a call computes, and of what.
 
     Its operands are the gradients, the arrays, their means (C,), what tells the mask, and the
@@ -81,7 +81,7 @@ class Form:
         return given[:arrays], given[arrays:means], given[means:rest], given[rest:]
 
 
-def accepts(form: Form, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+def accepts(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
     return (
         dtype in (jnp.bfloat16, np.float16)
@@ -94,12 +94,12 @@ def accepts(form: Form, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     )
 
 
-def masked_sums(*operands: jax.Array, form: Form) -> list[jax.Array]:
+def masked_sums(*operands: jax.Array, form: Sums) -> list[jax.Array]:
     """dz of the gradient's type, where ``form`` stores it, and the sums (1 + arrays, C)."""
     return masked_sums_p.bind(*compat.match_varying(*operands), form=form)
 
 
-def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
+def in_jax(*operands: jax.Array, form: Sums) -> list[jax.Array]:
     """The same in operations of JAX."""
     gradients, arrays, means, of_mask = form.split(operands)
     gradient = functools.reduce(jnp.add, gradients)
@@ -116,7 +116,7 @@ def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
     return [masked, sums] if form.stores else [sums]
 
 
-def _abstract_eval(*operands: Any, form: Form) -> list[Any]:
+def _abstract_eval(*operands: Any, form: Sums) -> list[Any]:
     gradient = operands[0]
     sums = gradient.update(
         shape=(1 + form.arrays, gradient.shape[-1]),
@@ -127,13 +127,13 @@ def _abstract_eval(*operands: Any, form: Form) -> list[Any]:
     return [gradient, sums] if form.stores else [sums]
 
 
-def _jvp(primals, tangents, *, form: Form):
+def _jvp(primals, tangents, *, form: Sums):
     tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
     _, out = jax.jvp(functools.partial(in_jax, form=form), tuple(primals), tuple(tangents))
     return masked_sums_p.bind(*primals, form=form), out
 
 
-def _batch(operands, mapped_axes, *, form: Form):
+def _batch(operands, mapped_axes, *, form: Sums):
     mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
     results = mapped(*operands)
     return results, [0] * len(results)
@@ -148,7 +148,7 @@ def parts(shape: tuple[int, ...]) -> int:
     return max(1, min(_CTAS // -(-vectors // lanes), at_most))
 
 
-def _lower(platform: str, ctx, *operands, form: Form):
+def _lower(platform: str, ctx, *operands, form: Sums):
     """Lowers to one custom call and the sum of its parts, or to operations of JAX."""
     gradient = ctx.avals_in[0]
     if not accepts(form, gradient.shape, gradient.dtype) or not rules.calls_cuda(platform, ctx):

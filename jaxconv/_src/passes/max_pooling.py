@@ -107,7 +107,7 @@ class Windows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Pooling:
     """What a call of ``max_pool`` computes.
 
     Its operands are x and, where it is ``affine``, mean, scale and offset, float32 (C,). Its
@@ -150,7 +150,7 @@ def accepts(windows: Windows, dtype: np.dtype) -> bool:
     )
 
 
-def max_pool(*operands: jax.Array, form: Form) -> list[jax.Array]:
+def max_pool(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
     """Maxima, and of x's type, uint8 and x's type: what ``form`` asks for."""
     return max_pool_p.bind(*compat.match_varying(*operands), form=form)
 
@@ -176,7 +176,7 @@ def max_pool_gradient(
 # --- in operations of JAX ---
 
 
-def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
+def in_jax(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
     """``max_pool`` in operations of JAX."""
     x, z = operands[0], _activated(*operands)
     if not form.places:
@@ -300,13 +300,13 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
 # --- rules ---
 
 
-def _abstract_eval(x: Any, *vectors: Any, form: Form) -> list[Any]:
+def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
     maxima = x.update(shape=form.windows.counts, weak_type=False)
     places = maxima.update(dtype=np.dtype(np.uint8))
     return [maxima, *[places] * form.places, *[maxima] * form.operands]
 
 
-def _jvp(primals, tangents, *, form: Form):
+def _jvp(primals, tangents, *, form: Pooling):
     """The derivative of the program's own pooling, to any order."""
 
     def differentiable(*operands: jax.Array) -> list[jax.Array]:
@@ -320,7 +320,7 @@ def _jvp(primals, tangents, *, form: Form):
     return found, [of_maxima, *of_places, *of_operands]
 
 
-def _batch(operands, mapped_axes, *, form: Form):
+def _batch(operands, mapped_axes, *, form: Pooling):
     mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
     results = mapped(*operands)
     return results, [0] * len(results)
@@ -333,7 +333,7 @@ def _attributes(windows: Windows) -> dict[str, Any]:
     return {name: np.asarray(each[spatial], np.int64) for name, each in named.items()}
 
 
-def _lower(platform: str, ctx, *operands, form: Form):
+def _lower(platform: str, ctx, *operands, form: Pooling):
     """Lowers to one custom call, or to operations of JAX."""
     if not accepts(form.windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)

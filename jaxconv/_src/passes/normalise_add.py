@@ -39,7 +39,7 @@ _VECTOR = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class BlockEnd:
     """What a call computes.
 
     Its operands are two arrays and, for each that is normalised, mean, scale and offset (C,).
@@ -53,7 +53,7 @@ class Form:
     below: float | None
 
 
-def accepts(form: Form, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
     return (
         dtype in (jnp.bfloat16, np.float16)
@@ -76,12 +76,12 @@ def bits_type(array: Any) -> Any:
     )
 
 
-def normalise_add(*operands: jax.Array, form: Form) -> list[jax.Array]:
+def normalise_add(*operands: jax.Array, form: BlockEnd) -> list[jax.Array]:
     """The result, of the arrays' type, and the bits (..., C / 8), uint8."""
     return normalise_add_p.bind(*compat.match_varying(*operands), form=form)
 
 
-def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
+def in_jax(*operands: jax.Array, form: BlockEnd) -> list[jax.Array]:
     """The same in operations of JAX."""
     result = _result(*operands, form=form)
     inside = result > 0
@@ -90,7 +90,7 @@ def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
     return [result, jnp.packbits(inside, axis=-1, bitorder="little")]
 
 
-def _result(*operands: jax.Array, form: Form) -> jax.Array:
+def _result(*operands: jax.Array, form: BlockEnd) -> jax.Array:
     first, second, *vectors = operands
 
     def normalised(y: jax.Array, mean: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
@@ -103,23 +103,23 @@ def _result(*operands: jax.Array, form: Form) -> jax.Array:
     return lax.clamp(np.zeros((), total.dtype), total, np.asarray(form.below, total.dtype))
 
 
-def _abstract_eval(*operands: Any, form: Form) -> list[Any]:
+def _abstract_eval(*operands: Any, form: BlockEnd) -> list[Any]:
     return [operands[0].update(weak_type=False), bits_type(operands[0])]
 
 
-def _jvp(primals, tangents, *, form: Form):
+def _jvp(primals, tangents, *, form: BlockEnd):
     tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
     _, tangent = jax.jvp(functools.partial(_result, form=form), tuple(primals), tuple(tangents))
     result, bits = normalise_add_p.bind(*primals, form=form)
     return [result, bits], [tangent, ad.Zero(jax.typeof(bits).to_tangent_aval())]
 
 
-def _batch(operands, mapped_axes, *, form: Form):
+def _batch(operands, mapped_axes, *, form: BlockEnd):
     mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
     return mapped(*operands), [0, 0]
 
 
-def _lower(platform: str, ctx, *operands, form: Form):
+def _lower(platform: str, ctx, *operands, form: BlockEnd):
     """Lowers to one custom call, or to operations of JAX."""
     y = ctx.avals_in[0]
     if not accepts(form, y.shape, y.dtype) or not rules.calls_cuda(platform, ctx):
