@@ -193,6 +193,7 @@ def choose(
     mesh: Mapping[str, int],
     given: Sequence,
     even: bool = False,
+    terms: Sequence[tuple[Tensor, Partitions]] = (),
 ) -> Split:
     """The mesh axes of every factor, from how the operands, and perhaps the result, are split.
 
@@ -208,6 +209,7 @@ def choose(
         mesh: size of every mesh axis.
         given: ``Partitions`` of these (None: open).
         even: whether spatial axes, too, are only split where their extents divide.
+        terms: of an epilogue, and how they are split; they come last.
     """
     extents = {name: extent for each in tensors for name, extent in each.extents().items()}
 
@@ -223,6 +225,7 @@ def choose(
 
     asking = [(t, split) for t, split in zip(tensors, given, strict=True) if split is not None]
     asking.sort(key=lambda asked: asked[0].name == "w")
+    asking += terms
 
     def in_order(*channels: str) -> Split:
         used: set[str] = set()
@@ -418,8 +421,11 @@ class _Partitioned:
 
 
 def _chosen_explicitly(call: Call, mesh: AbstractMesh, tensors, avals: Sequence) -> Split:
-    given = [*map(given_partitions, avals[:2]), None]
-    return choose(call.op, call.conv, _leading(tensors), mesh.shape, given, even=True)
+    """By the types of all operands: what a term is split over, lax's type of the result is too."""
+    lhs, rhs, *of_terms = map(given_partitions, avals)
+    terms = list(zip(tensors[0][2:], of_terms, strict=True))
+    given = [lhs, rhs, None]
+    return choose(call.op, call.conv, _leading(tensors), mesh.shape, given, True, terms)
 
 
 def _check_explicit(call: Call, mesh: AbstractMesh, tensors, avals, split: Split) -> None:
