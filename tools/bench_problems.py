@@ -5,11 +5,13 @@
 needs no GPU and no CUDA: selection is compiled as a host program (``tests/cc/choices_test.cc``),
 which answers in the place of ``_jaxconv.cuda``. Problems are those of an H200 of
 
-- the layers of the sets (``jaxconv/bench/layers.py``), every operation; the 8-bit ones in both
-  layouts with their epilogue; and 3x3 layers by every tile of Winograd, the filter prepared or not;
-- the layers of the networks (``jaxconv/bench/networks``), every operation, and the convolutions of
-  their training steps and of their inference, as ``override`` and ``fuse`` make them, with
-  epilogues and statistics, with Winograd where that is faster, and in 8 bits.
+- the layers of the sets (``jaxconv/bench/layers.py``) and of the networks
+  (``jaxconv/bench/networks``), every operation in float16, bfloat16 and float32, and fprop in 8
+  bits, in both layouts with its epilogue;
+- the layers of the set "winograd" by every tile, the filter prepared or not;
+- the convolutions of the networks' training steps and of their inference, as ``override`` and
+  ``fuse`` make them, with epilogues and statistics, with Winograd where that is faster, and of the
+  network that is quantised.
 
 ``tests/cc/choices_test.cc`` says what the lines mean. ``--check`` compares instead.
 """
@@ -17,6 +19,7 @@ which answers in the place of ``_jaxconv.cuda``. Problems are those of an H200 o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -140,6 +143,24 @@ def _of_library(problem: Problem) -> Iterator[jaxconv.Convolution]:
     return _convolutions(library.compute, *jax.eval_shape(library.prepare, *operands))
 
 
+def _of_int8(name: str, layer: layers.Layer) -> Iterator[Problem]:
+    """A layer in 8 bits, in every layout that has it."""
+    for dtype in layers.SETS["int8"].dtypes:
+        if int8_layers.possible(dtype, Op.FPROP, layer):
+            yield Problem(name, layer, Op.FPROP, dtype)
+
+
+def _selected(problem: Problem, each: bool = False) -> Iterator[Found]:
+    """The convolutions of this library's program; of a variant those that a kernel computes."""
+    for convolution in _of_library(problem):
+        key, instance = convolution.problem, convolution.instance
+        if not problem.variant:
+            yield Found(key, "auto", problem.name, each)
+        elif instance in _KERNELS:  # and no form in JAX
+            named = problem.requantized  # whose algorithms select an instance by its name
+            yield Found(key, instance if named else problem.algorithm, problem.name)
+
+
 def of_sets() -> Iterator[Found]:
     """The layers of the sets; the usual batch of each has lines of its own for every GPU."""
     for layer_set in layers.SETS.values():
@@ -147,18 +168,17 @@ def of_sets() -> Iterator[Found]:
             usual = layer == layers.LAYERS[name]
             yield from _plain(name, layer, _PINNED, usual)
             yield from _plain(name, layer, _OTHERS, False)
-    for name, layer in layers.SETS["int8"].layers():
-        for dtype in layers.SETS["int8"].dtypes:
-            if not int8_layers.possible(dtype, Op.FPROP, layer):
-                continue
-            problem = Problem(name, layer, Op.FPROP, dtype)
-            for found in winograd_variants.of(problem, "cuda"):
-                for convolution in _of_library(found):
-                    key, instance = convolution.problem, convolution.instance
-                    if not found.variant:
-                        yield Found(key, "auto", name, each=True)
-                    elif instance in _KERNELS:  # and no form in JAX
-                        yield Found(key, instance, name)
+    eight_bits = layers.SETS["int8"]
+    for name, layer in eight_bits.layers():
+        for found in _of_int8(name, layer):
+            yield from _selected(found, each=True)
+            for variant in winograd_variants.of(found, "cuda"):
+                if variant.variant:
+                    yield from _selected(variant)
+    for layer_set in layers.SETS.values():
+        for name, layer in layer_set.layers():
+            for found in _of_int8(name, layer):
+                yield from _selected(found)
     yield from _by_tiles()
 
 
@@ -172,13 +192,8 @@ def _by_tiles() -> Iterator[Found]:
                     problem = Problem(
                         name, layer, Op.FPROP, dtype, "default", algorithm, True, prepared
                     )
-                    try:
-                        found = list(_of_library(problem))
-                    except ValueError:  # no filter is prepared for this tile
-                        continue
-                    for convolution in found:
-                        if convolution.instance in _KERNELS:
-                            yield Found(convolution.problem, algorithm, name)
+                    with contextlib.suppress(ValueError):  # no filter is prepared for this tile
+                        yield from _selected(problem)
 
 
 def of_network(name: str) -> Iterator[Found]:
@@ -186,6 +201,8 @@ def of_network(name: str) -> Iterator[Found]:
     network = NETWORKS[name]
     for layer in network_layers.layers_of(name).layers.values():
         yield from _plain(name, layer, (*_PINNED, *_OTHERS), False)
+        for problem in _of_int8(name, layer):
+            yield from _selected(problem)
     for dtype in measure_network.DTYPES:
         for mode in measure_network.MODES:
             shape = programs.input_shape(network)

@@ -12,10 +12,11 @@
 //                         the benches
 //
 // choices.tsv has the problems that bench_problems.tsv marks "each"; of those marked "first" enough
-// that every instance that some problem of the benches takes on some GPU is in some line; and
-// problems beside the benches, whose source is "beside". The test fails where a line differs or a
-// prediction is off by more than a quarter, where an instance is chosen that no line has, and where
-// a form becomes chosen, is no longer chosen or is new.
+// that every instance that some problem of the benches takes on some GPU is in some line, once for
+// each algorithm, layout, kind of filter and result (Pin); and problems beside the benches, whose
+// source is "beside". The test fails where a line differs or a prediction is off by more than a
+// quarter, where an instance is chosen that no line has, and where a form becomes chosen, is no
+// longer chosen or is new.
 //
 //     choices_test [FOLDER]          compares the tables of a folder, by default of this file's
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
@@ -102,14 +103,16 @@ std::vector<BenchProblem> BenchProblems() {
   return problems;
 }
 
+// What a line of the table stands for: an instance, whether "auto" takes it, the algorithm, the
+// layouts of filter and activations, and whether there are statistics.
+using Pin = std::tuple<std::string, std::string, std::string, FilterLayout, ActivationLayout, bool>;
+
 struct Choice {
   std::string instance;  // empty: no kernel takes the problem
   std::string choice;    // the instance and its slices, as in the table
   double microseconds = 0;
   std::string automatic;
-
-  // What a line of the table pins.
-  std::pair<std::string, std::string> Pin() const { return {instance, automatic}; }
+  Pin pin;
 };
 
 Choice Choose(const char* target, const Question& question) {
@@ -137,6 +140,8 @@ Choice Choose(const char* target, const Question& question) {
     status = Select(problem, gpu, "auto", &automatic);
     found.automatic = automatic.instance.empty() ? "xla" : "=";
   }
+  found.pin = {found.instance,        found.automatic,           algorithm,
+               problem.filter_layout, problem.activation_layout, problem.epilogue.statistics};
   return found;
 }
 
@@ -239,10 +244,10 @@ std::vector<std::pair<Question, std::string>> Wanted(const std::vector<BenchProb
                                                      const Table& table) {
   std::vector<std::pair<Question, std::string>> wanted;
   std::set<Question> chosen, before(table.questions.begin(), table.questions.end());
-  std::set<std::pair<std::string, std::string>> pinned;
+  std::set<Pin> pinned;
   auto add = [&](const Question& question) {
     if (!chosen.insert(question).second) return;
-    for (const Choice& choice : Choices(question)) pinned.insert(choice.Pin());
+    for (const Choice& choice : Choices(question)) pinned.insert(choice.pin);
   };
   for (const BenchProblem& problem : bench) {
     if (problem.each || before.count(problem.question)) add(problem.question);
@@ -260,7 +265,7 @@ std::vector<std::pair<Question, std::string>> Wanted(const std::vector<BenchProb
   }
   for (const BenchProblem& problem : bench) {
     for (const Choice& choice : Choices(problem.question)) {
-      if (!choice.instance.empty() && !pinned.count(choice.Pin())) add(problem.question);
+      if (!choice.instance.empty() && !pinned.count(choice.pin)) add(problem.question);
     }
   }
   std::set<Question> written;
