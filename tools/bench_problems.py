@@ -39,7 +39,7 @@ import numpy as np
 import test_cc
 
 import jaxconv
-from jaxconv._src import native, winograd_jax
+from jaxconv._src import fuse_convolution, native, winograd_jax
 from jaxconv._src.spec import Op, problem_key
 from jaxconv.bench import int8_layers, layers, measure_network, network_layers, winograd_variants
 from jaxconv.bench.measure_network import FUSED, INT8, WINOGRAD
@@ -279,6 +279,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--networks: the table has all of them")
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"JAXCONV_TARGET": "h200", "JAXCONV_ALGORITHM": "auto"}
+    # What ``fuse`` weighs for the device of the process, which is no GPU.
+    fuse_convolution.platforms = lambda: ("cuda",)
     sys.modules["_jaxconv.cuda"] = Selection(arguments.program or _built())
     kernels = native.load("cuda")
     if isinstance(kernels, native.Refusal):
