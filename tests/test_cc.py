@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from jaxconv._src import native
+from jaxconv._src.library import native
 
 TESTS = pathlib.Path(__file__).parent
 CC = TESTS.parent / "cc"

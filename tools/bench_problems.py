@@ -39,8 +39,10 @@ import numpy as np
 import test_cc
 
 import jaxconv
-from jaxconv._src import fuse_convolution, native, winograd_jax
-from jaxconv._src.spec import Op, problem_key
+from jaxconv._src.fuse import fuse_convolution
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op, problem_key
+from jaxconv._src.ways import winograd_jax
 from jaxconv.bench import int8_layers, layers, measure_network, network_layers, winograd_variants
 from jaxconv.bench.measure_network import FUSED, INT8, WINOGRAD
 from jaxconv.bench.networks import NETWORKS, programs
