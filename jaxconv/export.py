@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
 from jaxconv._src import compat
 from jaxconv._src.call import selection
 from jaxconv._src.conv import fused
 from jaxconv._src.int8 import int8_primitive
-from jaxconv._src.library import custom_call, native
+from jaxconv._src.library import custom_call, native, retired
 from jaxconv._src.passes import masked_sums, max_pooling, normalise_add
 from jaxconv._src.problem.spec import Op
 
@@ -48,6 +50,27 @@ def register() -> dict[str, str]:
         platform: kernels.reason if isinstance(kernels, native.Refusal) else ""
         for platform, kernels in loaded.items()
     }
+
+
+def missing_kernels(exported: jax.export.Exported) -> dict[str, str]:
+    """The kernels that a program names and this installation lacks, each with what to do.
+
+    Args:
+        exported: by this or another version of jaxconv.
+
+    Returns:
+        Empty where the program runs; else advice by the name of the kernel, or by the platform
+        whose kernels cannot be used in this process at all.
+    """
+    named = set(re.findall(r'instance = "(\w+)"', exported.mlir_module()))
+    found, known = {}, set()
+    for platform in set(exported.platforms) & set(selection.PLATFORMS) if named else ():
+        kernels = native.load(platform)
+        if isinstance(kernels, native.Refusal):
+            found[platform] = kernels.reason
+            return found
+        known |= set(kernels.kernels())
+    return {name: retired.advice(name) for name in sorted(named - known)}
 
 
 compat.explain_errors(

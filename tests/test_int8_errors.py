@@ -367,6 +367,9 @@ def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels):
     if not chosen.workspace_bytes:
         return
     small = jax.ShapeDtypeStruct((chosen.workspace_bytes - 1,), np.uint8)
+    if platform == "cpu":  # whose handler allocates its own
+        call_handler(platform, workspace=small)
+        return
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*workspace"):
         call_handler(platform, workspace=small)
 

@@ -22,10 +22,8 @@ import argparse
 import contextlib
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +35,7 @@ import jax.numpy as jnp
 import kernel_tables
 import numpy as np
 import test_cc
+from selection_program import SelectionProgram
 
 import jaxconv
 from jaxconv._src.fuse import fuse_convolution
@@ -64,51 +63,6 @@ _KERNELS = frozenset(instance.name for instance in kernel_tables.all_instances()
 
 # What the 8-bit network is calibrated with. Its scales are no part of any problem.
 _CALIBRATION = (1, 64, 64, 3)
-
-
-class Selection(types.ModuleType):
-    """A module in the place of ``_jaxconv.cuda``: selection by the compiled program."""
-
-    def __init__(self, program: pathlib.Path):
-        """Starts the program."""
-        super().__init__("_jaxconv.cuda")
-        command = [str(program), "--select"]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-    def ffi_version(self) -> tuple[int, int]:
-        """That of jaxlib."""
-        return native.runtime_ffi_version()
-
-    def registrations(self) -> dict[str, Any]:
-        """No handlers: nothing runs."""
-        return {}
-
-    def arrays(self) -> dict[str, tuple[list[str], list[str]]]:
-        """The operands and results of every call, as the CPU's module has them."""
-        kernels = native.load("cpu")
-        if isinstance(kernels, native.Refusal):
-            raise ImportError(kernels.reason)
-        return kernels.arrays
-
-    def kernels(self) -> list[str]:
-        """Every instance."""
-        return sorted(_KERNELS)
-
-    def build_info(self) -> dict[str, str]:
-        """Nothing."""
-        return {}
-
-    def select(self, key: str, algorithm: str, target: str) -> tuple:
-        """What selection takes, and why nothing else; ``native.Platform.select`` says how."""
-        self.process.stdin.write(f"{target}\t{key}\t{algorithm}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline().rstrip("\n")
-        if not answer or answer.startswith("!"):
-            raise ValueError(answer[1:] or f"{self.process.args} ended")
-        instance, workspace, slices, ours, xla, *reasons = answer.split("\t")
-        refusals = list(zip(reasons[::2], reasons[1::2], strict=True))
-        return instance, int(workspace), int(slices), float(ours), float(xla), refusals
 
 
 class Found(NamedTuple):
@@ -283,7 +237,9 @@ def main(argv: Sequence[str]) -> int:
     os.environ |= {"JAXCONV_TARGET": "h200", "JAXCONV_ALGORITHM": "auto"}
     # What ``fuse`` weighs for the device of the process, which is no GPU.
     fuse_convolution.platforms = lambda: ("cuda",)
-    sys.modules["_jaxconv.cuda"] = Selection(arguments.program or _built())
+    sys.modules["_jaxconv.cuda"] = SelectionProgram(
+        arguments.program or _built(), lambda: native.load("cpu").arrays
+    )
     kernels = native.load("cuda")
     if isinstance(kernels, native.Refusal):
         parser.error(kernels.reason)

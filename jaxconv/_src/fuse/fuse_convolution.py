@@ -97,11 +97,11 @@ def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> Conv
 
 
 def platforms() -> tuple[str, ...]:
-    """For what a program that is traced here is lowered: the default device, and the target."""
+    """For what a program that is traced here is lowered: the target, and the default device."""
     device = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
     here = device if isinstance(device, str) else device.platform
     named = ["cuda"] if native.target() else []
-    return tuple(dict.fromkeys(["cuda" if here == "gpu" else here, *named]))
+    return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
 
 
 def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: bool) -> str:
