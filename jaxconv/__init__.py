@@ -34,17 +34,17 @@ With other parts of JAX
 """
 
 from jaxconv import checkpoint_policies, export, int8, winograd
-from jaxconv._src.conv import (
+from jaxconv._src.functions.conv import (
     conv,
     conv_general_dilated,
     conv_transpose,
     conv_with_general_padding,
 )
-from jaxconv._src.explain import Convolution, Explanation, explain
-from jaxconv._src.fuse import fuse
-from jaxconv._src.kernel_table import Kernel, Kernels, kernels
-from jaxconv._src.override import install, installed, override, uninstall
-from jaxconv._src.patches import conv_general_dilated_local, conv_general_dilated_patches
+from jaxconv._src.functions.patches import conv_general_dilated_local, conv_general_dilated_patches
+from jaxconv._src.fuse.fuse import fuse
+from jaxconv._src.lax.override import install, installed, override, uninstall
+from jaxconv._src.report.explain import Convolution, Explanation, explain
+from jaxconv._src.report.kernel_table import Kernel, Kernels, kernels
 from jaxconv.export import register
 
 __version__ = "0.1.0"

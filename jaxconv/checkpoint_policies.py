@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jax import lax
 
-from jaxconv._src.fused import conv_fused_p
-from jaxconv._src.int8_primitive import conv_int8_p
-from jaxconv._src.primitives import PRIMITIVES
-from jaxconv._src.winograd_prepared import conv_prepared_p
+from jaxconv._src.conv.fused import conv_fused_p
+from jaxconv._src.conv.primitives import PRIMITIVES
+from jaxconv._src.int8.int8_primitive import conv_int8_p
+from jaxconv._src.winograd.winograd_prepared import conv_prepared_p
 
 _CONVOLUTIONS = frozenset(
     (

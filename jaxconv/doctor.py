@@ -22,8 +22,9 @@ import jax
 import numpy as np
 
 import jaxconv
-from jaxconv._src import lowering, native
-from jaxconv._src.spec import Op
+from jaxconv._src.call import selection
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import environment
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem
@@ -115,7 +116,7 @@ def _ffi(report: _Report) -> None:
         report.bad(f"jaxlib's FFI headers cannot be read: {error}", "reinstall jaxlib")
         return
     report.ok(f"jaxlib runs {_dotted(running)}")
-    for name in lowering.PLATFORMS:
+    for name in selection.PLATFORMS:
         kernels = _load(name)
         if isinstance(kernels, native.Platform):
             built = kernels.module.ffi_version()
@@ -328,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _versions(report)
     _ffi(report)
     devices = _devices(report)
-    for name in lowering.PLATFORMS:
+    for name in selection.PLATFORMS:
         _kernels(report, name)
     _onednn(report)
     _convolutions(report, devices)

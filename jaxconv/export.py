@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
-from jaxconv._src import (
-    compat,
-    fused,
-    int8_primitive,
-    lowering,
-    masked_sums,
-    max_pooling,
-    native,
-    normalise_add,
-)
-from jaxconv._src.spec import Op
+from jaxconv._src import compat
+from jaxconv._src.call import selection
+from jaxconv._src.conv import fused
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.library import custom_call, native, retired
+from jaxconv._src.passes import masked_sums, max_pooling, normalise_add
+from jaxconv._src.problem.spec import Op
 
 
 def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -27,7 +25,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     of the library, or a newer one that still has that kernel, and says so if it has not.
     """
     names = [
-        *(lowering.call_target(op) for op in Op),
+        *(custom_call.call_target(op) for op in Op),
         fused.TARGET,
         int8_primitive.TARGET,
         masked_sums.TARGET,
@@ -47,11 +45,32 @@ def register() -> dict[str, str]:
     Returns:
         For each platform, "" or why its kernels cannot be used in this process.
     """
-    loaded = {platform: native.load(platform) for platform in lowering.PLATFORMS}
+    loaded = {platform: native.load(platform) for platform in selection.PLATFORMS}
     return {
         platform: kernels.reason if isinstance(kernels, native.Refusal) else ""
         for platform, kernels in loaded.items()
     }
+
+
+def missing_kernels(exported: jax.export.Exported) -> dict[str, str]:
+    """The kernels that a program names and this installation lacks, each with what to do.
+
+    Args:
+        exported: by this or another version of jaxconv.
+
+    Returns:
+        Empty where the program runs; else advice by the name of the kernel, or by the platform
+        whose kernels cannot be used in this process at all.
+    """
+    named = set(re.findall(r'instance = "(\w+)"', exported.mlir_module()))
+    found, known = {}, set()
+    for platform in set(exported.platforms) & set(selection.PLATFORMS) if named else ():
+        kernels = native.load(platform)
+        if isinstance(kernels, native.Refusal):
+            found[platform] = kernels.reason
+            return found
+        known |= set(kernels.kernels())
+    return {name: retired.advice(name) for name in sorted(named - known)}
 
 
 compat.explain_errors(

@@ -8,6 +8,6 @@
 docs/winograd.md describes the algorithm, its errors and when it pays.
 """
 
-from jaxconv._src.winograd_choice import faster_tile as faster_tile
-from jaxconv._src.winograd_filter import PreparedFilter as PreparedFilter
-from jaxconv._src.winograd_filter import prepare as prepare
+from jaxconv._src.functions.winograd_choice import faster_tile as faster_tile
+from jaxconv._src.winograd.winograd_filter import PreparedFilter as PreparedFilter
+from jaxconv._src.winograd.winograd_filter import prepare as prepare

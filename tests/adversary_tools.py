@@ -85,7 +85,7 @@ def int8_cases() -> Iterator[Case]:
         "activation: a function": (call(activation=jax.nn.relu), value("activation")),
         "out_dtype: int16": (call(out_dtype=np.int16), kind("out_dtype", "int16")),
         "out_dtype: nonsense": (call(out_dtype="f5"), kind("out_dtype", "f5")),
-        "layout: NCHW": (call(layout="NCHW"), value("layout", "'NCHW'")),
+        "layout: CHWN": (call(layout="CHWN"), value("layout", "'CHWN'")),
         "zero_point: 200": (call(zero_point=200), value("zero_point", "200")),
         "zero_point: 0.5": (call(zero_point=0.5), kind("zero_point", "0.5")),
         "zero_point: an array": (call(zero_point=np.zeros(3, int)), kind("zero_point")),

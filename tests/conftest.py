@@ -44,7 +44,7 @@ import gpu_report  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxconv._src import native  # noqa: E402
+from jaxconv._src.library import native  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", None)
 

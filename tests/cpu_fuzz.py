@@ -45,7 +45,7 @@ def work(seed: int, indices: Sequence[int], options) -> dict:
     from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitives
 
     import jaxconv
-    from jaxconv._src import native
+    from jaxconv._src.library import native
 
     kernels = native.load("cpu")
     if isinstance(kernels, native.Refusal):

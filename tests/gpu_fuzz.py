@@ -53,9 +53,11 @@ from numerics import excess, integer_operands, poison, reference, tolerance_of
 from problems import DTYPES
 
 import jaxconv
-from jaxconv._src import native, primitives, record
-from jaxconv._src.lowering import select
-from jaxconv._src.spec import Op
+from jaxconv._src.call import record
+from jaxconv._src.conv import primitives
+from jaxconv._src.conv.bilinear import select
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 
 WORKER_ENVIRONMENT = {
     "MALLOC_PERTURB_": "1",  # glibc then fills new memory with 0xfe, as in conftest.py

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 from problems import DTYPES, Problem
 
-from jaxconv._src import native
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fused import bind, select
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.fused import Fused, bind
+from jaxconv._src.library import native
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op
 
 SHARE = 0.15  # of the problems
 SLOPES = (0.25, 0.5, -0.5)
@@ -82,7 +82,7 @@ def accepting(
 
 def _takes(platform: str, spec, sizes, algorithm: str, form: Epilogue, dtype: str) -> bool:
     forced = dataclasses.replace(spec, algorithm=(algorithm,) * 3)
-    chosen, _ = select(platform, forced, sizes, DTYPES[dtype][0], form, DTYPES[dtype][1])
+    chosen, _ = Fused(forced, form, DTYPES[dtype][1]).select(platform, sizes, DTYPES[dtype][0])
     return bool(chosen.instance) and algorithm in ("native", chosen.instance)
 
 

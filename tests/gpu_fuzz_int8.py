@@ -10,9 +10,10 @@ import numpy as np
 from int8_reference import OUT_DTYPES
 from problems import Problem
 
-from jaxconv._src import int8_primitive, native
-from jaxconv._src.int8_primitive import Int8Spec
-from jaxconv._src.spec import Op, key_of
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.int8.int8_primitive import Int8Spec
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op, key_of
 
 X_DTYPES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
 BLOCK = 32  # what the channels of a group are a multiple of
@@ -118,9 +119,10 @@ def accepting(p: Problem, spec: Int8Spec, x_dtype: str, platform: str) -> list[s
     names = [n for n in native.load(platform).kernels() if n.startswith(f"{Op.FPROP.value}_")]
     names = [n for n in names if is_sparse(p) or "_winograd_int8_" not in n]
     sizes, dtype = _sizes(p, spec), X_DTYPES[x_dtype]
-    chosen = (int8_primitive.select(platform, forced(spec, n), sizes, dtype)[0] for n in names)
+    calls = (int8_primitive.Quantised(forced(spec, n)) for n in names)
+    chosen = (call.select(platform, sizes, dtype)[0] for call in calls)
     accepted = [n for n, each in zip(names, chosen, strict=True) if each.instance == n]
-    by_itself, _ = int8_primitive.select(platform, spec, sizes, dtype)
+    by_itself, _ = int8_primitive.Quantised(spec).select(platform, sizes, dtype)
     return ["native"] * bool(by_itself.instance) + accepted
 
 

@@ -12,9 +12,9 @@ import gpu_fuzz_kinds
 import numpy as np
 from problems import DTYPES, Problem, problem, xla_aborts
 
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.int8_primitive import Int8Spec
-from jaxconv._src.spec import Op, explicit_input
+from jaxconv._src.int8.int8_primitive import Int8Spec
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op, explicit_input
 
 # Multiplications and additions that the reference may take: 5 ms, and half a second.
 SMALL_FLOPS, LARGE_FLOPS = 1e8, 8e9

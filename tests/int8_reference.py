@@ -12,7 +12,7 @@ import numpy as np
 from numerics import reference
 from problems import Problem
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 OUT_DTYPES = {
     "s8": np.dtype(np.int8),

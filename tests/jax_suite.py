@@ -34,7 +34,7 @@ class Counter:
 
     def pytest_sessionstart(self):
         import jaxconv
-        from jaxconv._src import record
+        from jaxconv._src.call import record
 
         jaxconv.install(algorithm="native")
         self._stack.callback(jaxconv.uninstall)

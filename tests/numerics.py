@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from problems import DTYPES, Problem
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 # Integers up to this magnitude are exact in the result's dtype (2 ** (mantissa bits + 1)); int32
 # sums must not overflow.

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv._src import primitives
-from jaxconv._src.spec import ConvSpec, Op, problem_key
+from jaxconv._src.conv import primitives
+from jaxconv._src.problem.spec import ConvSpec, Op, problem_key
 from jaxconv.bench.layers import LAYERS as BENCH_LAYERS
 from jaxconv.bench.layers import Layer
 

@@ -2,11 +2,13 @@
 
 What ours and lax's must agree in depends on the numbers:
 
-- every result: where it is NaN, and where it is which infinity, in every type;
-- numbers of which float64 gives the very results of lax: every bit, zeros and ties too. All sums
-  of small integers are such;
-- others: the error against float64 is at most a few times lax's. In 16 bits ``fuse`` leaves out
-  roundings, so it may be smaller.
+- every result: where it is NaN, and where it is which infinity, in every type. Of a derivative,
+  where it is not finite: whether two infinities meet depends on the order of the chain rule's sums;
+- numbers of which float64 gives the very results of lax, by steps that round no integer: every bit,
+  zeros and ties too;
+- others: the error against float64 is at most a few times lax's, or what lax's own results move by
+  where every operand moves by one rounding. In 16 bits ``fuse`` leaves out roundings, so it may be
+  smaller.
 
 Of a derivative the last two are no criterion where an activation's operand is not exact and lies
 within its rounding error of a kink. Such programs are not judged but counted. Of normal numbers in
@@ -26,17 +28,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from program_draw import KINKS, Program, apply, arrays, transformed
+from program_draw import EXTREME, KINKS, Program, apply, arrays, transformed
 
 import jaxconv
 
 # An error of ours over lax's, both the largest of an array's elements, or of their norms.
 RATIO = 4.0
-# Beside that, in roundings of the largest number: sums in another order.
+# Beside that, in roundings of the largest number: sums in another order, and activations that two
+# formulas compute in float32: the derivative of XLA's own gelu by tanh is off by up to 30.
 ROUNDINGS = 8.0
+OF_FORMULAS = 64.0
 # In 16 bits, of derivatives beside kinks: of the norm, and of the elements that are 0.
 JUMPS = 0.15
 ZEROS = 0.06
+
+# Parts of the names of steps that round small integers.
+INEXACT = (
+    *("hard_swish", "clip(y + 3", "sigmoid", "exp(", "gelu", "tanh", "softplus", "silu", "mish"),
+    *("batch norm", "training", "0.1", "0.3", "mean(", "/ scale", "average"),
+)
+# How often lax runs with other roundings of its operands.
+DRAWS = 3
 
 MODES = ("override", "fuse outside", "fuse inside")
 _DERIVATIVES = ("grad", "vjp", "jvp", "linearize", "hvp")
@@ -66,9 +78,16 @@ def _of(program: Program, dtype: str, parameters, x) -> tuple[Callable, Any, Any
     return f, {} if program.constants else given, jnp.asarray(x, dtype)
 
 
-def run(program: Program, mode: str) -> list[np.ndarray]:
-    """The results of a mode, in the program's types; of mode "float64" in float64."""
+def run(program: Program, mode: str, draw: int | None = None) -> list[np.ndarray]:
+    """The results of a mode, in the program's types; of mode "float64" in float64.
+
+    With ``draw`` every operand is moved by one rounding or none.
+    """
     parameters, x = arrays(program)
+    if draw is not None:
+        rng, eps = np.random.default_rng(draw), float(jnp.finfo(program.dtype).eps)
+        moved = [a * (1 + eps * rng.integers(-1, 2, a.shape)) for a in (x, *parameters.values())]
+        x, parameters = moved[0], dict(zip(parameters, moved[1:], strict=True))
     wide = mode == "float64"
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         dtype = "float64" if wide else program.dtype
@@ -120,8 +139,10 @@ def beside_a_kink(program: Program) -> bool:
     return False
 
 
-def patterns(got: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether NaN and infinities lie in the same places."""
+def patterns(got: np.ndarray, expected: np.ndarray, derivative: bool) -> bool:
+    """Whether NaN and infinities lie in the same places, of a derivative one of both."""
+    if derivative:
+        return bool((np.isfinite(got) == np.isfinite(expected)).all())
     return not _differs(got, expected).any()
 
 
@@ -131,6 +152,7 @@ def complaint(
     expected: list[np.ndarray],
     exactly: Callable[[], list[np.ndarray]],
     beside: Callable[[], bool],
+    moved: Callable[[], list[list[np.ndarray]]],
     counts: collections.Counter,
 ) -> str:
     """What is wrong with the results of a mode, or ""."""
@@ -139,12 +161,19 @@ def complaint(
     eps = float(jnp.finfo(program.dtype).eps)
     derivative = any(word in program.transform for word in _DERIVATIVES)
     kinks = any(name in KINKS for layer in program.layers for name in layer.steps)
-    largest = functools.cache(lambda: max(_largest(f) for f in exactly()))
+    largest = functools.cache(lambda: max(1.0, *(_largest(f) for f in exactly())))
+    steps = [name for layer in program.layers for name in layer.steps]
+    rounds = any(part in name for name in steps for part in INEXACT)
+    roundings = OF_FORMULAS if rounds and eps < 1e-6 else ROUNDINGS
+    overflows = derivative and program.data == "large" and not set(EXTREME).isdisjoint(steps)
     for number, (g, e) in enumerate(zip(got, expected, strict=True)):
         if np.array_equal(g, e, equal_nan=True):
             counts["results equal"] += 1
             continue
-        if not patterns(g, e):
+        if not patterns(g, e, derivative):
+            if overflows:  # NaN of inf - inf and 0 * inf on the way, in the chain rule's order
+                counts["derivatives of what overflows on the way, not judged"] += 1
+                continue
             if derivative and _of_a_filter(program, e.shape):
                 counts["filter gradients with NaN, not judged"] += 1
                 continue
@@ -152,17 +181,21 @@ def complaint(
                 counts["results that overflow in 16 bits or nearly"] += 1
                 continue
             return f"result {number}: NaN or Inf elsewhere, {_places(g, e)}"
-        finite = np.isfinite(e)
+        finite = np.isfinite(e) & np.isfinite(g)
         g, e, f = g[finite], e[finite], exactly()[number][finite]
         if not np.isfinite(f).all():
             counts["results of which float64 is not finite"] += 1
             continue
         jumps = derivative and kinks and beside()
-        if np.array_equal(e, f) and not jumps:
+        allowed = roundings * eps * largest() if rounds else 0.0
+        if np.array_equal(e, f) and not jumps and np.abs(g - f).max() > allowed:
             return f"result {number}: not exact, {_worst(g, f)}, lax is"
         ours, theirs = np.abs(g - f), np.abs(e - f)
-        near = ours.max() <= RATIO * theirs.max() + ROUNDINGS * eps * largest()
+        near = ours.max() <= RATIO * theirs.max() + roundings * eps * largest()
         if not jumps:
+            if not near:
+                others = [each[number][finite] for each in moved()]
+                near = ours.max() <= RATIO * max(_largest(o - e) for o in others)
             if not near:
                 return f"result {number}: {_worst(g, f)}, lax's error {theirs.max():.3g}"
             counts["results near"] += 1
@@ -171,7 +204,11 @@ def complaint(
             counts["results beside a kink, not judged"] += 1
             continue
         norm = np.linalg.norm(f) + eps * largest()
-        of_ours, of_lax = np.linalg.norm(g - f) / norm, np.linalg.norm(e - f) / norm
+        of_ours = np.linalg.norm(g - f) / norm
+        of_lax = np.linalg.norm(e - f) / norm
+        if of_ours > RATIO * of_lax + JUMPS and g.size >= 32:
+            others = [each[number][finite] for each in moved()]
+            of_lax = max(np.linalg.norm(o - e) / norm for o in others)
         if of_ours > RATIO * of_lax + JUMPS and g.size >= 32:
             return f"result {number}: norm of the error {of_ours:.3f}, lax's {of_lax:.3f}"
         zeros = (g == 0).sum() - max((e == 0).sum(), (f == 0).sum())
@@ -200,10 +237,13 @@ def _of_a_filter(program: Program, shape: tuple[int, ...]) -> bool:
 def _overflows(program: Program, got, expected, exact) -> bool:
     """Whether every place of other NaN or Inf is an overflow of lax alone, or at the edge of one.
 
-    In 16 bits ``fuse`` computes in float32 what lax rounds on the way.
+    In 16 bits ``fuse`` computes in float32 what lax rounds on the way. A program that multiplies by
+    1e20 and divides again has its edge there.
     """
+    steps = {name for layer in program.layers for name in layer.steps}
+    between = 1e20 if steps & set(EXTREME) else 1.0
     with np.errstate(invalid="ignore"):
-        at_the_edge = np.abs(exact) > float(jnp.finfo(program.dtype).max) / 1e3
+        at_the_edge = np.abs(exact) > float(jnp.finfo(program.dtype).max) / 1e3 / between
     lost = np.isfinite(exact) & (at_the_edge | (~np.isfinite(expected) & np.isfinite(got)))
     return bool(lost[_differs(got, expected)].all())
 
@@ -238,6 +278,7 @@ def judge(
         return [], counts
     exactly = functools.cache(lambda: run(program, "float64"))
     beside = functools.cache(lambda: beside_a_kink(program))
+    moved = functools.cache(lambda: [run(program, "lax", draw) for draw in range(DRAWS)])
     complaints = []
     for mode in modes:
         try:
@@ -245,7 +286,7 @@ def judge(
         except Exception as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         else:
-            found = complaint(program, got, expected, exactly, beside, counts)
+            found = complaint(program, got, expected, exactly, beside, moved, counts)
         if found:
             complaints.append(f"{mode}: {found}")
     return complaints, counts

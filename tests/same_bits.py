@@ -28,7 +28,7 @@ import check_programs
 import gpu_report
 from problems import Problem, problem
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 FAMILIES = ("depthwise", "block_diagonal", "few_channels")
 DTYPES = ("bf16", "f16", "f32")

@@ -21,9 +21,9 @@ from numerics import EXACT_LIMIT, reference
 from problems import Problem, xla_aborts
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
-FORMS = ("conv", "override", "fused", "statistics", "int8")
+FORMS = ("conv", "override", "fused", "statistics", "int8", "quantised")
 MESHES = ((2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (2, 2, 2))
 DEVICES = max(math.prod(shape) for shape in MESHES)
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -118,8 +118,12 @@ def _draw_problem(draw: Draw, name: str, form: str) -> tuple[Problem, int]:
         )
         window = tuple(draw.one_of(1, 2, 3, 3, 3, 5 if rank < 3 else 2) for _ in range(rank))
         n, c, k = _extent(draw, 1, 2, 4, 8), _extent(draw, 2, 4, 8), _extent(draw, 2, 4, 8)
+        if form == "quantised":
+            k = draw.one_of(8, 32, 64, 128, 256)  # blocks of 32 stay together
         groups, batch_groups = draw.one_of(1, 1, 1, 1, 2, 4, 8), 1
-        if groups > 1 and form not in ("fused", "statistics") and draw.chance(0.2):
+        if form == "quantised":  # whose groups have 32 channels each, or one
+            groups = 1
+        if groups > 1 and form not in ("fused", "statistics", "quantised") and draw.chance(0.2):
             groups, batch_groups = 1, 2
         if groups > 1 and draw.chance(0.5):  # depthwise
             c, k = 1, draw.one_of(1, 1, 2)
@@ -129,7 +133,7 @@ def _draw_problem(draw: Draw, name: str, form: str) -> tuple[Problem, int]:
         ones = (1,) * rank
         lhs_dilation = draw.integers(1, 2, rank) if draw.chance(0.2) else ones
         dilation = draw.integers(1, 2, rank) if draw.chance(0.3) else ones
-        if form == "statistics":
+        if form in ("statistics", "quantised"):
             lhs_dilation = ones
         reach = [(w - 1) * d for w, d in zip(window, dilation, strict=True)]
         if draw.chance(0.6):
@@ -160,7 +164,7 @@ def _draw_call(draw: Draw, seed: int, index: int, form: str) -> Call:
     rank, groups = problem.rank, problem.groups
     channels_last = (0, rank + 1, *range(1, rank + 1))
     numbers = lax.ConvDimensionNumbers(channels_last, (rank + 1, rank, *range(rank)), channels_last)
-    if form != "statistics" and draw.chance(0.7):
+    if form not in ("statistics", "quantised") and draw.chance(0.7):
         _, numbers = _draw_numbers(draw, rank)
     parameters = {
         "window_strides": problem.stride,
@@ -172,7 +176,7 @@ def _draw_call(draw: Draw, seed: int, index: int, form: str) -> Call:
         "batch_group_count": batch_groups,
     }
     dtype = np.dtype(draw.one_of(*(np.float32,) * 4, jnp.bfloat16, np.float16))
-    if form == "int8":
+    if form in ("int8", "quantised"):
         dtype = np.dtype(np.int8)
         parameters["preferred_element_type"] = np.int32
     if form == "statistics":
@@ -277,6 +281,8 @@ def draw_case(seed: int, index: int) -> Case:
     if form == "fused":
         terms = tuple(t for t in ("scale", "bias", "residual") if draw.chance(0.5))
         terms = (*terms, draw.one_of("relu", "leaky_relu"))
+    if form == "quantised":
+        terms = ("scale", *(t for t in ("bias", "residual") if draw.chance(0.5)), "relu")
     if form == "statistics":
         wanted = ("y", "mean", "variance")
         terms = ("bias",) if draw.chance(0.3) else ()
@@ -290,8 +296,23 @@ def draw_case(seed: int, index: int) -> Case:
     shapes |= {term: channels for term in terms if term in ("scale", "bias")}
     shapes |= {term: out_shape for term in terms if term == "residual"}
     case.specs = _draw_specs(draw, case, shapes)
+    if form == "quantised":
+        _keep_blocks(case, shapes)
     _draw_manual(draw, case, shapes)
     return case
+
+
+def _keep_blocks(case: Case, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Splits no input channels, and output channels in blocks of 32 as 8-bit kernels store them."""
+    sizes = dict(zip(case.names, case.shape, strict=True))
+
+    def kept(axes: tuple[str, ...], dim: str, extent: int) -> tuple[str, ...]:
+        whole = dim[0] in "cr" or (dim == "k" and not _holds(axes, extent // 32, sizes))
+        return () if whole or (dim == "k" and extent < 64) else axes
+
+    for name, spec in case.specs.items():
+        along = zip(spec, _dimensions(case.call)[name], shapes[name], strict=True)
+        case.specs[name] = tuple(kept(*each) for each in along)
 
 
 def _draw_manual(draw: Draw, case: Case, shapes) -> None:
@@ -349,6 +370,16 @@ def conflicting(case: Case) -> bool:
     return any(len(each) > 1 for each in dims.values())
 
 
+def disputed(case: Case) -> bool:
+    """Whether x and the cotangent are both split along positions, and not alike."""
+    found = []
+    for name in "xt":
+        dims = _dimensions(case.call)[name]
+        of_dims = zip(dims, case.specs.get(name, ()), strict=False)
+        found.append({dim: axes for dim, axes in of_dims if axes and dim.startswith("s")})
+    return all(found) and found[0] != found[1]
+
+
 # --- operands and the definition ------------------------------------------------------------------
 
 
@@ -397,6 +428,8 @@ def draw_arrays(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
         "bias": (channels,),
         "residual": call.array_shape("y"),
     }
+    if case.form == "quantised":
+        return _draw_quantised(case, {name: shapes[name] for name in case.specs})
     whole = call.dtype == np.int8
     largest = 127 if whole else 3 if call.dtype == np.float32 else 1
     density, limit = 1.0, EXACT_LIMIT["s8" if whole else DTYPES[call.dtype.name]]
@@ -418,6 +451,22 @@ def draw_arrays(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
         expected |= {"mean": expected["y"].mean(over), "variance": expected["y"].var(over)}
     wide = np.float32 if call.dtype == np.float32 else call.dtype
     return {name: a.astype(wide) for name, a in arrays.items()}, expected
+
+
+def _draw_quantised(case: Case, shapes: dict[str, tuple[int, ...]]):
+    """As ``draw_arrays``, of 8 bits; scales are powers of two, so that t is exact."""
+    rng, p = case.call.rng, case.call.problem
+    arrays = {n: rng.integers(-128, 127, s, np.int8, endpoint=True) for n, s in shapes.items()}
+    terms = p.c // p.groups * math.prod(p.window)
+    exponents = rng.integers(-2, 3, shapes["scale"]) - round(math.log2(64 * math.sqrt(terms)))
+    arrays["scale"] = np.exp2(exponents).astype(np.float32)
+    if "bias" in shapes:
+        arrays["bias"] = rng.integers(-9, 9, shapes["bias"]).astype(np.float32)
+    sums = reference(Op.FPROP, p, *(case.call.to_canonical(r, arrays[r]) for r in "xw"))
+    t = sums * arrays["scale"] + arrays.get("bias", 0)
+    if "residual" in arrays:
+        t = t + case.call.to_canonical("y", arrays["residual"])
+    return arrays, {"y": np.clip(np.rint(np.maximum(t, 0)), -128, 127)}
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -443,6 +492,8 @@ def program(case: Case, ours: bool) -> Callable:
             return {"y": y, "mean": mean, "variance": variance}
 
         return with_statistics
+    if case.form == "quantised":
+        return _quantised(call, ours)
     alone = ours and case.form == "conv"
     convolve = jaxconv.conv_general_dilated if alone else lax.conv_general_dilated
     within = ours and case.form == "fused" and case.inside
@@ -478,6 +529,22 @@ def program(case: Case, ours: bool) -> Callable:
         return step
     # What fuse leaves to lax is ours too.
     return jaxconv.override(jaxconv.fuse(step) if case.form == "fused" and not within else step)
+
+
+def _quantised(call: Call, ours: bool) -> Callable:
+    """A quantised layer, by ``jaxconv.int8.conv`` or by lax's integer convolution."""
+    p = call.problem
+
+    def by_lax(x, w, scale, bias=0.0, residual=0):
+        y = lax.conv_general_dilated(x, w, **call.parameters).astype(np.float32)
+        t = jax.nn.relu(y * scale + bias + jnp.asarray(residual, np.float32))
+        return {"y": jnp.clip(jnp.round(t), -128, 127).astype(np.int8)}
+
+    def layer(x, w, scale, bias=None, residual=None):
+        window = dict(stride=p.stride, padding=p.padding, dilation=p.dilation)
+        return {"y": jaxconv.int8.conv(x, w, scale, bias, residual, activation="relu", **window)}
+
+    return layer if ours else by_lax
 
 
 def mapped(case: Case, function: Callable, mesh: Mesh) -> Callable:

@@ -195,6 +195,8 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
         return "uneven or narrow shares"
     if sharding_cases.conflicting(case):
         return "one mesh axis for two dimensions, of which ours leaves the activation in place"
+    if sharding_cases.disputed(case):
+        return "positions that x and the cotangent split in different ways, of which both are kept"
     if _by_position(case):
         return "for a result of which lax splits another axis"
     return ""

@@ -14,7 +14,7 @@ from numerics import assert_exact, on_cpu, reference
 from problems import BY_NAME, REPRESENTATIVE, Problem
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 CASES = [problem for problem in REPRESENTATIVE if problem.batch is None]
 NAMES = [problem.name for problem in CASES]

@@ -13,7 +13,7 @@ from numerics import assert_exact, reference
 from problems import Problem
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 COUNT = 3
 

@@ -8,8 +8,10 @@ import re
 import pytest
 
 from jaxconv import winograd
-from jaxconv._src import lowering, native, winograd_jax
-from jaxconv._src.spec import Op
+from jaxconv._src.conv import bilinear
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
 from jaxconv.bench import __main__ as bench
 from jaxconv.bench import layers, networks, winograd_variants
 from jaxconv.bench.problem import Problem
@@ -72,7 +74,7 @@ def test_bench_takes_the_variants_that_are_predicted_fastest(monkeypatch, layer,
     kernels = object.__new__(native.Platform)
     monkeypatch.setattr(kernels, "kernels", lambda: names, raising=False)
     monkeypatch.setattr(native, "load", lambda platform: kernels)
-    monkeypatch.setattr(lowering, "select", select)
+    monkeypatch.setattr(bilinear, "select", select)
     prepared = lambda problem, platform: native.Selection(  # noqa: E731
         problem.algorithm, microseconds=1.0 + names.index(problem.algorithm)
     )

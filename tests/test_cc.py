@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from jaxconv._src.library import native
+
 TESTS = pathlib.Path(__file__).parent
 CC = TESTS.parent / "cc"
 PROGRAMS = sorted((TESTS / "cc").glob("*_test.cc"))
@@ -114,6 +116,31 @@ def compiled(compiler: str, flags: list[str], source: pathlib.Path, objects: pat
     return target
 
 
+def cpp_compiler() -> str:
+    """The C++ compiler; skips where there is none."""
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        pytest.skip("no C++ compiler: none of c++, g++ and clang++ is on PATH")
+    return found
+
+
+def built(program: pathlib.Path, objects: pathlib.Path, binary: pathlib.Path) -> pathlib.Path:
+    """The program, linked as ``binary`` of objects in the folder ``objects``."""
+    files = sources(program)
+    compile_flags, link_flags = [], ["-pthread"]
+    if any(file.is_relative_to(CC / "cpu") for file in files):
+        if sys.platform != "linux":
+            pytest.skip("the CPU kernels are built on Linux only")
+        compile_flags, link_flags = onednn_flags()
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-I", str(CC), "-I", str(TESTS)]
+    compiler = cpp_compiler()
+    linked = [str(compiled(compiler, flags + compile_flags, file, objects)) for file in files]
+    command = [compiler, *linked, "-o", str(binary), *link_flags]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert made.returncode == 0, f"{' '.join(command)}\n{made.stderr[-8000:]}"
+    return binary
+
+
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory) -> pathlib.Path:
     base = tmp_path_factory.getbasetemp()
@@ -131,21 +158,132 @@ def marks_of(program: pathlib.Path) -> list[pytest.MarkDecorator]:
     "program", [pytest.param(p, marks=marks_of(p), id=p.stem) for p in PROGRAMS]
 )
 def test_program(program, tmp_path, objects):
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: none of c++, g++ and clang++ is on PATH")
-    files = sources(program)
-    compile_flags, link_flags = [], ["-pthread"]
-    if any(file.is_relative_to(CC / "cpu") for file in files):
-        if sys.platform != "linux":
-            pytest.skip("the CPU kernels are built on Linux only")
-        compile_flags, link_flags = onednn_flags()
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-I", str(CC), "-I", str(TESTS)]
-    linked = [str(compiled(compiler, flags + compile_flags, file, objects)) for file in files]
-    binary = tmp_path / program.stem
-    command = [compiler, *linked, "-o", str(binary), *link_flags]
-    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert built.returncode == 0, f"{' '.join(command)}\n{built.stderr[-8000:]}"
+    binary = built(program, objects, tmp_path / program.stem)
     ran = subprocess.run([str(binary)], capture_output=True, text=True, check=False, timeout=300)
     output = (ran.stdout + ran.stderr)[-8000:]
     assert ran.returncode == 0, f"{program.name} returned {ran.returncode}:\n{output}"
+
+
+# --- the table of choices -------------------------------------------------------------------------
+
+
+def fields(name: str) -> list[list[str]]:
+    lines = (TESTS / "cc" / name).read_text().splitlines()
+    return [line.split("\t") for line in lines if not line.startswith("#")]
+
+
+@pytest.fixture(scope="session")
+def choices_program(tmp_path_factory, objects) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("choices")
+    return built(TESTS / "cc" / "choices_test.cc", objects, folder / "choices_test")
+
+
+def other_kernel(lines: list[str]) -> list[str]:
+    return [lines[0].replace("/1\t", "/7\t"), *lines[1:]]
+
+
+def times(factor: float):
+    def edit(lines: list[str]) -> list[str]:
+        cells = lines[0].split("\t")
+        return ["\t".join([*cells[:4], f"{factor * float(cells[4]):.1f}", *cells[5:]]), *lines[1:]]
+
+    return edit
+
+
+def without_a_problem_that_alone_has_an_instance(lines: list[str]) -> list[str]:
+    each = {source for kind, source, *_ in fields("bench_problems.tsv") if kind == "each"}
+    by_kernel: dict[str, set[tuple[str, str]]] = {}
+    for _, key, algorithm, kernel, _, _, source in fields("choices.tsv"):
+        by_kernel.setdefault(kernel.partition("/")[0], set()).add((f"{key}\t{algorithm}", source))
+    alone = (problems.pop() for problems in by_kernel.values() if len(problems) == 1)
+    problem = next(p for p, source in alone if source not in {*each, "beside"})
+    return [line for line in lines if f"\t{problem}\t" not in line]
+
+
+def with_a_problem_of_no_bench(lines: list[str]) -> list[str]:
+    return [*lines, lines[0].replace(" n64 ", " n63 ")]
+
+
+class Tables:
+    """Copies of the tables of choices in a folder of their own."""
+
+    def __init__(self, program: pathlib.Path, folder: pathlib.Path):
+        self.program, self.folder = program, folder
+        for name in ("choices.tsv", "never_chosen.tsv", "bench_problems.tsv"):
+            shutil.copy(TESTS / "cc" / name, folder)
+
+    def edit(self, name: str, edit) -> None:
+        lines = (self.folder / name).read_text().splitlines()
+        head = [line for line in lines if line.startswith("#")]
+        text = "\n".join([*head, *edit(lines[len(head) :])]) + "\n"
+        (self.folder / name).write_text(text)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess:
+        command = [str(self.program), *arguments, str(self.folder)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture
+def tables(choices_program, tmp_path) -> Tables:
+    return Tables(choices_program, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("table", "edit", "message"),
+    [
+        ("choices.tsv", other_kernel, "expected fprop_few_channels_bf16_128x64_chunks/7 in"),
+        ("choices.tsv", times(1.2), ""),
+        ("choices.tsv", times(1.3), "us and ="),
+        ("choices.tsv", times(0.77), "us and ="),
+        ("choices.tsv", lambda lines: lines[1:], "choices.tsv lacks a100 fprop"),
+        ("choices.tsv", without_a_problem_that_alone_has_an_instance, "choices.tsv lacks a100"),
+        ("choices.tsv", with_a_problem_of_no_bench, "of them beside or of the benches"),
+        ("never_chosen.tsv", lambda lines: lines[1:], "never_chosen.tsv is"),
+        ("never_chosen.tsv", lambda lines: [*lines, "a\tb\tnobody"], "never_chosen.tsv is"),
+        ("bench_problems.tsv", lambda lines: lines[1:], "of them beside or of the benches"),
+    ],
+)
+def test_the_table_of_choices_protects(tables, table, edit, message):
+    tables.edit(table, edit)
+    ran = tables.run()
+    assert (ran.returncode == 1) == bool(message) and message in ran.stdout, ran.stdout[-4000:]
+
+
+@pytest.mark.long
+def test_the_tables_of_choices_are_those_that_are_written(tables):
+    for edit in (
+        without_a_problem_that_alone_has_an_instance,
+        with_a_problem_of_no_bench,
+        other_kernel,
+        times(1.3),
+    ):
+        tables.edit("choices.tsv", edit)
+    tables.edit("never_chosen.tsv", lambda lines: lines[:3])
+    assert tables.run("--write").returncode == 0
+    for name in ("choices.tsv", "never_chosen.tsv"):
+        assert (tables.folder / name).read_text() == (TESTS / "cc" / name).read_text()
+
+
+def test_selection_answers_line_by_line(choices_program):
+    gpu, key, algorithm, choice, *_ = fields("choices.tsv")[0]
+    asked = f"{gpu}\t{key}\t{algorithm}\n{gpu}\t{key}\tigemm\nh300\t{key}\tauto\n"
+    command = [str(choices_program), "--select"]
+    ran = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    chosen, unknown, no_gpu = ran.stdout.splitlines()
+    instance, _, slices, *_ = chosen.split("\t")
+    assert f"{instance}/{slices}" == choice
+    assert unknown.startswith("!algorithm: expected") and no_gpu.startswith("!expected GPU, key")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("networks", [0, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_problems_of_the_benches_are_in_their_table(choices_program, networks):
+    """``tools/bench_problems.py`` writes them: of the sets, and of the networks."""
+    if isinstance(kernels := native.load("cpu"), native.Refusal):
+        pytest.skip(kernels.reason)
+    tool = TESTS.parent / "tools" / "bench_problems.py"
+    command = [sys.executable, str(tool), "--check", "--program", str(choices_program)]
+    command += ["--networks", str(networks)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert ran.returncode == 0, f"run tools/bench_problems.py\n{(ran.stdout + ran.stderr)[-8000:]}"

@@ -14,7 +14,8 @@ from jax import lax
 from numerics import assert_exact
 
 import jaxconv
-from jaxconv._src import native, record
+from jaxconv._src.call import record
+from jaxconv._src.library import native
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 FASTER = 'predicted 2.0 us, {} 5.0 us; algorithm="native" takes the kernel'

@@ -15,7 +15,7 @@ from numerics import assert_exact, on_cpu, reference
 from problems import BY_NAME, problem
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 
 def integers(seed: int, *shapes, dtype=np.float32, bound: int = 4) -> list[np.ndarray]:

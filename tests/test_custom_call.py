@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv._src import custom_call, native
+from jaxconv._src.library import custom_call, native
 
 # Operands and results of every call, in order. An exported program has them by position, so a line
 # here never changes: another order or number of arrays is a call of another name.

@@ -14,6 +14,7 @@ import kernel_tables
 import pytest
 
 import jaxconv
+from jaxconv.bench import layers
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
@@ -40,25 +41,45 @@ def test_every_instance_has_a_row(hooks):
         assert name.startswith(f"{op}_{family}_{dtype}_") and gpu in ("sm_90", "sm_80+")
 
 
-def test_every_choice_has_a_row_with_the_layer_in_words(hooks):
+def test_every_choice_for_a_layer_of_the_sets_has_a_row_with_the_layer_in_words(hooks):
     rows = cells(hooks.choices_table())
-    lines = (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines()
-    assert len(rows) == len(lines)
-    assert rows[0][:5] == ["a100", "fprop", "bf16", "default", "N64 224x224 3->64 7x7 stride 2x2"]
+    listed = [choice for choice in hooks.choices() if choice.algorithm == "auto"]
+    of_sets = [choice for choice in listed if choice.source in layers.LAYERS]
+    assert {row[0] for row in rows} == {choice.source for choice in of_sets}
+    gpus = [gpu for row in rows for gpu in row[7].split()]
+    assert len(gpus) == len(of_sets) and set(gpus) == {choice.gpu for choice in listed}
+    stem = "N64 224x224 3->64 7x7 stride 2x2"
+    assert rows[0][:5] == ["r50_stem", "fprop", "bf16", "default", stem]
+    assert rows[0][6:9] == ["", "a100", "1"]
     layer = "dgrad s8:s8:s32 default b2 n1 g4 c8 k8 i9 f3 o9 s1 l2 d3 p1_1 packed nchw32"
     words = "N1 9 8->8 3 dilation 3 input dilation 2 groups 4 batched 2 packed nchw32"
     assert hooks._layer(layer) == ("dgrad", "s8", "default", words)
 
 
+def test_the_page_of_choices_stays_short(hooks):
+    """A browser shows tables of about a thousand rows at once."""
+    assert 500 < len(cells(hooks.choices_table())) < 1300
+
+
 def test_the_classes_of_layers_count_every_choice(hooks):
     lines = hooks.classes_table().splitlines()
     header, rows = lines[0], lines[2:]
-    assert header == "| operands | precision | layer | h200 | h100 | a100 |"
-    choices = (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines()
+    assert header == "| operands | precision | layer | h200 | h100 | rtx4090 | l40s | a100 |"
+    choices = [choice for choice in hooks.choices() if choice.algorithm == "auto"]
     cells = " ".join(row.split("|", 4)[4] for row in rows)
     assert sum(map(int, re.findall(r" (\d+)(?=,| \|)", cells))) == len(choices)
-    left = sum(choice.endswith("\txla") for choice in choices)
+    left = sum(choice.automatic == "xla" for choice in choices)
     assert sum(map(int, re.findall(r"XLA (\d+)", cells))) == left
+
+
+def test_the_table_of_forms_names_those_that_auto_never_takes(hooks):
+    rows = [re.findall(r"[^|]+", line) for line in hooks.forms_table().splitlines()[2:]]
+    found = [[cell.strip().strip("`") for cell in row] for row in rows]
+    assert sum(int(row[2]) for row in found) == len(kernel_tables.all_instances())
+    never = [line[:2] for line in hooks._table("never_chosen.tsv")]
+    assert [row[:2] for row in found if row[3] == "never"] == never
+    asked = [line[:2] for line in hooks._table("never_chosen.tsv") if line[2] == "on request"]
+    assert [row[:2] for row in found if row[4]] == asked
 
 
 def test_every_public_name_is_in_the_reference(hooks):

@@ -21,7 +21,7 @@ from kernel_tables import INT8_FAMILIES, fused_instances, instances
 from numerics import tolerance_of
 from problems import Problem, problem
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 # Families of which every line of the table runs.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")

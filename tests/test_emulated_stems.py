@@ -9,7 +9,7 @@ import pytest
 from emulated import building, computed, host_build, run
 from problems import DTYPES, problem
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 INSTANCES = [
     "fprop_few_channels_bf16_7x7_stride2",

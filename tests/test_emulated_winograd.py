@@ -12,8 +12,8 @@ from test_emulated_kernels import ASSUMING, CASES, READERS, programs  # noqa: F4
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import winograd_filter
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.winograd import winograd_filter
 
 FORMS = host_build.forms()
 

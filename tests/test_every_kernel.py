@@ -26,9 +26,9 @@ from problems import (
     Problem,
 )
 
-from jaxconv._src import native
-from jaxconv._src.lowering import select
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.bilinear import select
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 
 # Problems for the kernels of one family, or with this part in their names.
 OF_FAMILY = {

@@ -20,8 +20,8 @@ from problems import BY_NAME, DTYPES, PROBLEMS, REPRESENTATIVE, Problem
 from problems import problem as make_problem
 
 import jaxconv
-from jaxconv._src.lowering import select
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.bilinear import select
+from jaxconv._src.problem.spec import Op
 
 
 def run(op, problem, dtype, lhs, rhs, layout="last", **options):
@@ -300,7 +300,7 @@ def test_fresh_allocations_are_poisoned():
 
 
 def test_dtype_table_covers_every_name_in_the_problem_key():
-    from jaxconv._src.spec import DTYPE_NAMES
+    from jaxconv._src.problem.spec import DTYPE_NAMES
 
     used = {DTYPE_NAMES[d.name] for pair in DTYPES.values() for d in pair}
     assert used == set(DTYPE_NAMES.values())

@@ -14,7 +14,7 @@ from jax import lax
 from numerics import assert_exact
 
 import jaxconv
-from jaxconv._src.primitives import PRIMITIVES
+from jaxconv._src.conv.primitives import PRIMITIVES
 
 
 def integers(seed: int, *shapes) -> list[np.ndarray]:
@@ -117,7 +117,7 @@ def test_register_says_what_is_missing():
     answers = jaxconv.register()
     assert set(answers) == {"cpu", "cuda"}
     for platform, reason in answers.items():
-        assert bool(reason) == isinstance(jaxconv._src.native.load(platform), tuple)
+        assert bool(reason) == isinstance(jaxconv._src.library.native.load(platform), tuple)
 
 
 def test_for_another_platform(monkeypatch):

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 
 import jaxconv
-from jaxconv._src import fuse_convolution, native
+from jaxconv._src.fuse import fuse_convolution
+from jaxconv._src.library import native
 
 
 @pytest.fixture(autouse=True)
@@ -488,6 +489,15 @@ def test_fold_multiplies_constant_filters():
     assert call.params["epilogue"].words == ["scale"]
 
 
+def test_a_target_decides_before_the_device_here(monkeypatch):
+    """A program exported for a GPU is fused as on that GPU."""
+    monkeypatch.delenv("JAXCONV_TARGET", raising=False)
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert fuse_convolution.platforms() == ("cpu",)
+        monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
+        assert fuse_convolution.platforms() == ("cuda", "cpu")
+
+
 def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
     """XLA fuses an epilogue with what reads its result: then there is no pass to save."""
     predicted = {True: (5.0, 12.0), False: (4.0, 8.0)}  # a kernel and XLA, with an epilogue or none
@@ -496,8 +506,8 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
         ours, xla = predicted[with_epilogue]
         return native.Selection("kernel", microseconds=ours, xla_microseconds=xla)
 
-    monkeypatch.setattr(fuse_convolution.lowering, "select", lambda *a: (selection(False), None))
-    monkeypatch.setattr(fuse_convolution.fused, "select", lambda *a: (selection(True), None))
+    monkeypatch.setattr(fuse_convolution.Bilinear, "select", lambda *a: (selection(False), None))
+    monkeypatch.setattr(fuse_convolution.Fused, "select", lambda *a: (selection(True), None))
     x = X.astype(jnp.bfloat16)
 
     def biased(x):

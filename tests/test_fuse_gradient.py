@@ -25,7 +25,7 @@ from training_programs import (
 )
 
 import jaxconv
-from jaxconv._src import fuse_gradient
+from jaxconv._src.fuse import fuse_gradient
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
 
@@ -103,7 +103,7 @@ def sums_as_they_are(monkeypatch):
 @pytest.fixture(params=["by a call", "by XLA"])
 def by_call(request, monkeypatch) -> bool:
     """Whether calls of ``masked_sums`` form the sums, or operations that XLA fuses."""
-    from jaxconv._src import fuse_masked_sums
+    from jaxconv._src.fuse import fuse_masked_sums
 
     if request.param == "by XLA":
         monkeypatch.setattr(fuse_masked_sums, "find", lambda *arguments: None)

@@ -36,7 +36,7 @@ from training_programs import (
 )
 
 import jaxconv
-from jaxconv._src import fuse_normalise_add
+from jaxconv._src.fuse import fuse_normalise_add
 from jaxconv.bench.networks import NETWORKS, programs
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")

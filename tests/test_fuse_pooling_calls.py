@@ -18,8 +18,8 @@ from jaxprs import equations
 from training_programs import assert_close, batch_norm, conv, draw, fused_without, on_two_devices
 
 import jaxconv
-from jaxconv._src import fuse_pooling
-from jaxconv._src.max_pooling import Form, Windows
+from jaxconv._src.fuse import fuse_pooling
+from jaxconv._src.passes.max_pooling import Pooling, Windows
 from jaxconv.bench.networks import NETWORKS, programs
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
 N, H, C = 4, 12, 16
 WINDOW = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
 WINDOWS = Windows((N, H, H, C), *WINDOW)
-PLAIN = Form(WINDOWS, affine=False, places=False, operands=False)
+PLAIN = Pooling(WINDOWS, affine=False, places=False, operands=False)
 CALLS = ("jaxconv_max_pool", "jaxconv_max_pool_gradient", "jaxconv_masked_sums")
 OF_XLA = ("reduce_window_max", "select_and_scatter_add", "custom_jvp_call", "select_n")
 
@@ -102,7 +102,7 @@ def test_the_activation_is_not_stored():
     assert primitives(fused, PARAMETERS, X) == (1, 1, 1)
     assert primitives(fused, PARAMETERS, X, names=OF_XLA) == (0, 0, 0, 0)
     pool = the(fused, "jaxconv_max_pool", PARAMETERS, X)
-    assert pool.params["form"] == Form(WINDOWS, affine=True, places=True, operands=True)
+    assert pool.params["form"] == Pooling(WINDOWS, affine=True, places=True, operands=True)
     maxima, places, operands = pool.outvars
     convolved = next(
         e
@@ -248,7 +248,9 @@ def test_an_activation_that_is_stored(without_calls):
 
     fused = jaxconv.fuse(gradient(forward))
     assert primitives(fused, PARAMETERS, X)[:2] == (1, 1)
-    assert the(fused, CALLS[0], PARAMETERS, X).params["form"] == Form(WINDOWS, False, True, False)
+    assert the(fused, CALLS[0], PARAMETERS, X).params["form"] == Pooling(
+        WINDOWS, False, True, False
+    )
     actual = jax.jit(fused)(PARAMETERS, X)
     assert_close(actual, jax.jit(without_calls(gradient(forward)))(PARAMETERS, X), 0.01)
 

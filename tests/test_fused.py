@@ -15,9 +15,9 @@ from numerics import assert_exact, reference
 from problems import Problem, problem
 
 import jaxconv
-from jaxconv._src import epilogue
-from jaxconv._src.fused import bind
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.fused import bind
+from jaxconv._src.problem import epilogue
+from jaxconv._src.problem.spec import Op
 
 PROBLEMS = [
     problem("dense", (6, 5), 3, n=2, c=4, k=8, padding=1),

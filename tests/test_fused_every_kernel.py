@@ -15,10 +15,10 @@ from problems import DTYPES, PROBLEMS, REPRESENTATIVE, Problem
 from test_every_kernel import LEAST_ACCEPTED, OF_FAMILY
 from test_fused import defined
 
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fused import bind, select
-from jaxconv._src.lowering import select as select_plain
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.bilinear import select as select_plain
+from jaxconv._src.conv.fused import Fused, bind
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op
 
 # Every term alone and together, every exact activation. A kernel's calls take them in turn.
 EXACT = [
@@ -89,7 +89,7 @@ def chosen_for(problem: Problem, dtype: str, form: Epilogue, instance: str, layo
         for role in "xw"
     ]
     sizes = spec.sizes(Op.FPROP, *shapes)
-    return select("cuda", spec, sizes, DTYPES[dtype][0], form, DTYPES[dtype][1])
+    return Fused(spec, form, DTYPES[dtype][1]).select("cuda", sizes, DTYPES[dtype][0])
 
 
 def in_layout(problem: Problem, x, w, terms, layout: str):
@@ -182,6 +182,7 @@ def test_auto_fuses_layers_of_every_class():
         sizes = spec.sizes(Op.FPROP, *(problem.canonical_shape(role) for role in "xw"))
         for dtype in ("f32", "bf16", "f16"):
             plain, _ = select_plain("cuda", Op.FPROP, spec, sizes, *DTYPES[dtype])
-            chosen, line = select("cuda", spec, sizes, DTYPES[dtype][0], form, DTYPES[dtype][1])
+            operands, result = DTYPES[dtype]
+            chosen, line = Fused(spec, form, result).select("cuda", sizes, operands)
             assert (chosen.instance is None) == (plain.instance is None), (line, chosen.refusals)
             assert chosen.instance is None or chosen.instance.endswith("_fused")

@@ -16,9 +16,9 @@ from problems import Problem, problem
 from test_fused import TERMS, before_activation, fused, operands
 
 import jaxconv
-from jaxconv._src import fused as primitive
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.spec import ConvSpec, Op
+from jaxconv._src.conv import fused as primitive
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import ConvSpec, Op
 
 # For each CPU kernel a problem that it takes; several regions of one task, rows and whole images.
 OF_KERNEL = {
@@ -323,7 +323,6 @@ REFUSED = {
         "statistics: expected no elements",
     ),
     "a plain problem": (dict(words=""), "epilogue"),
-    "a small workspace": (dict(workspace=jax.ShapeDtypeStruct((0,), np.uint8)), "workspace"),
 }
 
 
@@ -340,6 +339,13 @@ def test_the_handler_refuses(native_cpu, name):
     changes, words = REFUSED[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s)INVALID_ARGUMENT.*{words}"):
         call_handler(native_cpu, **changes)
+
+
+def test_a_workspace_that_is_too_small_is_replaced(native_cpu):
+    """A program that another version exported has the workspace that it needed there."""
+    y, *_ = call_handler(native_cpu, workspace=jax.ShapeDtypeStruct((0,), np.uint8))
+    t = before_activation(P, operands(P), TERMS).astype(np.float32)
+    assert_exact(y, np.maximum(t, 0), "y")
 
 
 def test_the_plain_handler_refuses_an_epilogue(native_cpu):

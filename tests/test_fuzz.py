@@ -38,7 +38,7 @@ from numerics import (
 from problems import DTYPES, LAYOUTS, Problem, xla_aborts
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 # With --slow; else as many as --random says, a sixth of them of overridden lax.
 COUNT, OVERRIDDEN_COUNT = 2000, 500

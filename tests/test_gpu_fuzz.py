@@ -13,7 +13,7 @@ import gpus
 import pytest
 from int8_reference import OUT_DTYPES
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 CASES = [gpu_fuzz_problems.draw(0, index, "cpu") for index in range(400)]
 

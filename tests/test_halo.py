@@ -23,8 +23,9 @@ from problems import Problem, problem
 from sharding_tools import collectives, grid
 
 import jaxconv
-from jaxconv._src import compat, halo
-from jaxconv._src.spec import Op
+from jaxconv._src import compat
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.sharding import halo
 
 # --- the plan, by NumPy -----------------------------------------------------------------------
 

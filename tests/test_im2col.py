@@ -12,8 +12,8 @@ from numerics import assert_exact, exact_operands, into_poison, on_cpu
 from problems import BASIC, BATCHED, BY_NAME, DTYPES, EDGE, REPRESENTATIVE
 
 import jaxconv
-from jaxconv._src import im2col
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import im2col
 
 
 @pytest.mark.parametrize("op", Op)

@@ -13,8 +13,8 @@ from int8_reference import OUT_DTYPES
 from problems import INT8_BY_NAME
 
 from jaxconv import int8
-from jaxconv._src import int8_primitive
-from jaxconv._src.int8_primitive import TARGET, Int8Spec
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.int8.int8_primitive import TARGET, Int8Spec
 
 X = np.zeros((2, 6, 5, 64), np.int8)
 W = np.zeros((3, 3, 64, 32), np.int8)
@@ -144,7 +144,7 @@ REFUSED = {
         ValueError,
         "NCHW32 has two spatial axes",
     ),
-    "an unknown layout": ((X, W, S), dict(layout="NCHW"), ValueError, "layout: expected"),
+    "an unknown layout": ((X, W, S), dict(layout="CHWN"), ValueError, "layout: expected"),
     # dtypes
     "float images": ((X.astype(np.float32), W, S), {}, TypeError, "x: expected int8 or uint8"),
     "float filters": ((X, W.astype(np.float32), S), {}, TypeError, "w: expected int8"),
@@ -277,7 +277,7 @@ def key_of(platform, **changes) -> tuple[str, Int8Spec, tuple]:
         **changes,
     )
     sizes = spec.sizes(P.canonical_shape("x"), (P.k, 0))
-    chosen, key = int8_primitive.select(platform, spec, sizes, np.dtype(np.int8))
+    chosen, key = int8_primitive.Quantised(spec).select(platform, sizes, np.dtype(np.int8))
     return key, spec, chosen
 
 
@@ -367,6 +367,9 @@ def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels):
     if not chosen.workspace_bytes:
         return
     small = jax.ShapeDtypeStruct((chosen.workspace_bytes - 1,), np.uint8)
+    if platform == "cpu":  # whose handler allocates its own
+        call_handler(platform, workspace=small)
+        return
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*workspace"):
         call_handler(platform, workspace=small)
 
@@ -409,6 +412,6 @@ def test_selection_refuses_what_it_cannot_read(platform, native_kernels, words, 
 
 
 def test_the_dtypes_are_those_of_the_reference():
-    from jaxconv._src.int8_layout import OUT_DTYPES as ACCEPTED
+    from jaxconv._src.int8.int8_layout import OUT_DTYPES as ACCEPTED
 
     assert set(ACCEPTED) == set(OUT_DTYPES.values())

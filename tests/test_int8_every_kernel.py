@@ -19,8 +19,9 @@ from int8_reference import OUT_DTYPES, nchw32, nhwc, operands, requantized, rows
 from numerics import TOGETHER, into_poison, mismatch
 from problems import INT8, INT8_DEPTHWISE, Problem, problem
 
-from jaxconv._src import int8_primitive, native
-from jaxconv._src.int8_primitive import Int8Spec
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.int8.int8_primitive import Int8Spec
+from jaxconv._src.library import native
 
 # A kernel that takes fewer of the problems than this would pass the tests below by refusing.
 LEAST_ACCEPTED = 4
@@ -79,7 +80,7 @@ def chosen_of(platform: str, p: Problem, spec: Int8Spec, x_dtype: str):
     x = np.broadcast_to(np.int8(0), p.canonical_shape("x"))
     one = nchw32(x[:1, :1, :1]) if spec.layout == "nchw32" else x
     sizes = dataclasses.replace(spec.sizes(one.shape, (p.k, 0)), n=p.n)
-    return int8_primitive.select(platform, spec, sizes, X_DTYPES[x_dtype])
+    return int8_primitive.Quantised(spec).select(platform, sizes, X_DTYPES[x_dtype])
 
 
 def epilogue(p: Problem, spec: Int8Spec) -> dict:
@@ -240,8 +241,8 @@ def test_every_problem_has_a_kernel():
             spec = spec_of(p, "native", layout, "s8", "whole")
             x = np.empty(p.canonical_shape("x"), np.int8)
             shape = nchw32(x).shape if layout == "nchw32" else x.shape
-            chosen, key = int8_primitive.select(
-                "cuda", spec, spec.sizes(shape, (p.k, 0)), np.dtype(np.int8)
-            )
+            sizes = spec.sizes(shape, (p.k, 0))
+            call = int8_primitive.Quantised(spec)
+            chosen, key = call.select("cuda", sizes, np.dtype(np.int8))
             without += [] if chosen.instance else [f"{key}: {chosen.refusals[-1:]}"]
     assert not without, "\n".join(without)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from int8_reference import nchw32, nhwc, rows
 
 from jaxconv import int8
-from jaxconv._src import int8_layout
+from jaxconv._src.int8 import int8_layout
 
 
 def images(shape, dtype=np.int8):
@@ -38,6 +40,32 @@ def test_unpack_undoes_pack(data_format, c):
     packed = int8.pack(given, data_format)
     np.testing.assert_array_equal(packed.data, int8.pack(x).data)
     np.testing.assert_array_equal(int8.unpack(packed, data_format), given)
+
+
+@pytest.mark.parametrize("spatial", [(7,), (6, 5), (3, 4, 5)])
+def test_arrays_with_the_channels_first(spatial):
+    """The same numbers, and no transpose between two layers."""
+    x, w = images((2, *spatial, 32)), images((*[3] * len(spatial), 32, 32))
+    scale = np.full(32, 1e-3, np.float32)
+
+    def layers(x, layout, to):
+        y = int8.conv(to(x), w, scale, activation="relu", layout=layout)
+        return int8.conv(y, w, scale, residual=y, residual_scale=0.5, layout=layout)
+
+    expected = layers(x, "NHWC", lambda a: a)
+    first = functools.partial(layers, layout="NCHW", to=lambda a: jnp.moveaxis(a, -1, 1))
+    np.testing.assert_array_equal(jax.jit(first)(x), np.moveaxis(expected, -1, 1))
+    text = jax.jit(first).lower(x).compile().as_text()
+    moved = [line for line in text.splitlines() if " transpose(" in line and "s8[2," in line]
+    assert len(moved) <= 2, moved  # of x and of the result
+
+
+def test_a_packed_operand_is_no_array_with_the_channels_first():
+    x, w = images((1, 4, 4, 32)), images((3, 3, 32, 32))
+    with pytest.raises(TypeError, match=r"x: expected an array .* got Packed"):
+        int8.conv(int8.pack(x), w, 1.0, layout="NCHW")
+    with pytest.raises(TypeError, match=r"residual: expected an array .* got Packed"):
+        int8.conv(x.transpose(0, 3, 1, 2), w, 1.0, residual=int8.pack(x), layout="NCHW")
 
 
 def test_pack_fills_with_a_value():

@@ -16,7 +16,8 @@ from problems import INT8, INT8_BY_NAME, problem
 
 import jaxconv
 from jaxconv import int8
-from jaxconv._src import int8_primitive, native
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.library import native
 
 CALL = re.compile(r"custom_call @(\w+)\(")
 P = INT8_BY_NAME["int8"]
@@ -351,8 +352,8 @@ def test_the_plan_computes_fprop_and_dgrad(p, padded):
 
     from numerics import reference
 
-    from jaxconv._src import int8_lax
-    from jaxconv._src.spec import Op
+    from jaxconv._src.int8 import int8_lax
+    from jaxconv._src.problem.spec import Op
 
     depthwise = p.groups == p.c == p.k > 1
     if padded and p.groups > 1 and not depthwise:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +35,17 @@ def case(of_image: bool = False):
     return x, w, given, requantized(sums(P, x, w), np.int8, activation="relu", **given)
 
 
-def layer(x, w, scale, bias, residual, residual_scale):
+def layer(x, w, scale, bias, residual, residual_scale, stride=1):
     return int8.conv(
-        x, w, scale, bias, residual, residual_scale=residual_scale, activation="relu", padding=1
+        x,
+        w,
+        scale,
+        bias,
+        residual,
+        residual_scale=residual_scale,
+        activation="relu",
+        padding=1,
+        stride=stride,
     )
 
 
@@ -181,13 +191,41 @@ def test_vmap_of_split_images():
     np.testing.assert_array_equal(call(split), expected)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW32"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_split_positions_exchange_rows(kind, layout, stride):
+    """Rows over four devices and columns over two; residual and result stay where they are."""
+    p = problem("positions", (8, 4), 3, n=2, c=32, k=64, padding=1, stride=stride)
+    x, w = operands(p, np.int8)
+    given = terms(p, np.int8)
+    expected = requantized(sums(p, x, w), np.int8, activation="relu", **given)
+    of = Spec(None, "data", "model") if layout == "NHWC" else Spec(None, None, "data", "model")
+    mesh = grid(getattr(jax.sharding.AxisType, kind))
+    with jax.set_mesh(mesh):
+        each = [of, Spec(), Spec(), Spec(), of, Spec()]
+        values = placed(mesh, arrays(layout, x, w, given), each)
+        strided = functools.partial(layer, stride=stride)
+        compiled = jax.jit(strided).lower(*values).compile()
+        y = compiled(*values)
+        assert collectives(compiled).keys() == {"collective-permute"}
+        data = jax.tree.leaves(y)[0]
+        assert data.sharding.is_equivalent_to(NamedSharding(mesh, of), data.ndim)
+    np.testing.assert_array_equal(result(jax.device_get(y)), expected)
+
+
 @pytest.mark.parametrize(
-    "x_spec", [Spec(None, "data"), Spec(None, None, None, "data")], ids=["rows", "channels"]
+    ("x_spec", "why"),
+    [
+        (Spec(None, "data"), "axis 1 of x is split 4 ways, which does not divide the 10 positions"),
+        (Spec(None, None, None, "data"), "axis 3 of x cannot be split"),
+    ],
+    ids=["rows", "channels"],
 )
-def test_explicit_shardings_that_are_refused(x_spec):
+def test_explicit_shardings_that_are_refused(x_spec, why):
     x, w, *_ = case()
-    mesh = grid(jax.sharding.AxisType.Explicit, (2,), ("data",))
+    mesh = grid(jax.sharding.AxisType.Explicit, (4,), ("data",))
     with jax.set_mesh(mesh):
         x = jax.device_put(np.concatenate([x, x], axis=1), NamedSharding(mesh, x_spec))
-        with pytest.raises(compat.ShardingTypeError, match="int8 convolution: axis"):
-            jax.jit(lambda x: int8.conv(x, w, np.float32(0.1))).trace(x)
+        with pytest.raises(compat.ShardingTypeError, match=f"int8 convolution: {why}"):
+            jax.jit(lambda x: int8.conv(x, w, np.float32(0.1), padding="VALID")).trace(x)

@@ -22,8 +22,10 @@ from test_winograd import CC
 
 import jaxconv
 from jaxconv import int8
-from jaxconv._src import int8_primitive, int8_winograd, native, winograd_jax
-from jaxconv._src.spec import Op
+from jaxconv._src.int8 import int8_primitive, int8_winograd
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
 from jaxconv.bench import int8_layers, winograd_variants
 from jaxconv.bench.command_winograd_errors import int8_operands
 from jaxconv.bench.layers import LAYERS
@@ -228,7 +230,7 @@ def select(name: str, p):
         conv=p.spec(algorithm=name), layout="nhwc", out_dtype=np.dtype(np.int32)
     )
     sizes = spec.sizes(p.canonical_shape("x"), (p.k, 0))
-    return spec, int8_primitive.select("cuda", spec, sizes, np.dtype(np.int8))[0]
+    return spec, int8_primitive.Quantised(spec).select("cuda", sizes, np.dtype(np.int8))[0]
 
 
 @pytest.mark.gpu

@@ -160,7 +160,7 @@ def forbidden_imports(path: str, text: str) -> list[str]:
             wrong.append(f"{path}: imports {name}; private JAX belongs into _src/compat.py")
         if within(name, "_jaxconv"):
             wrong.append(
-                f"{path}: imports {name}; the compiled modules are loaded by _src/native.py"
+                f"{path}: imports {name}; the compiled modules are loaded by _src/library/native.py"
             )
         if inner and within(name, "jaxconv") and not within(name, "jaxconv._src"):
             wrong.append(f"{path}: imports {name}; _src must not look at the public modules")
@@ -170,15 +170,47 @@ def forbidden_imports(path: str, text: str) -> list[str]:
             wrong.append(f"{path}: imports {name}; compat imports only jax")
     # Loading by name is the same as importing.
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and path != "jaxconv/_src/native.py":
+        if isinstance(node, ast.Call) and path != "jaxconv/_src/library/native.py":
             loads = ast.unparse(node.func).endswith(("import_module", "__import__"))
             if loads and "_jaxconv" in ast.unparse(node):
-                wrong.append(f"{path}: {ast.unparse(node)}; only _src/native.py loads the kernels")
+                only = "only _src/library/native.py loads the kernels"
+                wrong.append(f"{path}: {ast.unparse(node)}; {only}")
     return wrong
 
 
-# Modules of _src from the bottom up: each may import those before it.
-ORDER = ("spec", "compat", "native", "xla", "lowering", "primitives")
+# The rooms of _src from the bottom up: compat is a module, the others are packages. A module
+# imports from its own room and from those below; rooms on one floor do not see each other.
+FLOORS = (
+    ("compat",),
+    ("problem",),
+    ("library",),
+    ("sharding",),
+    ("ways",),
+    ("call",),
+    ("conv", "int8", "winograd"),
+    ("functions",),
+    ("lax",),
+    ("passes",),
+    ("fuse",),
+    ("report",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def runtime(tree: ast.AST) -> ast.AST:
+    """A module without what it imports for its annotations alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return tree
+
+
+def imports_above(room: str, text: str) -> list[str]:
+    """What a module of a room imports of other rooms on its floor, or of those above."""
+    rooms = {
+        n.split(".")[2] for n in imports(runtime(ast.parse(text))) if within(n, "jaxconv._src")
+    }
+    return sorted(r for r in rooms - {room} if FLOOR[r] >= FLOOR[room])
 
 
 def test_every_import_follows_the_layers():
@@ -188,19 +220,31 @@ def test_every_import_follows_the_layers():
     assert not wrong, "\n".join(wrong)
 
 
-def test_inner_modules_import_upwards_only():
-    modules = {p.stem: p for p in (PACKAGE / "_src").glob("*.py") if p.stem != "__init__"}
-    known = [name for name in ORDER if name in modules]
-    assert known == list(ORDER)
+def test_rooms_import_those_below():
+    inner = PACKAGE / "_src"
+    rooms = {p.stem for p in inner.iterdir() if p.is_dir() or p.suffix == ".py"}
+    assert rooms - {"__init__", "__pycache__"} == FLOOR.keys()
     wrong = []
-    for position, name in enumerate(ORDER):
-        used = {
-            n.split(".")[2]
-            for n in imports(ast.parse(modules[name].read_text()))
-            if within(n, "jaxconv._src") and len(n.split(".")) > 2
-        }
-        wrong += [f"_src/{name}.py imports {other}" for other in used & set(ORDER[position:])]
+    for path in sorted(inner.rglob("*.py")):
+        room, *_ = path.relative_to(inner).with_suffix("").parts
+        if room != "__init__":
+            above = imports_above(room, path.read_text())
+            wrong += [f"{path.relative_to(REPOSITORY)} imports {other}" for other in above]
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_import_from_above_is_found():
+    assert imports_above("sharding", "from jaxconv._src.call import record") == ["call"]
+    assert imports_above("int8", "from jaxconv._src.conv.fused import Fused") == ["conv"]
+    assert not imports_above("fuse", "from jaxconv._src.fuse import fuse_graph")
+    assert not imports_above(
+        "sharding",
+        """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from jaxconv._src.call.call import Call
+""",
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,9 +253,9 @@ def test_inner_modules_import_upwards_only():
         ("jaxconv/doctor.py", "from jax._src import core"),
         ("jaxconv/doctor.py", "import _jaxconv.cpu"),
         ("jaxconv/doctor.py", "import importlib\nimportlib.import_module('_jaxconv.cpu')"),
-        ("jaxconv/_src/xla.py", "from jaxconv import conv"),
-        ("jaxconv/_src/compat.py", "from jaxconv._src import spec"),
-        ("examples/train.py", "from jaxconv._src import primitives"),
+        ("jaxconv/_src/ways/xla.py", "from jaxconv import conv"),
+        ("jaxconv/_src/compat.py", "from jaxconv._src.problem import spec"),
+        ("examples/train.py", "from jaxconv._src.conv import primitives"),
     ],
 )
 def test_a_forbidden_import_is_found(path, text):

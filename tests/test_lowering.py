@@ -20,8 +20,8 @@ from numerics import assert_exact, exact_operands, reference
 from problems import BY_NAME, DTYPES, LAYOUTS
 
 import jaxconv
-from jaxconv._src import native
-from jaxconv._src.spec import Op
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 
 CALL = re.compile(r"custom_call @(\w+)\(")
 PLAIN = BY_NAME["plain"]
@@ -266,7 +266,7 @@ def test_without_native_kernels_everything_still_runs():
     sys.modules["_jaxconv"] = None  # import of it fails
     logging.basicConfig(level=logging.INFO)
     import jax, numpy as np, jaxconv
-    from jaxconv._src import native
+    from jaxconv._src.library import native
     assert isinstance(native.load("cpu"), native.Refusal)
     x, w = np.ones((1, 4, 4, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
     dx = jax.jit(jax.grad(lambda x: jaxconv.conv(x, w).sum()))(x)

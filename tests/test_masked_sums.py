@@ -13,27 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv._src import masked_sums
-from jaxconv._src.masked_sums import Form
+from jaxconv._src.passes import masked_sums
+from jaxconv._src.passes.masked_sums import Sums
 
 FORMS = {
-    "one gradient": Form(1, 1, "result", False, 0.0, None),
-    "bounded, stored": Form(1, 1, "result", True, 0.0, 2.0),
-    "two gradients": Form(2, 1, "result", True, 0.0, None),
-    "two arrays": Form(1, 2, "result", True, 0.0, None),
-    "two of each": Form(2, 2, "result", True, -1.0, None),
-    "two of each, not stored": Form(2, 2, "result", False, 0.0, 1.0),
-    "affine": Form(1, 1, "affine", False, 0.0, None),
-    "affine, stored": Form(1, 1, "affine", True, 0.0, 1.0),
-    "bits": Form(1, 1, "bits", False, 0.0, None),
-    "bits, bounded, stored": Form(2, 1, "bits", True, 0.0, 2.0),
-    "bits, two of each": Form(2, 2, "bits", True, 0.0, None),
+    "one gradient": Sums(1, 1, "result", False, 0.0, None),
+    "bounded, stored": Sums(1, 1, "result", True, 0.0, 2.0),
+    "two gradients": Sums(2, 1, "result", True, 0.0, None),
+    "two arrays": Sums(1, 2, "result", True, 0.0, None),
+    "two of each": Sums(2, 2, "result", True, -1.0, None),
+    "two of each, not stored": Sums(2, 2, "result", False, 0.0, 1.0),
+    "affine": Sums(1, 1, "affine", False, 0.0, None),
+    "affine, stored": Sums(1, 1, "affine", True, 0.0, 1.0),
+    "bits": Sums(1, 1, "bits", False, 0.0, None),
+    "bits, bounded, stored": Sums(2, 1, "bits", True, 0.0, 2.0),
+    "bits, two of each": Sums(2, 2, "bits", True, 0.0, None),
 }
 # Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
 
 
-def drawn(form: Form, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.Array]:
+def drawn(form: Sums, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.Array]:
     """Operands of small integers, with a NaN in the result."""
     rng = np.random.default_rng(seed)
 
@@ -52,7 +52,7 @@ def drawn(form: Form, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.
     return [*arrays, *vectors, result]
 
 
-def defined(operands, form: Form) -> list[np.ndarray]:
+def defined(operands, form: Sums) -> list[np.ndarray]:
     """By the definition, in float64."""
     wide = [np.asarray(o, np.float64) for o in operands]
     gradients, arrays, means, of_mask = form.split(wide)
@@ -108,7 +108,7 @@ def test_derivative(name):
         (FORMS["one gradient"], (4, 12), jnp.bfloat16),
         (FORMS["one gradient"], (4, 8), np.float32),
         (FORMS["one gradient"], (0, 8), jnp.bfloat16),
-        (Form(2, 1, "affine", False, 0.0, None), (4, 8), jnp.bfloat16),
+        (Sums(2, 1, "affine", False, 0.0, None), (4, 8), jnp.bfloat16),
     ],
 )
 def test_what_the_kernel_does_not_take(form, shape, dtype):

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxconv
-from jaxconv._src import max_pooling, native
-from jaxconv._src.max_pooling import NO_PLACE, Form, Windows
+from jaxconv._src.library import native
+from jaxconv._src.passes import max_pooling
+from jaxconv._src.passes.max_pooling import NO_PLACE, Pooling, Windows
 
 NONE = (0, 0)
 WINDOWS = {
@@ -90,7 +91,7 @@ def assert_equal(actual, expected) -> None:
 
 def pooled_and_back(x, dy, given, windows: Windows):
     """Maxima and the gradient by the primitives."""
-    form = Form(windows, bool(given), True, bool(given))
+    form = Pooling(windows, bool(given), True, bool(given))
     maxima, places, *operands = max_pooling.max_pool(x, *given, form=form)
     return maxima, max_pooling.max_pool_gradient([dy], places, windows=windows), places, operands
 
@@ -108,7 +109,7 @@ def test_operations_of_jax(name, dtype, on_the_cpu):
     maxima, dx, places, _ = pooled_and_back(x, dy, [], windows)
     assert_equal((maxima, dx), (expected, *back(dy)))
     assert places.dtype == np.uint8
-    (alone,) = max_pooling.max_pool(x, form=Form(windows, False, False, False))
+    (alone,) = max_pooling.max_pool(x, form=Pooling(windows, False, False, False))
     assert_equal(alone, expected)
 
 
@@ -138,7 +139,7 @@ def test_the_gradient_of_batch_norms_operand(name, dtype, on_the_cpu):
     windows = WINDOWS[name]
     x, given = integers(*windows.shape, dtype=dtype), vectors(windows.shape[-1])
     dy = integers(*windows.counts, seed=4, dtype=dtype)
-    _, places = max_pooling.max_pool(x, form=Form(windows, False, True, False))
+    _, places = max_pooling.max_pool(x, form=Pooling(windows, False, True, False))
     gradient = functools.partial(max_pooling.max_pool_gradient, windows=windows)
     scale, y_scale, offset = given
     dz, y = gradient([dy], places).astype(np.float32), x.astype(np.float32)
@@ -149,7 +150,7 @@ def test_the_gradient_of_batch_norms_operand(name, dtype, on_the_cpu):
 def test_two_gradients_are_added_as_the_program_adds_them(on_the_cpu):
     windows = WINDOWS["3x3 stride 2"]
     x = integers(*windows.shape)
-    _, places = max_pooling.max_pool(x, form=Form(windows, False, True, False))
+    _, places = max_pooling.max_pool(x, form=Pooling(windows, False, True, False))
     key = jax.random.key(0)
     dy, dy2 = jax.random.normal(key, (2, *windows.counts), jnp.bfloat16)
     gradient = functools.partial(max_pooling.max_pool_gradient, windows=windows)
@@ -282,7 +283,7 @@ def test_derivatives_of_the_maxima(affine, on_the_cpu):
     windows = WINDOWS["3x3 stride 2"]
     x, dy, given = operands(windows)
     given = given if affine else []
-    form = Form(windows, affine, True, affine)
+    form = Pooling(windows, affine, True, affine)
 
     def ours(x, *given):
         return max_pooling.max_pool(x, *given, form=form)[0]
@@ -300,7 +301,7 @@ def test_derivatives_to_second_order(on_the_cpu):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.permutation(np.prod(windows.shape)).reshape(windows.shape), np.float32) / 40
     given = [jnp.asarray(rng.uniform(0.5, 1, 8), np.float32) for _ in range(3)]
-    form = Form(windows, True, True, True)
+    form = Pooling(windows, True, True, True)
 
     def function(x, *given):
         maxima, places, taken = max_pooling.max_pool(x, *given, form=form)
@@ -330,12 +331,12 @@ def test_kernels(name, dtype, affine):
     x = integers(*windows.shape, dtype=dtype)
     given = vectors(windows.shape[-1]) if affine else []
     x = x if affine else with_nan(x)
-    form = Form(windows, affine, True, affine)
+    form = Pooling(windows, affine, True, affine)
     pool = jax.jit(functools.partial(max_pooling.max_pool, form=form))
     assert 'custom_call_target="jaxconv_max_pool"' in pool.lower(x, *given).compile().as_text()
     found = pool(x, *given)
     assert_equal(found, jax.jit(functools.partial(max_pooling.in_jax, form=form))(x, *given))
-    alone = Form(windows, affine, False, False)
+    alone = Pooling(windows, affine, False, False)
     assert_equal(jax.jit(functools.partial(max_pooling.max_pool, form=alone))(x, *given), found[:1])
     dy, dy2 = jax.random.normal(jax.random.key(0), (2, *windows.counts), dtype)
     whole = integers(*windows.counts, seed=7, dtype=dtype)

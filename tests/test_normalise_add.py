@@ -15,20 +15,20 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxconv._src import masked_sums, normalise_add
-from jaxconv._src.normalise_add import Form
+from jaxconv._src.passes import masked_sums, normalise_add
+from jaxconv._src.passes.normalise_add import BlockEnd
 
 FORMS = {
-    "shortcut": Form(1, None),
-    "shortcut, bounded": Form(1, 6.0),
-    "two arrays": Form(2, None),
-    "two arrays, bounded": Form(2, 6.0),
+    "shortcut": BlockEnd(1, None),
+    "shortcut, bounded": BlockEnd(1, 6.0),
+    "two arrays": BlockEnd(2, None),
+    "two arrays, bounded": BlockEnd(2, 6.0),
 }
 # Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
 
 
-def drawn(form: Form, shape: tuple[int, ...], dtype, largest: int = 3) -> list[jax.Array]:
+def drawn(form: BlockEnd, shape: tuple[int, ...], dtype, largest: int = 3) -> list[jax.Array]:
     """Operands of integers, scales up to ``largest``, with a NaN in the first array."""
     rng = np.random.default_rng(0)
 
@@ -41,7 +41,7 @@ def drawn(form: Form, shape: tuple[int, ...], dtype, largest: int = 3) -> list[j
     return [*arrays, *vectors]
 
 
-def defined(operands, form: Form) -> list[np.ndarray]:
+def defined(operands, form: BlockEnd) -> list[np.ndarray]:
     """By the definition: float64, rounded where it says so."""
     dtype = operands[0].dtype
     first, second, *vectors = (np.asarray(o, np.float64) for o in operands)
@@ -122,8 +122,8 @@ def test_derivative(name):
         (FORMS["shortcut"], (4, 12), jnp.bfloat16),
         (FORMS["shortcut"], (4, 8), np.float32),
         (FORMS["shortcut"], (0, 8), jnp.bfloat16),
-        (Form(3, None), (4, 8), jnp.bfloat16),
-        (Form(1, 0.1), (4, 8), jnp.bfloat16),  # between two of its numbers
+        (BlockEnd(3, None), (4, 8), jnp.bfloat16),
+        (BlockEnd(1, 0.1), (4, 8), jnp.bfloat16),  # between two of its numbers
     ],
 )
 def test_what_the_kernel_does_not_take(form, shape, dtype):
@@ -172,7 +172,7 @@ def test_kernel(name, shape):
     y, gradient, mean = operands[1], -operands[1], operands[2]
 
     def summed(masked_by, *told):
-        of = masked_sums.Form(1, 1, masked_by, True, 0.0, form.below)
+        of = masked_sums.Sums(1, 1, masked_by, True, 0.0, form.below)
         return jax.jit(functools.partial(masked_sums.masked_sums, form=of))(
             gradient, y, mean, *told, result
         )

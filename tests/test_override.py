@@ -13,8 +13,10 @@ from jax import lax
 from numerics import assert_exact, on_cpu
 
 import jaxconv
-from jaxconv._src import canonical, lax_lowering, record
-from jaxconv._src.spec import Op
+from jaxconv._src.call import record
+from jaxconv._src.conv import canonical
+from jaxconv._src.lax import lax_lowering
+from jaxconv._src.problem.spec import Op
 
 LAST = ("NHWC", "HWIO", "NHWC")
 FIRST = ("NCHW", "OIHW", "NCHW")

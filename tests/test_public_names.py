@@ -15,8 +15,9 @@ import pytest
 from jax import lax
 
 import jaxconv
-from jaxconv._src import kernel_table, native
-from jaxconv._src.spec import Op
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.report import kernel_table
 
 X = np.ones((2, 16, 16, 64), np.float32)
 W = np.ones((3, 3, 64, 64), np.float32)

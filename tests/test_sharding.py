@@ -33,7 +33,7 @@ from sharding_tools import (
 )
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 CASES = [
     problem("dense", 6, 3, n=16, c=4, k=6, padding=1),

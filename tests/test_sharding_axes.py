@@ -17,9 +17,9 @@ from problems import problem
 from sharding_tools import collectives, grid
 
 import jaxconv
-from jaxconv._src import halo, shardy
-from jaxconv._src.device_layout import Arrangement
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.sharding import halo, shardy
+from jaxconv._src.sharding.device_layout import Arrangement
 
 SAME = problem("same", 8, 3, n=2, c=4, k=4, padding=1)
 NHWC = ("NHWC", "HWIO", "NHWC")

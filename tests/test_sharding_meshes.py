@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -28,8 +29,9 @@ from sharding_tools import (
 )
 
 import jaxconv
-from jaxconv._src import compat, partition
-from jaxconv._src.spec import Op
+from jaxconv._src import compat
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.sharding import explicit_mesh, partition
 
 # --- meshes that a lowering learns of in other ways, or not at all ---
 
@@ -234,31 +236,45 @@ def test_out_sharding_reshards_on_an_explicit_mesh():
     with jax.set_mesh(mesh):
         x, w, _ = placed(mesh, p, {"n": "data"}, arrays)
         for sharding in (demanded, NamedSharding(mesh, demanded)):
-            y = partition.with_out_sharding(conv(p, x, w), sharding)
+            y = explicit_mesh.with_out_sharding(conv(p, x, w), sharding)
             assert jax.typeof(y).sharding.spec == demanded
             assert_exact(y, expected["y"], p.name)
-        assert partition.with_out_sharding(y, None) is y
+        assert explicit_mesh.with_out_sharding(y, None) is y
 
 
 def test_out_sharding_elsewhere_does_what_lax_does(mesh):
     y = jnp.zeros((8, 5, 5, 8))
     with pytest.raises(ValueError, match="not under a mesh context"):
-        partition.with_out_sharding(y, Spec("data"))
+        explicit_mesh.with_out_sharding(y, Spec("data"))
     with pytest.raises(TypeError, match="out_sharding"):
-        partition.with_out_sharding(y, "data")
+        explicit_mesh.with_out_sharding(y, "data")
     with jax.set_mesh(mesh):
-        assert partition.with_out_sharding(y, Spec()) is y
+        assert explicit_mesh.with_out_sharding(y, Spec()) is y
         with pytest.raises(ValueError, match="Auto"):
-            partition.with_out_sharding(y, Spec("data"))
+            explicit_mesh.with_out_sharding(y, Spec("data"))
 
 
 # --- the algebra ---
 
 
+def of_problem(name: str, op: Op, **extents: int) -> list[partition.Tensor]:
+    """Both operands and the result of a problem, perhaps of other extents."""
+    p = PROBLEMS[name]
+    spec = p.spec()
+    sizes = spec.sizes(op, *(p.canonical_shape(role) for role in op.roles[:2]))
+    sizes = dataclasses.replace(sizes, **extents)
+    return [partition.tensor(spec, role, spec.shape(role, sizes)) for role in op.roles]
+
+
 def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
     dense, grouped = PROBLEMS["dense"].spec(), PROBLEMS["grouped"].spec()
-    assert [partition.contracted(op, dense) for op in Op] == [("c",), ("k",), ("n", "s0", "s1")]
-    assert [partition.contracted(op, grouped) for op in Op] == [(), (), ("n", "s0", "s1")]
+
+    def contracted(name: str, op: Op) -> list[str]:
+        *operands, out = of_problem(name, op)
+        return partition.contracted(operands, out)
+
+    assert [contracted("dense", op) for op in Op] == [["c"], ["k"], ["n", "s0", "s1"]]
+    assert [contracted("grouped", op) for op in Op] == [[], [], ["n", "s0", "s1"]]
     assert partition.factors(grouped, "w") == {"g": 3}
     for op in Op:
         held = [set(partition.factors(dense, role)) for role in op.roles]
@@ -289,11 +305,10 @@ def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
 )
 def test_the_choice_between_splits(op, lhs, rhs, out, expected):
     spec = PROBLEMS["dense"].spec()
+    arrays = of_problem("dense", op, n=8, c=8, k=8)
     given = [
-        None if split is None else partition.partitions(spec, role, dict(split))
-        for role, split in zip(op.roles, (lhs, rhs, out), strict=True)
+        None if split is None else tuple(tuple(axes) for axes in array.partitions(split))
+        for array, split in zip(arrays, (lhs, rhs, out), strict=True)
     ]
-    given = [None if g is None else tuple(tuple(axes) for axes in g) for g in given]
     mesh = {"a": 4, "b": 2, "d": 3}
-    extents = {"batch": 1, "n": 8, "g": 1, "c": 8, "k": 8}
-    assert partition.choose(op, spec, extents, mesh, given) == expected
+    assert partition.choose(op, spec, arrays, mesh, given) == expected

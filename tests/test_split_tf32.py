@@ -16,7 +16,7 @@ from numerics import error, normal_operands, reference
 from problems import problem
 from test_emulated_kernels import OTHERS, programs  # noqa: F401
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 
 # Reductions of 104 or 96 channels, or of 210 pixels: runs of 32, and a tail. No padding, whose
 # zeros would make NaN of Inf.

@@ -220,16 +220,17 @@ def test_bad_input():
 
 def test_where_no_kernel_has_statistics_xla_reads_the_result(monkeypatch, native_cpu):
     """The rest of the epilogue stays in the call; ``explain`` has the reason."""
-    from jaxconv._src import fused, lowering
+    from jaxconv._src.call import selection
+    from jaxconv._src.conv.fused import Fused
 
-    select = fused.select
+    select = Fused.select
 
-    def without(platform, spec, sizes, dtype, form, out_dtype):
-        if form.statistics:
-            return lowering.refused("has no statistics of its result"), ""
-        return select(platform, spec, sizes, dtype, form, out_dtype)
+    def without(call, *problem):
+        if call.epilogue.statistics:
+            return selection.refused("has no statistics of its result"), ""
+        return select(call, *problem)
 
-    monkeypatch.setattr(fused, "select", without)
+    monkeypatch.setattr(Fused, "select", without)
     jax.clear_caches()
     f = functools.partial(counted, bias=BIAS, activation="relu", algorithm="native")
     explanation = jaxconv.explain(f, X, W)

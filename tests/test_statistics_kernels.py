@@ -15,9 +15,9 @@ from problems import DTYPES, Problem
 from test_steady_state import _exact, _operands, _skip_on_other_devices, gather_problems
 
 import jaxconv
-from jaxconv._src.epilogue import Epilogue
-from jaxconv._src.fused import bind, select
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.fused import Fused, bind
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import Op
 
 FORM = Epilogue(statistics=True)
 FUSED = [
@@ -39,7 +39,7 @@ def chosen_for(each: Instance, which: Problem):
     spec = which.spec(algorithm=each.name)
     shapes = [which.canonical_shape(role) for role in "xw"]
     sizes = spec.sizes(Op.FPROP, *shapes)
-    return select("cuda", spec, sizes, DTYPES[each.dtype][0], FORM, DTYPES[each.dtype][1])
+    return Fused(spec, FORM, DTYPES[each.dtype][1]).select("cuda", sizes, DTYPES[each.dtype][0])
 
 
 def test_some_kernels_form_them():

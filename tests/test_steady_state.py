@@ -19,8 +19,9 @@ from kernel_tables import Instance
 from numerics import assert_exact, integer_operands, into_poison, reference
 from problems import DTYPES, Problem, problem
 
-from jaxconv._src.lowering import call_target, select
-from jaxconv._src.spec import Op
+from jaxconv._src.conv.bilinear import select
+from jaxconv._src.library.custom_call import call_target
+from jaxconv._src.problem.spec import Op
 
 SMS = 132  # of an H100 or H200
 TILES = 3 * SMS + 10

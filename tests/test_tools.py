@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from jaxconv import doctor
-from jaxconv._src import native
-from jaxconv._src.spec import Op
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import __main__ as bench
 from jaxconv.bench import (
     command_layers,

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jaxconv
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import measure, measure_network, report_network, trace
 from jaxconv.bench.layers import parse
 from jaxconv.bench.problem import Problem

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from jaxconv._src import native
+from jaxconv._src.library import native
 
 TOOL = pathlib.Path(__file__).resolve().parents[1] / "tools" / "wheels.py"
 ABI3 = "jaxconv-0.1.0-cp312-abi3-manylinux_2_34_x86_64.whl"

@@ -23,9 +23,10 @@ from numerics import assert_exact, error, into_poison, normal_operands, referenc
 from problems import BASIC, BATCHED, BY_NAME, EDGE, problem
 
 import jaxconv
-from jaxconv._src import primitives, winograd_jax
-from jaxconv._src.spec import Op
-from jaxconv._src.winograd_points import POINTS, matrices
+from jaxconv._src.conv import primitives
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
+from jaxconv._src.ways.winograd_points import POINTS, matrices
 from jaxconv.bench.command_winograd_errors import Case, Measurement
 from jaxconv.bench.problem import DTYPES
 

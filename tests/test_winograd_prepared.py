@@ -19,8 +19,10 @@ from numerics import error
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import lowering, native, winograd_filter
-from jaxconv._src.spec import Op
+from jaxconv._src.conv import bilinear
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.winograd import winograd_filter
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import DTYPES
 
@@ -112,6 +114,39 @@ def test_sharded_over_eight_devices(kind):
     assert "all-gather" not in compiled.as_text()
     assert y.sharding.spec[0] == "data"
     np.testing.assert_allclose(y, expected, atol=1e-4)
+
+
+def _with_epilogue(x, prepared, bias, residual):
+    return jaxconv.conv(x, prepared, padding=1, bias=bias, residual=residual, activation="relu")
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
+def test_positions_and_an_epilogue_over_eight_devices(kind):
+    """Bits are those of one device: a tile's rounding depends on its own pixels and channels."""
+    x, w, residual = draw((4, 8, 6, 4), (3, 3, 4, 8), (4, 8, 6, 8))
+    bias = np.arange(8, dtype=np.float32) / 8
+    prepared = winograd.prepare(w, "f2x2")
+    whole = jax.jit(_with_epilogue)(x, prepared, bias, residual)
+    manual = kind == "Manual"
+    of = Spec("data") if manual else Spec("model", "data")  # rows of a tile stay together: 8 / 4
+    mesh = jax.make_mesh(
+        (4, 2),
+        ("data", "model"),
+        (jax.sharding.AxisType.Auto if manual else getattr(jax.sharding.AxisType, kind),) * 2,
+        devices=jax.devices("cpu"),
+    )
+    function = _with_epilogue
+    if manual:
+        specs = dict(in_specs=(of, Spec(), Spec(), of), out_specs=of)
+        function = jax.shard_map(function, mesh=mesh, **specs)
+    with jax.set_mesh(mesh):
+        x, residual = (jax.device_put(a, NamedSharding(mesh, of)) for a in (x, residual))
+        rest = jax.device_put((prepared, bias), NamedSharding(mesh, Spec()))
+        compiled = jax.jit(function).lower(x, *rest, residual).compile()
+        y = compiled(x, *rest, residual)
+    assert ("collective-permute" in compiled.as_text()) == (not manual)
+    assert "all-gather" not in compiled.as_text()
+    np.testing.assert_array_equal(y, whole)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +319,7 @@ def _chosen(op: Op, algorithm: str, epilogue=()) -> str | None:
     spec = Layer(2, (8, 8), 64, 64, (3, 3), (1, 1), (1, 1)).spec(algorithm=algorithm)
     sizes = Layer(2, (8, 8), 64, 64, (3, 3), (1, 1), (1, 1)).sizes
     half = np.dtype(np.float16)
-    return lowering.select_kernel("cuda", op, spec, sizes, half, half, epilogue)[0].instance
+    return bilinear.select_kernel("cuda", op, spec, sizes, half, half, epilogue)[0].instance
 
 
 def test_auto_takes_winograd_on_request_where_it_is_predicted_faster(predicting):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from jaxconv._src.spec import problem_key
+from jaxconv._src.problem.spec import problem_key
 from jaxconv.bench.problem import Row
 
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"

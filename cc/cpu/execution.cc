@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -438,10 +440,15 @@ void AdviseHugePages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t byte
 Status Execute(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
                void* out, void* workspace, int64_t workspace_bytes,
                const ParallelFor& parallel_for) {
+  // A program that an older version exported has the workspace that its plan needed there.
+  std::unique_ptr<char[]> own;
   if (workspace_bytes < plan.workspace_bytes) {
-    return Status::InvalidArgument("workspace: expected at least " +
-                                   std::to_string(plan.workspace_bytes) + " bytes, got " +
-                                   std::to_string(workspace_bytes));
+    own.reset(new (std::nothrow) char[plan.workspace_bytes]);
+    if (own == nullptr) {
+      return Status::Internal("workspace: no memory of " + std::to_string(plan.workspace_bytes) +
+                              " bytes");
+    }
+    workspace = own.get();
   }
   auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(workspace));
   char* aligned = static_cast<char*>(workspace) + (AlignUp(address) - address);

@@ -27,7 +27,8 @@ struct Plan;           // plan.h
 struct EpilogueTerms;  // epilogue_terms.h
 
 // `lhs` and `rhs` are the operation's operands, (x, w), (dy, w) or (x, dy). `out` and `workspace`
-// are overwritten; the workspace has at least the bytes that were selected, at any alignment.
+// are overwritten; the workspace has the bytes that were selected, at any alignment. One that is
+// smaller, as a program may have that another version exported, is not used: memory is allocated.
 // `terms` are those of the problem's epilogue. Thread-safe.
 Status Execute(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
                void* out, void* workspace, int64_t workspace_bytes,

@@ -270,8 +270,10 @@ Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,
   JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
   const KernelDesc* kernel = FindKernel(instance);
   if (kernel == nullptr) {
-    return Status::InvalidArgument("instance: '" + std::string(instance) +
-                                   "' is no kernel of the CPU");
+    return Status::InvalidArgument(
+        "instance: '" + std::string(instance) +
+        "' is no kernel of the CPU; a program that another version of jaxconv exported may name "
+        "one. Run it with that version, or export it again");
   }
   if (slices < 1) {
     return Status::InvalidArgument("slices: expected at least 1, got " + std::to_string(slices));

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import (
     compiled,
     environment,

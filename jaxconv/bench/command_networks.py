@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxconv._src.winograd_filter import LAYOUTS
+from jaxconv._src.winograd.winograd_filter import LAYOUTS
 from jaxconv.bench import environment, options, report_network
 from jaxconv.bench.measure_network import DTYPES, MODES, Result, Run, measure, warm_up
 from jaxconv.bench.networks import NETWORKS, programs

@@ -14,8 +14,8 @@ from jax import lax
 
 import jaxconv
 from jaxconv import int8
-from jaxconv._src import int8_winograd
-from jaxconv._src.winograd_jax import TILES
+from jaxconv._src.int8 import int8_winograd
+from jaxconv._src.ways.winograd_jax import TILES
 from jaxconv.bench import environment, options
 from jaxconv.bench.problem import DTYPES
 from jaxconv.bench.progress import INTERRUPTED, Progress, each

@@ -12,7 +12,7 @@ import subprocess
 import jax
 
 import jaxconv
-from jaxconv._src import native
+from jaxconv._src.library import native
 
 
 def kernel_platform() -> str:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxconv import int8
-from jaxconv._src import int8_primitive, native
-from jaxconv._src.spec import Op
+from jaxconv._src.int8 import int8_primitive
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Library, Problem
 
@@ -94,7 +95,7 @@ def selection(problem: Problem, platform: str) -> native.Selection:
     (found,) = (e for e in jaxpr.eqns if e.primitive is int8_primitive.conv_int8_p)
     x, w = (operand.aval for operand in found.invars[:2])
     spec = found.params["spec"]
-    return int8_primitive.select(platform, spec, spec.sizes(x.shape, w.shape), x.dtype)[0]
+    return int8_primitive.Quantised(spec).select(platform, spec.sizes(x.shape, w.shape), x.dtype)[0]
 
 
 def requantize_by_xla(sums: Callable[..., jax.Array]) -> Library:

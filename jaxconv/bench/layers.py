@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxconv._src.spec import ConvSpec, Op, Sizes, flops, output_extent
+from jaxconv._src.problem.spec import ConvSpec, Op, Sizes, flops, output_extent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 import jaxconv
-from jaxconv._src import lowering
+from jaxconv._src.call import selection
 from jaxconv.bench import trace, winograd_network
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.measure import first_line
@@ -249,7 +249,7 @@ def _compile(library: str, run: Run, arguments: tuple) -> tuple[jax.stages.Compi
 
 def _kernels(run: Run, library: str, arguments: tuple) -> Kernels:
     """Counts the step's convolutions and the kernels that they take."""
-    if kernel_platform() not in lowering.PLATFORMS:
+    if kernel_platform() not in selection.PLATFORMS:
         return Kernels()
     with _override(library, run):
         explanation = jaxconv.explain(function(run, library), *arguments)

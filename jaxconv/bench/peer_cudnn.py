@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import peer_torch
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem

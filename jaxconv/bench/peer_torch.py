@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import Program
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxconv._src import winograd_jax
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
 from jaxconv.bench.layers import Layer
 
 # Operands by name. All of int8: "int8" has the sums as its result, int32, as lax; the others are

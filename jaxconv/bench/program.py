@@ -14,8 +14,10 @@ import numpy as np
 from jax import lax
 
 import jaxconv
-from jaxconv._src import lowering, native
-from jaxconv._src.spec import Op
+from jaxconv._src.call.selection import PLATFORMS
+from jaxconv._src.conv import bilinear
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench import int8_layers, winograd_variants
 from jaxconv.bench.problem import Library, Problem
 
@@ -138,7 +140,7 @@ def selection(problem: Problem, platform: str) -> native.Selection:
     layer = problem.layer
     spec = layer.spec(problem.precision, problem.algorithm)
     dtypes = problem.operand_dtype, problem.out_dtype
-    return lowering.select(platform, problem.op, spec, layer.sizes, *dtypes)[0]
+    return bilinear.select(platform, problem.op, spec, layer.sizes, *dtypes)[0]
 
 
 def kernel_of(
@@ -147,7 +149,7 @@ def kernel_of(
     """The instance that a program of one operation runs; or "XLA", and why."""
     if found := instances(lowered.as_text()) or instances(compiled.as_text()):
         return found[0], ""
-    if platform not in lowering.PLATFORMS:
+    if platform not in PLATFORMS:
         return "XLA", f"no kernels for the platform {platform}"
     try:
         chosen = selection(problem, platform)

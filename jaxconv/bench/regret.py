@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxconv._src import lowering, native
+from jaxconv._src.call.selection import AUTO, NATIVE
+from jaxconv._src.library import native
 from jaxconv.bench import layers, report
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.problem import Problem
@@ -87,10 +88,10 @@ def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
                 raise
             return None  # int8.conv raises where the kernel does not take the problem
 
-    every = problem.algorithm in (lowering.AUTO, lowering.NATIVE)
+    every = problem.algorithm in (AUTO, NATIVE)
     prefix = f"{problem.op.value}_" + ("" if every else problem.algorithm)
     names = [name for name in kernels.kernels() if name.startswith(prefix) and chosen(name) == name]
-    return chosen(lowering.NATIVE if every else problem.algorithm), names
+    return chosen(NATIVE if every else problem.algorithm), names
 
 
 def measure_regret(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxconv._src.spec import Op
+from jaxconv._src.problem.spec import Op
 from jaxconv.bench.problem import Problem, Row
 
 _REASON_WIDTH = 300

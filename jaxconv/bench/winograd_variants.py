@@ -18,9 +18,13 @@ import numpy as np
 
 import jaxconv
 from jaxconv import winograd
-from jaxconv._src import int8_winograd, lowering, native, winograd_jax, winograd_prepared
-from jaxconv._src.spec import Op
-from jaxconv._src.winograd_filter import LAYOUTS, PreparedFilter
+from jaxconv._src.conv import bilinear
+from jaxconv._src.int8 import int8_winograd
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+from jaxconv._src.ways import winograd_jax
+from jaxconv._src.winograd import winograd_prepared
+from jaxconv._src.winograd.winograd_filter import LAYOUTS, PreparedFilter
 from jaxconv.bench.problem import Library, Problem, Row
 
 # So many of the kernels that are predicted fastest, with the filter transformed in the call, and
@@ -60,7 +64,7 @@ def of(problem: Problem, platform: str, every: bool = False) -> Iterator[Problem
     for name in names:
         if name.startswith(f"{op.value}_winograd_{short}_"):
             spec = layer.spec(problem.precision, name)
-            chosen = lowering.select(platform, op, spec, layer.sizes, *dtypes)[0]
+            chosen = bilinear.select(platform, op, spec, layer.sizes, *dtypes)[0]
             if chosen.instance:
                 taken.append(name)
                 predicted[name] = chosen.microseconds
@@ -121,10 +125,8 @@ def selection(problem: Problem, platform: str) -> native.Selection:
         layer.groups,
     )
     spec = layer.spec(problem.precision, problem.algorithm)
-    try:
-        return winograd_prepared.choose(platform, spec, filter_, layer.sizes, problem.out_dtype)[0]
-    except ValueError as error:  # the instance reads no prepared filter of this dtype
-        return lowering.refused(str(error))
+    call = winograd_prepared.Prepared(spec, filter_, problem.out_dtype)
+    return call.select(platform, layer.sizes, problem.operand_dtype)[0]
 
 
 def _seconds(row: Row, side: str = "jaxconv") -> float | None:

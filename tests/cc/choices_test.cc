@@ -1,66 +1,400 @@
-// The table of choices: what selection takes for each line of choices.tsv. A change of a cost model
-// shows there, line by line; with --write the program writes the table.
+// The table of choices: what selection takes for the problems of the benches on several GPUs. A
+// change of a cost model shows there, line by line.
 //
-// A line is GPU, problem key, the choice of "native" with its slices, the choice of "auto" ("=":
-// the same, "xla": the layer is left to XLA).
+//     choices.tsv         what is pinned: a line for each GPU of GPU, problem key, algorithm, choice
+//                         with its slices ("none": no kernel takes the problem), predicted
+//                         microseconds, what "auto" does with the choice ("=": takes it, "xla":
+//                         leaves the layer to XLA, "-": another algorithm is asked for), source
+//     bench_problems.tsv  every problem of the benches (tools/bench_problems.py writes it): "each" or
+//                         "first", source, algorithm, operations, operands, the rest of the key.
+//                         Operations and operands are lists: the line stands for all pairs.
+//     never_chosen.tsv    the forms, as family and device kernel, that "auto" takes for no problem of
+//                         the benches
+//
+// choices.tsv has the problems that bench_problems.tsv marks "each"; of those marked "first" enough
+// that every instance that some problem of the benches takes on some GPU is in some line, once for
+// each algorithm, layout, kind of filter and result (Pin); and problems beside the benches, whose
+// source is "beside". The test fails where a line differs or a prediction is off by more than a
+// quarter, where an instance is chosen that no line has, and where a form becomes chosen, is no
+// longer chosen or is new.
+//
+//     choices_test [FOLDER]          compares the tables of a folder, by default of this file's
+//     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
+//     choices_test --select          answers lines of GPU, key, algorithm from standard input, for
+//                                    tools/bench_problems.py
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
+#include <iostream>
+#include <iterator>
+#include <map>
+#include <set>
 #include <sstream>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "cuda/common/instances.h"
 #include "cuda/common/registry.h"
 #include "cuda/common/select.h"
 
 namespace jaxconv {
 namespace {
 
-std::string Choice(const ConvProblem& problem, const Gpu& gpu, const char* algorithm) {
-  Selection selection;
-  if (Status status = Select(problem, gpu, algorithm, &selection); !status.ok()) {
-    return status.message();
-  }
-  if (selection.instance.empty()) return "xla";
-  return selection.instance + "/" + std::to_string(selection.slices);
+constexpr const char* kGpus[] = {"a100", "l40s", "rtx4090", "h100", "h200"};
+
+// Two predictions agree up to this factor.
+constexpr double kMostOff = 1.25;
+
+constexpr char kBeside[] = "beside";
+
+std::vector<std::string> Split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
 }
 
-int Main(bool write) {
-  std::string path = __FILE__;
-  path = path.substr(0, path.rfind('/') + 1) + "choices.tsv";
-  std::ifstream file(path);
-  std::string written;
-  int failures = 0, lines = 0;
+// Where the tables are.
+std::string& Folder() {
+  static std::string& folder = *new std::string(__FILE__, std::string(__FILE__).rfind('/'));
+  return folder;
+}
+
+std::string FileName(const char* name) { return Folder() + '/' + name; }
+
+// The lines of a table that are no comments, as `fields` fields each.
+std::vector<std::vector<std::string>> Read(const char* name, size_t fields) {
+  std::vector<std::vector<std::string>> lines;
+  std::ifstream file(FileName(name));
   for (std::string line; std::getline(file, line);) {
-    std::istringstream fields(line);
-    std::string target, key, native, automatic;
-    std::getline(fields, target, '\t');
-    std::getline(fields, key, '\t');
-    std::getline(fields, native, '\t');
-    std::getline(fields, automatic, '\t');
+    if (line.empty() || line[0] == '#') continue;
+    lines.push_back(Split(line, '\t'));
+    if (lines.back().size() != fields) {
+      std::printf("FAIL %s: expected %zu fields: %s\n", name, fields, line.c_str());
+      std::exit(1);
+    }
+  }
+  return lines;
+}
+
+// A problem key and an algorithm.
+using Question = std::pair<std::string, std::string>;
+
+struct BenchProblem {
+  Question question;
+  std::string source;
+  bool each;
+};
+
+std::vector<BenchProblem> BenchProblems() {
+  std::vector<BenchProblem> problems;
+  for (const auto& fields : Read("bench_problems.tsv", 6)) {
+    for (const std::string& op : Split(fields[3], ',')) {
+      for (const std::string& operands : Split(fields[4], ',')) {
+        const std::string key = op + " " + operands + " " + fields[5];
+        problems.push_back({{key, fields[2]}, fields[1], fields[0] == "each"});
+      }
+    }
+  }
+  return problems;
+}
+
+// What a line of the table stands for: an instance, whether "auto" takes it, the algorithm, the
+// layouts of filter and activations, and whether there are statistics.
+using Pin = std::tuple<std::string, std::string, std::string, FilterLayout, ActivationLayout, bool>;
+
+struct Choice {
+  std::string instance;  // empty: no kernel takes the problem
+  std::string choice;    // the instance and its slices, as in the table
+  double microseconds = 0;
+  std::string automatic;
+  Pin pin;
+};
+
+Choice Choose(const char* target, const Question& question) {
+  const auto& [key, algorithm] = question;
+  const bool any = algorithm == "auto";
+  ConvProblem problem;
+  Gpu gpu;
+  Selection selection;
+  Status status = ConvProblem::Parse(key, &problem);
+  if (status.ok() && !ModelOf(target, &gpu)) status = Status::InvalidArgument("no such GPU");
+  if (status.ok()) status = Select(problem, gpu, any ? "native" : algorithm, &selection);
+  if (!status.ok()) {
+    std::printf("FAIL %s %s: %s\n", target, key.c_str(), status.message().c_str());
+    std::exit(1);
+  }
+  Choice found;
+  found.instance = selection.instance;
+  found.choice = selection.instance.empty()
+                     ? "none"
+                     : selection.instance + "/" + std::to_string(selection.slices);
+  found.microseconds = selection.microseconds;
+  found.automatic = "-";
+  if (any) {
+    Selection automatic;
+    status = Select(problem, gpu, "auto", &automatic);
+    found.automatic = automatic.instance.empty() ? "xla" : "=";
+  }
+  found.pin = {found.instance,        found.automatic,           algorithm,
+               problem.filter_layout, problem.activation_layout, problem.epilogue.statistics};
+  return found;
+}
+
+// Choices for all GPUs, each found once.
+const std::vector<Choice>& Choices(const Question& question) {
+  static std::map<Question, std::vector<Choice>>& known =
+      *new std::map<Question, std::vector<Choice>>;
+  auto [found, inserted] = known.try_emplace(question);
+  if (inserted) {
+    for (const char* gpu : kGpus) found->second.push_back(Choose(gpu, question));
+  }
+  return found->second;
+}
+
+// A family and one of its device kernels.
+using Form = std::pair<std::string, std::string>;
+
+Form FormOf(std::string name) {
+#define JAXCONV_FORM_TEXT_(text) #text
+#define JAXCONV_FORM_TEXT(text) JAXCONV_FORM_TEXT_(text)
+#define JAXCONV_FORM_OF(op, dtype, variant, header) \
+  {JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant), {JAXCONV_FORM_TEXT(JAXCONV_FAMILY), #header}},
+  static const std::map<std::string, Form>& forms = *new std::map<std::string, Form>{
+#define KERNEL(ops, types, variant, header, ...) \
+  JAXCONV_FOR_EACH(ops, types, JAXCONV_FORM_OF, variant, header)
+#define PADDED(...)
+#define FUSED(...)
+#include "cuda/families.def"
+  };
+  for (const std::string ending : {"_padded", "_fused"}) {
+    if (!forms.count(name) && name.size() > ending.size() &&
+        name.compare(name.size() - ending.size(), ending.size(), ending) == 0) {
+      name.resize(name.size() - ending.size());
+    }
+  }
+  return forms.at(name);
+}
+
+// The lines of never_chosen.tsv, of the questions of choices.tsv with their sources.
+std::string NeverChosen(const std::vector<std::pair<Question, std::string>>& pinned) {
+  std::set<Form> all, taken, requested, beside;
+  for (const KernelDesc& kernel : Kernels()) all.insert(FormOf(kernel.name));
+  for (const auto& [question, source] : pinned) {
+    for (const Choice& choice : Choices(question)) {
+      if (choice.instance.empty() || choice.automatic == "xla") continue;
+      (choice.automatic == "-" ? requested
+       : source == kBeside     ? beside
+                               : taken)
+          .insert(FormOf(choice.instance));
+    }
+  }
+  std::string text =
+      "# Written by choices_test --write: the forms, as family and device kernel, that \"auto\" "
+      "takes\n"
+      "# for no problem of the benches; who takes them otherwise.\n";
+  for (const Form& form : all) {
+    if (taken.count(form)) continue;
+    const char* otherwise = requested.count(form) ? "on request"
+                            : beside.count(form)  ? "problems beside the benches"
+                                                  : "nobody";
+    text += form.first + '\t' + form.second + '\t' + otherwise + '\n';
+  }
+  return text;
+}
+
+bool Agree(double microseconds, double expected) {
+  return microseconds <= kMostOff * expected && expected <= kMostOff * microseconds;
+}
+
+std::string Tenths(double microseconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f", microseconds);
+  return text;
+}
+
+struct Line {
+  std::string choice, microseconds, automatic, source;
+};
+
+// choices.tsv: its questions in order, and its lines by GPU and question.
+struct Table {
+  std::vector<Question> questions;
+  std::map<std::tuple<std::string, Question>, Line> lines;
+};
+
+Table ReadTable() {
+  Table table;
+  std::set<Question> seen;
+  for (const auto& fields : Read("choices.tsv", 7)) {
+    const Question question = {fields[1], fields[2]};
+    if (seen.insert(question).second) table.questions.push_back(question);
+    table.lines[{fields[0], question}] = {fields[3], fields[4], fields[5], fields[6]};
+  }
+  return table;
+}
+
+// The questions that choices.tsv should have, with their sources: those of "each", those beside the
+// benches, and of "first" those that the table has and those that take what no other has taken.
+std::vector<std::pair<Question, std::string>> Wanted(const std::vector<BenchProblem>& bench,
+                                                     const Table& table) {
+  std::vector<std::pair<Question, std::string>> wanted;
+  std::set<Question> chosen, before(table.questions.begin(), table.questions.end());
+  std::set<Pin> pinned;
+  auto add = [&](const Question& question) {
+    if (!chosen.insert(question).second) return;
+    for (const Choice& choice : Choices(question)) pinned.insert(choice.pin);
+  };
+  for (const BenchProblem& problem : bench) {
+    if (problem.each || before.count(problem.question)) add(problem.question);
+  }
+  std::set<Question> of_bench;
+  for (const BenchProblem& problem : bench) of_bench.insert(problem.question);
+  std::vector<Question> beside;
+  for (const Question& question : table.questions) {
+    const auto line = table.lines.find({kGpus[0], question});
+    const bool is_beside = line != table.lines.end() && line->second.source == kBeside;
+    if (is_beside && !of_bench.count(question)) {
+      beside.push_back(question);
+      add(question);
+    }
+  }
+  for (const BenchProblem& problem : bench) {
+    for (const Choice& choice : Choices(problem.question)) {
+      if (!choice.instance.empty() && !pinned.count(choice.pin)) add(problem.question);
+    }
+  }
+  std::set<Question> written;
+  for (const bool each : {true, false}) {
+    for (const BenchProblem& problem : bench) {
+      if (problem.each == each && chosen.count(problem.question) &&
+          written.insert(problem.question).second) {
+        wanted.push_back({problem.question, problem.source});
+      }
+    }
+  }
+  for (const Question& question : beside) wanted.push_back({question, kBeside});
+  return wanted;
+}
+
+int Write() {
+  const Table table = ReadTable();
+  std::string text;
+  std::ifstream before(FileName("choices.tsv"));
+  for (std::string line; std::getline(before, line) && !line.empty() && line[0] == '#';) {
+    text += line + '\n';
+  }
+  before.close();
+  const auto wanted = Wanted(BenchProblems(), table);
+  for (const auto& [question, source] : wanted) {
+    for (size_t i = 0; i < std::size(kGpus); ++i) {
+      const Choice& choice = Choices(question)[i];
+      std::string microseconds = Tenths(choice.microseconds);
+      // A prediction that still agrees keeps its text, so that the lines that differ are few.
+      const auto old = table.lines.find({kGpus[i], question});
+      if (old != table.lines.end() && old->second.choice == choice.choice &&
+          Agree(choice.microseconds, std::atof(old->second.microseconds.c_str()))) {
+        microseconds = old->second.microseconds;
+      }
+      text += std::string(kGpus[i]) + '\t' + question.first + '\t' + question.second + '\t' +
+              choice.choice + '\t' + microseconds + '\t' + choice.automatic + '\t' + source + '\n';
+    }
+  }
+  std::ofstream(FileName("choices.tsv")) << text;
+  std::ofstream(FileName("never_chosen.tsv")) << NeverChosen(wanted);
+  std::printf("choices_test: wrote %zu problems\n", wanted.size());
+  return 0;
+}
+
+int Compare() {
+  const Table table = ReadTable();
+  const std::vector<BenchProblem> bench = BenchProblems();
+  int failures = 0;
+  for (const auto& [place, line] : table.lines) {
+    const auto& [target, question] = place;
+    const auto gpu = std::find(std::begin(kGpus), std::end(kGpus), target);
+    if (gpu == std::end(kGpus)) {
+      std::printf("FAIL %s is no GPU of the table\n", target.c_str());
+      ++failures;
+      continue;
+    }
+    const Choice& now = Choices(question)[gpu - kGpus];
+    if (now.choice == line.choice && now.automatic == line.automatic &&
+        Agree(now.microseconds, std::atof(line.microseconds.c_str()))) {
+      continue;
+    }
+    ++failures;
+    std::printf("FAIL %s %s by %s: expected %s in %s us and %s, got %s in %s us and %s\n",
+                target.c_str(), question.first.c_str(), question.second.c_str(),
+                line.choice.c_str(), line.microseconds.c_str(), line.automatic.c_str(),
+                now.choice.c_str(), Tenths(now.microseconds).c_str(), now.automatic.c_str());
+  }
+  const auto wanted = Wanted(bench, table);
+  for (const auto& [question, source] : wanted) {
+    for (size_t i = 0; i < std::size(kGpus); ++i) {
+      const auto line = table.lines.find({kGpus[i], question});
+      if (line != table.lines.end() && line->second.source == source) continue;
+      ++failures;
+      std::printf("FAIL choices.tsv lacks %s %s by %s of %s, which takes %s: --write adds it\n",
+                  kGpus[i], question.first.c_str(), question.second.c_str(), source.c_str(),
+                  Choices(question)[i].choice.c_str());
+    }
+  }
+  if (wanted.size() != table.questions.size()) {
+    ++failures;
+    std::printf("FAIL choices.tsv has %zu problems, %zu of them beside or of the benches\n",
+                table.questions.size(), wanted.size());
+  }
+  std::stringstream never;
+  never << std::ifstream(FileName("never_chosen.tsv")).rdbuf();
+  if (const std::string expected = NeverChosen(wanted); never.str() != expected) {
+    ++failures;
+    std::printf("FAIL never_chosen.tsv is\n%sand should be\n%s", never.str().c_str(),
+                expected.c_str());
+  }
+  std::printf("choices_test: %zu lines, %zu problems of the benches, %d failures\n",
+              table.lines.size(), bench.size(), failures);
+  return failures != 0 || table.lines.empty() || bench.empty();
+}
+
+// Answers as the Python module of a platform does: instance, workspace bytes, slices, both predicted
+// times, refusals; "!" and a message for an error.
+int Answer() {
+  for (std::string line; std::getline(std::cin, line);) {
+    const std::vector<std::string> asked = Split(line, '\t');
     ConvProblem problem;
     Gpu gpu;
-    if (!ModelOf(target, &gpu) || !ConvProblem::Parse(key, &problem).ok()) {
-      std::printf("FAIL cannot read %s\n", line.c_str());
-      return 1;
+    Selection selection;
+    Status status = Status::InvalidArgument("expected GPU, key and algorithm, got " + line);
+    if (asked.size() == 3 && ModelOf(asked[0], &gpu))
+      status = ConvProblem::Parse(asked[1], &problem);
+    if (status.ok()) status = Select(problem, gpu, asked[2], &selection);
+    if (status.ok()) {
+      std::cout << selection.instance << '\t' << selection.workspace_bytes << '\t'
+                << selection.slices << '\t' << selection.microseconds << '\t'
+                << selection.xla_microseconds;
+      for (const Refusal& refusal : selection.refusals) {
+        std::cout << '\t' << refusal.kernel << '\t' << refusal.reason;
+      }
+      std::cout << std::endl;
+    } else {
+      std::cout << '!' << status.message() << std::endl;
     }
-    ++lines;
-    const std::string native_now = Choice(problem, gpu, "native");
-    std::string automatic_now = Choice(problem, gpu, "auto");
-    if (automatic_now == native_now) automatic_now = "=";
-    written += target + '\t' + key + '\t' + native_now + '\t' + automatic_now + '\n';
-    if (write || (native_now == native && automatic_now == automatic)) continue;
-    ++failures;
-    std::printf("FAIL %s %s: expected %s and %s, got %s and %s\n", target.c_str(), key.c_str(),
-                native.c_str(), automatic.c_str(), native_now.c_str(), automatic_now.c_str());
   }
-  if (write) std::ofstream(path) << written;
-  std::printf("choices_test: %d lines, %d failures\n", lines, failures);
-  return failures != 0 || lines == 0;
+  return 0;
 }
 
 }  // namespace
 }  // namespace jaxconv
 
 int main(int argc, char** argv) {
-  return jaxconv::Main(argc > 1 && std::string(argv[1]) == "--write");
+  const std::string mode = argc > 1 && argv[1][0] == '-' ? argv[1] : "";
+  const int folder = mode.empty() ? 1 : 2;
+  if (argc > folder) jaxconv::Folder() = argv[folder];
+  if (mode == "--select") return jaxconv::Answer();
+  return mode == "--write" ? jaxconv::Write() : jaxconv::Compare();
 }

@@ -3,8 +3,10 @@
 A page asks for it by a comment of its own line:
 
     <!-- kernels.def -->    every CUDA instance, from cc/cuda/*/kernels.def
-    <!-- choices.tsv -->    what selection takes on several GPUs, from tests/cc/choices.tsv
+    <!-- choices.tsv -->    what selection takes on several GPUs of the layers of the benches, from
+                            tests/cc/choices.tsv
     <!-- classes of choices.tsv -->   how often each family is taken, by class of layer
+    <!-- forms of choices.tsv -->     how many instances of each device kernel are taken
     <!-- public names -->   the documentation of every public name of jaxconv
 """
 
@@ -17,14 +19,14 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 import kernel_tables  # noqa: E402
 
 _OUTWARDS = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
-_FAMILIES = {i.name: i.family for i in kernel_tables.all_instances()}
-_PLATFORM_CHOICE = {"=": "", "xla": "XLA"}
+_INSTANCES = {i.name: i for i in kernel_tables.all_instances()}
 
 
 def searchable(header: Sequence[str], rows: Iterable[Sequence[str]], hint: str) -> str:
@@ -71,15 +73,83 @@ def _layer(key: str) -> tuple[str, ...]:
     return op, dtypes.split(":")[0], precision, " ".join([layer, *extra])
 
 
+class Choice(NamedTuple):
+    """A line of tests/cc/choices.tsv; choices_test.cc describes it."""
+
+    gpu: str
+    key: str
+    algorithm: str
+    kernel: str  # "none" where no instance takes the problem
+    slices: str
+    microseconds: str
+    automatic: str
+    source: str
+
+    @property
+    def taken(self) -> str:
+        """What "auto" takes."""
+        return self.kernel if self.automatic == "=" else "XLA"
+
+
+def _table(name: str) -> list[list[str]]:
+    lines = (REPOSITORY / "tests/cc" / name).read_text().splitlines()
+    return [line.split("\t") for line in lines if not line.startswith("#")]
+
+
+def choices() -> list[Choice]:
+    """Every line of the table of choices."""
+    found = []
+    for gpu, key, algorithm, choice, *rest in _table("choices.tsv"):
+        kernel, _, slices = choice.partition("/")
+        found.append(Choice(gpu, key, algorithm, kernel, slices, *rest))
+    return found
+
+
 def choices_table() -> str:
-    """One row a layer and GPU."""
-    rows = []
-    for line in (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines():
-        gpu, key, native, automatic = line.split("\t")
-        kernel, _, slices = native.partition("/")
-        rows.append((gpu, *_layer(key), kernel, slices, _PLATFORM_CHOICE.get(automatic, automatic)))
-    header = ("GPU", "operation", "operands", "precision", "layer", "kernel", "slices", "auto")
-    return searchable(header, rows, "for example: h200 fprop bf16 3x3")
+    """One row a layer of the sets and kernel, with the GPUs on which that kernel is chosen."""
+    sources = {source for lines, source, *_ in _table("bench_problems.tsv") if lines == "each"}
+    rows: dict[tuple[str, ...], list[Choice]] = {}
+    for choice in choices():
+        if choice.source in sources and choice.algorithm == "auto":
+            left = "XLA" if choice.taken == "XLA" else ""
+            place = choice.source, *_layer(choice.key), choice.kernel, left
+            rows.setdefault(place, []).append(choice)
+
+    def joined(values: Iterable[str]) -> str:
+        each = list(values)
+        return " ".join(each if len(set(each)) > 1 else each[:1])
+
+    header = ("layer", "operation", "operands", "precision", "problem", "kernel", "auto")
+    header += ("GPUs", "slices", "predicted us")
+    body = [
+        (
+            *place,
+            " ".join(c.gpu for c in found),
+            joined(c.slices for c in found),
+            joined(c.microseconds for c in found),
+        )
+        for place, found in rows.items()
+    ]
+    return searchable(header, body, "for example: r50_56 fprop bf16 h200")
+
+
+def forms_table() -> str:
+    """One row a device kernel: how many of its instances lines of choices.tsv take."""
+    forms: dict[tuple[str, str], set[str]] = {}
+    for instance in _INSTANCES.values():
+        forms.setdefault((instance.family, instance.source), set()).add(instance.name)
+    found = [choice for choice in choices() if choice.kernel != "none"]
+    automatic = {c.kernel for c in found if c.automatic == "=" and c.source != "beside"}
+    requested = {c.kernel for c in found if c.automatic == "-"}
+    lines = [
+        "| family | device kernel | instances | taken by `auto` | on request |",
+        "|---" * 5 + "|",
+    ]
+    for (family, source), names in sorted(forms.items()):
+        taken = len(names & automatic) or "never"
+        asked = len(names & requested) or ""
+        lines.append(f"| `{family}` | `{source}` | {len(names)} | {taken} | {asked} |")
+    return "\n".join(lines)
 
 
 def _class(facts: dict[str, str]) -> str:
@@ -93,16 +163,16 @@ def _class(facts: dict[str, str]) -> str:
 
 
 def classes_table() -> str:
-    """What "auto" takes, counted over the layers of choices.tsv by operands and class."""
+    """What "auto" takes, counted over the lines of choices.tsv by operands and class."""
     counts: dict[tuple, dict[str, collections.Counter]] = {}
-    for line in (REPOSITORY / "tests/cc/choices.tsv").read_text().splitlines():
-        gpu, key, native, automatic = line.split("\t")
-        _, dtypes, precision, *facts = key.split()
-        name = (native if automatic == "=" else automatic).partition("/")[0]
-        taken = "XLA" if name == "xla" else f"`{_FAMILIES[name]}`"
-        row = dtypes.split(":")[0], precision, _class({fact[0]: fact[1:] for fact in facts})
-        counts.setdefault(row, {}).setdefault(gpu, collections.Counter())[taken] += 1
-    gpus = sorted({gpu for row in counts.values() for gpu in row}, reverse=True)
+    for choice in choices():
+        if choice.algorithm != "auto":
+            continue
+        _, dtypes, precision, *facts = choice.key.split()
+        taken = choice.taken if choice.taken == "XLA" else f"`{_INSTANCES[choice.taken].family}`"
+        row = dtypes.split(":")[0], precision, _class({fact[0]: fact[1:] for fact in facts[:6]})
+        counts.setdefault(row, {}).setdefault(choice.gpu, collections.Counter())[taken] += 1
+    gpus = list(dict.fromkeys(choice.gpu for choice in choices()))[::-1]
     header = ["operands", "precision", "layer", *gpus]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for row in sorted(counts):
@@ -143,6 +213,7 @@ MADE = {
     "kernels.def": instances_table,
     "choices.tsv": choices_table,
     "classes of choices.tsv": classes_table,
+    "forms of choices.tsv": forms_table,
     "public names": public_names,
 }
 

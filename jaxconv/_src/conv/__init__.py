@@ -1,0 +1,1 @@
+"""The primitives of floating-point convolutions, and the canonical forms of lax's."""

@@ -1,0 +1,1 @@
+"""The public functions: arguments checked and brought to a primitive's form."""

@@ -1,0 +1,1 @@
+"""Finding epilogues, sums and pooling in programs that do not know them."""

@@ -1,0 +1,153 @@
+"""The convolutions whose calls may have an epilogue, in either library's form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxconv._src import compat
+from jaxconv._src.call import override_state, selection
+from jaxconv._src.conv import bilinear, canonical
+from jaxconv._src.conv.bilinear import Bilinear
+from jaxconv._src.conv.fused import Fused
+from jaxconv._src.fuse.fuse_graph import Graph, is_float, type_of
+from jaxconv._src.lax import lax_lowering
+from jaxconv._src.library import native
+from jaxconv._src.problem.epilogue import Epilogue
+from jaxconv._src.problem.spec import ConvSpec, Op, Sizes
+from jaxconv._src.ways import winograd_jax
+
+# Primitives that convolve forward, or may.
+NAMES = ("conv_general_dilated", "jaxconv_fprop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """A forward convolution in a program: its equation, operands and static half."""
+
+    position: int
+    x: Any
+    w: Any
+    spec: ConvSpec
+
+    @property
+    def channel_axis(self) -> int:
+        return self.spec.axis("y", "k")
+
+
+def find(graph: Graph, position: int) -> Convolution | str:
+    """A convolution that a call with an epilogue computes, or why there is none."""
+    eqn = graph.eqns[position]
+    x, w = eqn.invars
+    shapes = [type_of(a).shape for a in (x, w, *eqn.outvars)]
+    if reason := lax_lowering.outside(shapes, eqn.params.get("window_strides", ())):
+        return reason
+    dtypes = [type_of(a).dtype for a in (x, w, *eqn.outvars)]
+    if not all(is_float(d) for d in dtypes) or dtypes[0] != dtypes[1]:
+        return f"no fused kernel for {', '.join(np.dtype(d).name for d in dtypes)}"
+    if eqn.primitive.name == "conv_general_dilated":
+        spec = _forward(graph, eqn, shapes)
+    else:
+        spec = eqn.params["spec"]
+    if isinstance(spec, str):
+        return spec
+    if spec.batched:
+        return "each example has a filter of its own"
+    algorithm = spec.algorithm_of(Op.FPROP)
+    if algorithm in selection.WITH_WINOGRAD:
+        if name := _by_winograd(spec, spec.sizes(Op.FPROP, *shapes[:2]), dtypes[1:]):
+            return f"{name} is predicted faster, and has no epilogue"
+    elif algorithm not in (selection.AUTO, selection.NATIVE):
+        return f"algorithm={algorithm!r} was asked for"
+    return Convolution(position, x, w, spec)
+
+
+def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> str:
+    """The kernel of Winograd's that is selected on one of the platforms, or ""."""
+    for platform in platforms():
+        if platform in native.PLATFORMS:
+            chosen, _ = bilinear.select(platform, Op.FPROP, spec, sizes, *dtypes)
+            if winograd_jax.tile_named(chosen.instance or ""):
+                return str(chosen.instance)
+    return ""
+
+
+def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> ConvSpec | str:
+    """A convolution of lax as a forward one, or why it is none."""
+    with compat.located_at(eqn):
+        algorithm = override_state.algorithms_of_lax()
+    convolution = lax_lowering.conv_parameters(*([algorithm] if algorithm else []), **eqn.params)
+    made = graph.producer(eqn.invars[1])
+    turned = made.params["dimensions"] if made and made.primitive.name == "rev" else ()
+    form = canonical.forms(
+        convolution,
+        *shapes,
+        filter_reversed=bool(turned) and sorted(turned) == sorted(convolution.rhs_spec[2:]),
+    )[0]
+    if form.op is not Op.FPROP or form.batch > 1 or form.pointwise:
+        return f"it is computed as {form.op.value}, which has no epilogue"
+    if eqn.params.get("out_sharding") is not None:
+        return "it has an out_sharding"
+    return form.spec
+
+
+def platforms() -> tuple[str, ...]:
+    """For what a program that is traced here is lowered: the target, and the default device."""
+    device = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
+    here = device if isinstance(device, str) else device.platform
+    named = ["cuda"] if native.target() else []
+    return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
+
+
+def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: bool) -> str:
+    """Why a call would be slower than the program, or "".
+
+    Args:
+        conv: the convolution.
+        form: the epilogue of its call.
+        out_dtype: the result's type.
+        absorbed: whether the epilogue saves no pass: XLA would compute it where its result is used
+            (``Graph.absorbed``), or takes a pass for the residual instead.
+
+    Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
+    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
+    statistics that no kernel computes are better left to the program in any case. A
+    kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
+    its result. That is what the epilogue adds to the prediction of XLA's own convolution, or half
+    of it where the pass reads and writes float32 sums there; of statistics it reads the result.
+    """
+    operands = type_of(conv.x), type_of(conv.w)
+    if operands[0].dtype == np.float32 and not form.statistics:
+        return ""
+    sizes = conv.spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
+    found: list[native.Refusal] = []
+    for platform in platforms():
+        if platform not in native.PLATFORMS:
+            found.append(native.Refusal(platform, "no kernels for it"))
+            continue
+        problem = (platform, sizes, operands[0].dtype)
+        call = Fused(conv.spec, form, np.dtype(out_dtype))
+        chosen, _ = call.select(*problem)
+        if chosen.instance is not None:
+            plain, _ = Bilinear(Op.FPROP, conv.spec, np.dtype(out_dtype)).select(*problem)
+            one_pass = chosen.xla_microseconds - plain.xla_microseconds
+            if form.terms or form.activation is not None:
+                one_pass /= 2
+            if absorbed and not form.statistics:
+                one_pass = 0.0
+            apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
+            known = plain.microseconds > 0 and plain.xla_microseconds > 0
+            if known and apart < chosen.microseconds:
+                rest = "" if one_pass == 0 else " and XLA's pass over its result"
+                return (
+                    f"{chosen.instance} is predicted to take {chosen.microseconds:.1f} us, the "
+                    f"convolution{rest} {apart:.1f} us"
+                )
+            return ""
+        found += chosen.refusals
+    return f"no kernel computes {' '.join(form.words)} here: {selection.reasons(found)}"

@@ -1,0 +1,482 @@
+"""Rewrites programs: the chains that ``fuse_chain`` finds become calls of ``conv_fused``.
+
+In the program itself and in every function that it calls: jit, remat, scan, while, cond, shard_map,
+custom derivatives. All other equations stay what they are, so that names, source locations, effects
+and derivatives do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jaxconv._src import compat
+from jaxconv._src.call import override_state, record
+from jaxconv._src.conv import fused
+from jaxconv._src.fuse import (
+    fuse_activations,
+    fuse_chain,
+    fuse_convolution,
+    fuse_gradient,
+    fuse_normalise_add,
+    fuse_normalised_gradient,
+    fuse_pooling,
+)
+from jaxconv._src.fuse.fuse_chain import Fusion
+from jaxconv._src.fuse.fuse_convolution import Convolution
+from jaxconv._src.fuse.fuse_graph import Graph, live, traced, type_of
+from jaxconv._src.fuse.fuse_statistics import Moment
+from jaxconv._src.library import native
+from jaxconv._src.problem import epilogue
+
+_JITTED = ("jit", "pjit")
+
+# A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
+# many equations.
+_INLINED = 64
+
+# Why a chain ends before a batch norm in training.
+_WHOLE_RESULT = "what follows takes the statistics of the whole result"
+
+# Operations whose jaxprs are not programs of XLA's.
+_OPAQUE = ("pallas_call", "core_map", "run_state")
+
+
+def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
+    """A program with calls of ``conv_fused``, and the constants that it has besides.
+
+    Args:
+        closed: the program, as ``jax.make_jaxpr`` gives it.
+        fold: multiply scales into filters where both are constants.
+    """
+    jaxpr = compat.open_jaxpr(closed)
+    known = {
+        var: value
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        if not compat.is_traced(value)
+    }
+    extra: dict[Var, Any] = {}
+    jaxpr = _fused(jaxpr, known, extra if fold else None)
+    return jaxpr.replace(constvars=[*jaxpr.constvars, *extra]), list(extra.values())
+
+
+class _RefusedError(Exception):
+    """A chain that does not become a call after all."""
+
+    def __init__(self, position: int, reason: str, statistics: bool):
+        super().__init__(reason)
+        self.position = position
+        self.reason = reason
+        self.statistics = statistics  # without them there may be one
+
+
+def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = None) -> Any:
+    """A program, not closed, with its chains as calls.
+
+    Args:
+        jaxpr: the program.
+        known: values of its constants.
+        extra: takes constants that it has besides, filters with their scales; None for none.
+    """
+    if not _convolves(jaxpr):
+        return jaxpr
+    eqns, outvars = _inlined(jaxpr)
+    graph = Graph(live(eqns, outvars), outvars, known)
+    refused = _Refused()
+    while True:
+        before = refused.count
+        if extra is not None:
+            extra.clear()
+        eqns = _with_calls_traced(graph, outvars, refused, extra)
+        if refused.count == before:
+            if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
+                eqns = live(fuse_pooling.with_calls(eqns, outvars), outvars)
+                eqns = live(fuse_gradient.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_normalised_gradient.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
+                eqns = fuse_pooling.without_unused(eqns, outvars)
+            eqns = live(fuse_pooling.rewritten(eqns, outvars), outvars)
+            return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refused:
+    """Why convolutions, by position, get no call, or none with statistics."""
+
+    calls: dict[int, str] = dataclasses.field(default_factory=dict)
+    statistics: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.calls) + len(self.statistics)
+
+
+def _with_calls_traced(
+    graph: Graph, outvars: list[Any], refused: _Refused, extra: dict[Var, Any] | None
+) -> list[JaxprEqn]:
+    """The equations of a program with its chains as calls, but for those that are refused.
+
+    They are complete where ``refused`` has grown by none.
+    """
+    fusions: dict[int, Fusion] = {}
+    notes = dict(refused.calls)
+    taken: set[int] = set()
+    # From the end: of two convolutions that are added, the later one's residual is the other.
+    for position in reversed(range(len(graph.eqns))):
+        name = graph.eqns[position].primitive.name
+        if name not in fuse_convolution.NAMES or position in refused.calls:
+            continue
+        conv = fuse_convolution.find(graph, position)
+        if isinstance(conv, str):
+            notes[position] = conv
+            continue
+        fusion, notes[position] = fuse_chain.follow(graph, conv, taken)
+        if (counted := fuse_chain.with_statistics(graph, conv, fusion)) is not None:
+            notes[position] = refused.statistics.get(position, _WHOLE_RESULT)
+            fusion = fusion if position in refused.statistics else counted
+        if fusion is not None:
+            fusions[position] = fusion
+            taken |= fusion.chain.taken
+    rewritten: list[JaxprEqn] = []
+    results = {fusion.chain.out for fusion in fusions.values()}
+    for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):
+        try:
+            if isinstance(item, _FusedCall):
+                rewritten += _traced_call(graph, item, results, extra)
+            elif isinstance(item, _Answer):
+                rewritten += _traced_answer(graph, item)
+            else:
+                rewritten.append(_descended(item))
+        except _RefusedError as refusal:
+            kind = refused.statistics if refusal.statistics else refused.calls
+            kind[refusal.position] = refusal.reason
+    return rewritten
+
+
+# --- functions that a program calls ---
+
+# Fused functions by the original, so that a jitted one that is called again has its executable.
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _subprograms(eqn: JaxprEqn) -> list[tuple[str, int | None, Any]]:
+    """The jaxprs among an equation's parameters: name, place in a tuple, jaxpr."""
+    found: list[tuple[str, int | None, Any]] = []
+    if eqn.primitive.name in _OPAQUE:
+        return found
+    for name, value in eqn.params.items():
+        if isinstance(value, tuple | list):
+            found += [(name, i, v) for i, v in enumerate(value) if hasattr(v, "eqns")]
+        elif hasattr(value, "eqns"):
+            found.append((name, None, value))
+    return found
+
+
+def _convolves(jaxpr: Any) -> bool:
+    """Whether a program has convolutions, in itself or in what it calls."""
+    return any(
+        eqn.primitive.name in fuse_convolution.NAMES
+        or any(_convolves(inner) for _, _, inner in _subprograms(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _descended(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation with the functions that it calls fused."""
+    params = dict(eqn.params)
+    for name, place, inner in _subprograms(eqn):
+        if not _convolves(inner):
+            continue
+        if place is None:
+            params[name] = _function(inner)
+        else:
+            values = list(params[name])
+            values[place] = _function(inner)
+            kind = type(params[name])
+            params[name] = kind._make(values) if hasattr(kind, "_make") else kind(values)
+    return eqn.replace(params=params)
+
+
+def _function(jaxpr: Any) -> Any:
+    """A function that a program calls, fused; its constants are not known."""
+    found = _known.setdefault(jaxpr, {})
+    key = override_state.algorithms_of_lax(), fuse_convolution.platforms(), native.target()
+    if key not in found:
+        found[key] = compat.with_jaxpr(jaxpr, _fused(compat.open_jaxpr(jaxpr), {}))
+    return found[key]
+
+
+# --- calls ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _FusedCall:
+    """A call in the place of a chain; what ``fuse_graph.live`` reads is named as in an equation."""
+
+    fusion: Fusion
+    pre: Var | None
+    statistics: Var | None
+    note: str
+
+    @property
+    def outvars(self) -> tuple[Var, ...]:
+        results = (self.fusion.chain.out, self.pre, self.statistics)
+        return tuple(v for v in results if v is not None)
+
+    @property
+    def invars(self) -> list[Any]:
+        atoms = [self.fusion.conv.x, self.fusion.conv.w]
+        atoms += [t.vector.atom for t in self.fusion.chain.terms if t.vector is not None]
+        return atoms if self.fusion.residual is None else [*atoms, self.fusion.residual]
+
+    effects = frozenset[Any]()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """A sum over a call's result, from its statistics; it has what ``fuse_graph.live`` reads."""
+
+    fusion: Fusion
+    moment: Moment
+    statistics: Var
+
+    @property
+    def outvars(self) -> tuple[Var, ...]:
+        return (self.moment.out,)
+
+    @property
+    def invars(self) -> list[Any]:
+        return [self.statistics, *self.moment.atoms]
+
+    effects = frozenset[Any]()
+
+
+def _without_unused(item: Any, needed: Collection[Var]) -> Any:
+    """A call without the activation's operand among its results where nothing needs that."""
+    if isinstance(item, _FusedCall) and item.pre is not None and item.pre not in needed:
+        return dataclasses.replace(item, pre=None)
+    return item
+
+
+def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
+    """The equations of a sum.
+
+    Raises:
+        _RefusedError: its type is another.
+    """
+    whole = type_of(graph.eqns[answer.fusion.conv.position].outvars[0])
+    count = whole.size // type_of(answer.statistics).shape[1]
+
+    def compute(statistics: Any, vectors: list[Any]) -> Any:
+        return [answer.moment.value(statistics, vectors, count)]
+
+    position = graph.index(answer.moment.out)
+    assert position is not None
+    operands = answer.statistics, answer.moment.atoms
+    try:
+        eqns = traced(compute, operands, answer.outvars, graph, position)
+    except (TypeError, ValueError, compat.ShardingTypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise _RefusedError(answer.fusion.conv.position, reason, True) from error
+    return [compat.within(graph.eqns[position], e) for e in eqns]
+
+
+def _traced_call(
+    graph: Graph, call: _FusedCall, results_of_calls: Collection[Var], extra: dict[Var, Any] | None
+) -> list[JaxprEqn]:
+    """The equations of a call: scale and bias, ``conv_fused``, and the results' shapes.
+
+    Args:
+        graph: the program.
+        call: the call.
+        results_of_calls: what this and other such calls give.
+        extra: takes the filter with its scale, or None.
+
+    Raises:
+        _RefusedError: there is no such call.
+    """
+    conv, chain = call.fusion.conv, call.fusion.chain
+    (whole,) = graph.eqns[conv.position].outvars
+    channels = type_of(whole).shape[conv.channel_axis]
+    vectors = [t.vector.atom for t in chain.terms if t.vector is not None]
+    residual = [] if call.fusion.residual is None else [call.fusion.residual]
+    w = conv.w
+    folded = None if extra is None else _folded_filter(graph, call.fusion, channels)
+    if folded is not None and extra is not None:
+        w = compat.variable(type_of(conv.w))
+        extra[w] = folded
+
+    scaled, shifted = chain.scales and folded is None, chain.shifts
+    out_dtype = type_of(chain.out).dtype
+    name, slope = epilogue.parse_activation(chain.activation)
+    results = call.pre is not None, call.statistics is not None
+    written = None
+    if chain.pre is not None and chain.activated is not None and chain.activation is not None:
+        written = fuse_activations.written(graph, chain.pre, chain.activated, chain.activation)
+    form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results, written)
+    # XLA would store the residual for the call alone: the pass that the call saves, once more.
+    computed = graph.computed_for_one_use(call.fusion.residual, results_of_calls)
+    absorbed = computed or graph.absorbed(chain.out)
+    if reason := fuse_convolution.slower(conv, form, out_dtype, absorbed):
+        raise _RefusedError(conv.position, reason, form.statistics)
+
+    def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
+        scale, bias = fuse_chain.affine(chain.terms, vectors, channels)
+        given: dict[str, Any] = {"scale": scale, "bias": bias}
+        if residual:
+            given["residual"] = residual[0].reshape(type_of(whole).shape)
+        terms = {term: given[term] for term in form.terms}
+        results = fused.bind(x, w, terms, spec=conv.spec, epilogue=form, out_dtype=out_dtype)
+        return [r.reshape(type_of(v).shape) for r, v in zip(results, call.outvars, strict=True)]
+
+    try:
+        eqns = traced(compute, (conv.x, w, vectors, residual), call.outvars, graph, conv.position)
+    except (TypeError, ValueError, compat.ShardingTypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise _RefusedError(conv.position, reason, form.statistics) from error
+    caller = graph.eqns[conv.position]
+    return [
+        compat.within(caller, _noted(e, call.note) if e.primitive is fused.conv_fused_p else e)
+        for e in eqns
+    ]
+
+
+def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
+    """A convolution with a note on its chain's end, for ``explain``."""
+    return compat.annotated(eqn, **{record.CHAIN_END: note}) if note else eqn
+
+
+# --- equations ---
+
+
+def _inlined(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a program with small jitted functions in place of their calls."""
+    eqns: list[JaxprEqn] = []
+    substitution: dict[Var, Any] = {}
+
+    def renamed(atom: Any, names: Mapping[Var, Any]) -> Any:
+        return names.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def visit(inner: Any, names: dict[Var, Any], callers: tuple[JaxprEqn, ...]) -> None:
+        for eqn in inner.eqns:
+            invars = [renamed(a, names) for a in eqn.invars]
+            if _becomes_part(eqn):
+                called = compat.open_jaxpr(eqn.params["jaxpr"])
+                own = dict(zip(called.invars, invars, strict=True))
+                visit(called, own, (*callers, eqn))
+                for var, atom in zip(eqn.outvars, called.outvars, strict=True):
+                    names[var] = renamed(atom, own)
+                continue
+            outvars = eqn.outvars
+            if callers:
+                outvars = [compat.variable(type_of(v)) for v in eqn.outvars]
+                names.update(zip(eqn.outvars, outvars, strict=True))
+                for caller in reversed(callers):
+                    eqn = compat.within(caller, eqn)
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+
+    visit(jaxpr, substitution, ())
+    return eqns, [renamed(atom, substitution) for atom in jaxpr.outvars]
+
+
+def _becomes_part(eqn: JaxprEqn) -> bool:
+    """Whether a call is of a jitted function that may be part of an epilogue."""
+    if eqn.primitive.name not in _JITTED or not compat.inlinable(eqn):
+        return False
+    called = compat.open_jaxpr(eqn.params["jaxpr"])
+    return (
+        not called.constvars
+        and not getattr(eqn.params["jaxpr"], "consts", ())
+        and len(called.eqns) <= _INLINED
+        and not _convolves(called)
+    )
+
+
+def _with_calls(
+    graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
+) -> list[JaxprEqn | _FusedCall | _Answer]:
+    """The program with calls in the place of the chains, and notes at other convolutions."""
+    placed: dict[int, _FusedCall | _Answer] = {}
+    dropped: set[int] = set()
+    redirected: dict[int, tuple[Var, Var]] = {}
+    again: dict[int, JaxprEqn] = {}
+    for position, fusion in fusions.items():
+        chain = fusion.chain
+        pre = chain.pre if fusion.keeps_pre else None
+        statistics = _statistics(graph, fusion.conv) if fusion.moments else None
+        placed[fusion.position] = _FusedCall(fusion, pre, statistics, notes[position])
+        for moment in fusion.moments:
+            made = graph.index(moment.out)
+            assert made is not None and statistics is not None
+            placed[made] = _Answer(fusion, moment, statistics)
+            dropped.add(made)
+        dropped |= {position, *chain.taken}
+        if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
+            redirected |= {i: (chain.pre, chain.out) for i in fusion.redirected}
+        if fusion.compared:
+            made = graph.index(chain.out)
+            assert made is not None
+            of_pre = compat.variable(type_of(chain.out))
+            again[made] = graph.eqns[made].replace(outvars=[of_pre])
+            redirected |= {i: (chain.out, of_pre) for i in fusion.compared}
+    items: list[JaxprEqn | _FusedCall | _Answer] = []
+    for position, eqn in enumerate(graph.eqns):
+        if position in placed:
+            items.append(placed[position])
+        if position in again:
+            items.append(again[position])
+        if position in dropped:
+            continue
+        if position in redirected:
+            before, after = redirected[position]
+            eqn = eqn.replace(invars=[after if a is before else a for a in eqn.invars])
+        if note := notes.get(position):
+            eqn = _noted(eqn, note)
+        items.append(eqn)
+    return items
+
+
+def _statistics(graph: Graph, conv: Convolution) -> Var:
+    """A variable for the statistics of a convolution's call."""
+    y = type_of(graph.eqns[conv.position].outvars[0])
+    return compat.variable(fused.moments_type(conv.spec, y, np.dtype(np.float32)))
+
+
+# --- constants ---
+
+
+def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | None:
+    """The filter times the scale, where both are constants; None elsewhere."""
+    terms = fusion.chain.terms
+    if not fusion.chain.scales:
+        return None
+    with jax.ensure_compile_time_eval():
+        w = _evaluated(graph, fusion.conv.w)
+        vectors = []
+        for term in terms:
+            if term.vector is None:
+                continue
+            vector = _evaluated(graph, term.vector.atom)
+            if vector is None and term.op not in ("add", "sub", "rsub"):
+                return None
+            vectors.append(jnp.zeros(type_of(term.vector.atom).shape) if vector is None else vector)
+        if w is None:
+            return None
+        scale, _ = fuse_chain.affine(terms, vectors, channels)
+        assert scale is not None, "a chain that scales"
+        others = [a for a in range(w.ndim) if a != fusion.conv.spec.axis("w", "k")]
+        return (w.astype(jnp.float32) * lax.expand_dims(scale, others)).astype(w.dtype)
+
+
+def _evaluated(graph: Graph, atom: Any) -> Any:
+    """The value of an atom that depends on constants alone, or None."""
+    compute = graph.function(atom)
+    return None if compute is None else compute()

@@ -1,0 +1,1 @@
+"""Under the convolutions of `jax.lax`."""

@@ -1,0 +1,317 @@
+"""The lowering rule that puts our kernels under ``jax.lax``'s convolution.
+
+JAX keeps one primitive for all of its convolutions, so a rule for it serves every model, whatever
+its library, and lax's batching and differentiation stay as they are. The rule finds the canonical
+form of what they made of a program: from the parameters (``canonical``), and from the operations
+that produced the operands, which tell a batch of problems made by ``vmap`` from feature groups, and
+a reversed filter from any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jaxconv._src import compat
+from jaxconv._src.call import override_state, record, selection
+from jaxconv._src.conv import bilinear, canonical
+from jaxconv._src.conv.bilinear import Bilinear
+from jaxconv._src.library.native import Refusal, Selection
+from jaxconv._src.problem.spec import Op, dilated_extents
+from jaxconv._src.problem.spec import flops as flops_of
+from jaxconv._src.sharding import explicit_mesh, partition
+
+_log = logging.getLogger("jaxconv")
+
+
+def conv_parameters(
+    algorithm: tuple[str, str, str] = (selection.AUTO, selection.AUTO, selection.AUTO),
+    *,
+    window_strides,
+    padding,
+    lhs_dilation,
+    rhs_dilation,
+    dimension_numbers,
+    feature_group_count,
+    batch_group_count,
+    precision,
+    **_,
+) -> canonical.LaxConvolution:
+    """``LaxConvolution`` from the parameters of ``lax.conv_general_dilated_p``."""
+    return canonical.LaxConvolution(
+        window_strides=tuple(window_strides),
+        padding=tuple((int(lo), int(hi)) for lo, hi in padding),
+        lhs_dilation=tuple(lhs_dilation),
+        rhs_dilation=tuple(rhs_dilation),
+        lhs_spec=tuple(dimension_numbers.lhs_spec),
+        rhs_spec=tuple(dimension_numbers.rhs_spec),
+        out_spec=tuple(dimension_numbers.out_spec),
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=canonical.precision_name(precision),
+        algorithm=algorithm,
+    )
+
+
+# --- what made an operand ---
+
+
+def _producer(value):
+    """The operation that made ``value``, or None for an argument of the function."""
+    owner = value.owner
+    return owner if hasattr(owner, "operands") else None
+
+
+def _merged(value, axis: int) -> list[int]:
+    """Extents of the axes that reshapes merged into ``axis`` from outside, outermost first."""
+    found = []
+    while (op := _producer(value)) is not None:
+        if op.name == "stablehlo.transpose":
+            axis = list(op.attributes["permutation"])[axis]
+        elif op.name == "stablehlo.reshape":
+            before, after = op.operands[0].type.shape, value.type.shape
+            outside = math.prod(after[:axis])
+            at = next((i for i in range(len(before)) if math.prod(before[:i]) == outside), None)
+            if at is None:
+                break
+            while at < len(before) and before[at] == 1 != after[axis]:
+                at += 1
+            if at == len(before):
+                break
+            if before[at] == after[axis]:
+                axis = at
+            elif at + 1 < len(before) and before[at] * before[at + 1] == after[axis]:
+                found.append(before[at])
+                axis = at + 1
+            else:
+                break
+        elif op.name not in ("stablehlo.convert", "stablehlo.reverse"):
+            break
+        value = op.operands[0]
+    return found
+
+
+def _independent(conv: canonical.LaxConvolution, lhs, rhs) -> int:
+    """How many of the groups ``vmap`` made: both operands merged the same axes to form them."""
+    groups = conv.feature_group_count * conv.batch_group_count
+    if groups == 1:
+        return 1
+    lhs_axis, rhs_axis, _ = conv.group_axes
+    count = 1
+    for a, b in zip(_merged(lhs, lhs_axis), _merged(rhs, rhs_axis), strict=False):
+        if a != b or groups % (count * a):
+            break
+        count *= a
+    return count
+
+
+def _unreversed(value, axes: tuple[int, ...]):
+    """What ``value`` is the reverse of on exactly these axes, or None."""
+    op = _producer(value)
+    if op is None or op.name != "stablehlo.reverse":
+        return None
+    return op.operands[0] if sorted(op.attributes["dimensions"]) == sorted(axes) else None
+
+
+# --- the rule ---
+
+
+def outside(shapes: Sequence[Sequence], window_strides: Sequence[int] = ()) -> str:
+    """Why a convolution of arrays of these shapes has no canonical form, or ""."""
+    if not all(compat.is_constant_shape(s) for s in shapes):
+        return "symbolic shape; kernels are selected for known extents"
+    if any(0 in s for s in shapes):
+        return selection.EMPTY
+    if any(stride < 1 for stride in window_strides):
+        return f"strides {tuple(window_strides)}, which XLA refuses"
+    return ""
+
+
+class _Choice(NamedTuple):
+    """How a convolution is computed.
+
+    Attributes:
+        form: its canonical form, with the algorithm that computes it.
+        chosen: the selection. It has no instance where XLA's convolution is predicted to be faster;
+            nor where no kernel accepts any form, and the form is then the first.
+        key: the problem key.
+        declined: why the algorithm that was asked for does not compute it; empty where it does.
+    """
+
+    form: canonical.CanonicalForm
+    chosen: Selection
+    key: str
+    declined: tuple[Refusal, ...] = ()
+
+
+def _cropped_wrongly(platform: str, conv: canonical.LaxConvolution, lhs_shape: Sequence[int]):
+    """Whether XLA's convolution reads outside the input: negative padding makes it.
+
+    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride, and on
+    an axis that is padded on its other side. Where it crops everything, no platform is trusted.
+    """
+    if platform == "cpu" and any(side < 0 for pair in conv.padding for side in pair):
+        return True
+    extents = dilated_extents([lhs_shape[a] for a in conv.lhs_spec[2:]], conv.lhs_dilation)
+    return any(
+        extent + min(lo, 0) + min(hi, 0) < 1
+        for extent, (lo, hi) in zip(extents, conv.padding, strict=True)
+    )
+
+
+def _choose(platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype) -> _Choice:
+    """The first form that the demanded algorithm takes; where it takes none, ``auto`` chooses.
+
+    The demand is that for the operation of the first form, the most natural one.
+    """
+    demand, declined = forms[0].spec.algorithm_of(forms[0].op), ()
+    if not selection.applies(demand, forms[0].op):
+        demand = selection.AUTO
+    if demand not in selection.UNCONDITIONAL:
+        try:
+            for form in _demanding(demand, forms):
+                chosen, key = bilinear.select(platform, form.op, form.spec, form.sizes, *dtypes)
+                if chosen.instance is not None:
+                    return _Choice(form, chosen, key)
+                declined = declined or chosen.refusals
+        except ValueError as error:  # not an algorithm of this platform
+            declined = (Refusal(demand, str(error)),)
+        demand = selection.AUTO
+    return _first_accepted(platform, _demanding(demand, forms), *dtypes)._replace(declined=declined)
+
+
+def _demanding(
+    algorithm: str, forms: Sequence[canonical.CanonicalForm]
+) -> list[canonical.CanonicalForm]:
+    """The forms of which an algorithm speaks, with the demand for it."""
+    return [
+        dataclasses.replace(
+            form, spec=dataclasses.replace(form.spec, algorithm=(algorithm, algorithm, algorithm))
+        )
+        for form in forms
+        if selection.applies(algorithm, form.op)
+    ]
+
+
+def _first_accepted(
+    platform: str,
+    forms: Sequence[canonical.CanonicalForm],
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+) -> _Choice:
+    """The first form that a kernel accepts, if need be on an input dilated and cropped before."""
+    refused: _Choice | None = None
+    for select in Bilinear.select, Bilinear.select_beforehand:
+        for form in forms:
+            call = Bilinear(form.op, form.spec, out_dtype)
+            chosen, key = select(call, platform, form.sizes, dtype)
+            found = _Choice(form, chosen, key)
+            if chosen.instance is not None or chosen.xla_is_faster:
+                return found
+            refused = refused or found
+    assert refused is not None, "a convolution has a form"
+    return refused
+
+
+def lower(platform: str, original, ctx, lhs, rhs, **params):
+    """Lowers a lax convolution: through our primitives, or by ``original``, lax's own rule."""
+    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    is_complex = np.issubdtype(out_aval.dtype, np.complexfloating)
+    algorithm = override_state.algorithms_of_lax()
+    if is_complex or not (algorithm or record.wanted()):
+        return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
+
+    def leave(chosen: Selection, form: canonical.CanonicalForm | None = None, key: str = ""):
+        """Leaves the convolution to lax, and says why."""
+        op = form.op.value if form else Op.FPROP.value
+        if algorithm:
+            reasons = selection.reasons(chosen.refusals)
+            _log.info("%s (lax's) on %s goes to XLA: %s", op, platform, reasons)
+        if form:
+            precision, flops = form.spec.precision, flops_of(form.spec, form.sizes)
+        else:
+            taps = math.prod(rhs_aval.shape[a] for a in params["dimension_numbers"].rhs_spec[1:])
+            precision, flops = "default", 2 * out_aval.size * taps
+        results = original(ctx, lhs, rhs, **params)
+        return record.emit(ctx, op, key, precision, platform, flops, chosen, results)
+
+    shapes = [a.shape for a in (*ctx.avals_in, *ctx.avals_out)]
+    if reason := outside(shapes, params["window_strides"]):
+        return leave(selection.refused(reason))
+    conv = conv_parameters(*([algorithm] if algorithm else []), **params)
+    given_filter = _unreversed(rhs, conv.rhs_spec[2:])
+    forms = canonical.forms(
+        conv,
+        lhs_aval.shape,
+        rhs_aval.shape,
+        out_aval.shape,
+        batch=_independent(conv, lhs, rhs),
+        filter_reversed=given_filter is not None,
+    )
+    if not algorithm:
+        reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
+        return leave(selection.refused(reason), forms[0])
+    if partition.devices_of(ctx) is not None:
+        # Of two operands, the one with the smaller window is the filter, which is not split along
+        # it: the form of a weight gradient would gather what a forward pass leaves where it is.
+        forms.sort(key=lambda form: math.prod(form.spec.filter_spatial))
+    elif not conv.exchanged:
+        # A weight gradient multiplies every element of both operands with zeros of padding too. A
+        # zero times Inf is NaN: an Inf of the image would reach every element of the result.
+        forms = [form for form in forms if form.op is not Op.WGRAD]
+    refused: tuple = ()
+    while forms:
+        form, chosen, key, declined = _choose(platform, forms, lhs_aval.dtype, out_aval.dtype)
+        if declined:
+            _log.info("%s on %s: %s", form.op.value, platform, selection.reasons(declined))
+        to_xla = chosen.instance is None and not bilinear.xla_lacks(platform, lhs_aval.dtype)
+        if to_xla and not _cropped_wrongly(platform, conv, lhs_aval.shape):
+            with record.located(ctx, declined):
+                return leave(chosen, form, key)
+        take_filter = form.op is Op.DGRAD and given_filter is not None
+        apply = functools.partial(_apply, form, out_aval=out_aval, filter_reversed=take_filter)
+        try:
+            with record.located(ctx, declined):
+                return mlir.lower_fun(apply, multiple_results=False)(
+                    ctx, lhs, given_filter if take_filter else rhs
+                )
+        except compat.ShardingTypeError as error:
+            # lax has rules for explicit meshes that a forward pass lacks. XLA's own partitioning of
+            # what they allow, filters that are split along their window, can give wrong numbers:
+            # another form of the same convolution comes first.
+            refused = refused or (selection.refused(str(error)), form, key)
+            forms = [f for f in forms if (f.op, f.swapped) != (form.op, form.swapped)]
+    return leave(*refused)
+
+
+def _apply(form: canonical.CanonicalForm, lhs, rhs, *, out_aval, filter_reversed: bool):
+    out = form.apply(lhs, rhs, out_aval.dtype, filter_reversed=filter_reversed)
+    return explicit_mesh.like(out, out_aval)
+
+
+_registering = threading.Lock()
+_registered: set[str] = set()
+
+
+def register() -> None:
+    """Puts the rule in place for good; it asks ``algorithms_of_lax`` each time it is used."""
+    with _registering:
+        for platform in set(selection.PLATFORMS) - _registered:
+            original = compat.lowering_rule(lax.conv_general_dilated_p, platform)
+            mlir.register_lowering(
+                lax.conv_general_dilated_p,
+                functools.partial(lower, platform, original),
+                platform=platform,
+                # A cached lowering sees arguments instead of the operations that made the operands.
+                cacheable=False,
+            )
+            _registered.add(platform)

@@ -1,0 +1,189 @@
+"""Our kernels under every convolution of a program: ``install``, ``uninstall``, ``override``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from jaxconv._src import compat
+from jaxconv._src.call import override_state
+from jaxconv._src.functions import arguments
+from jaxconv._src.functions.arguments import Algorithm
+from jaxconv._src.lax import lax_lowering
+from jaxconv._src.problem.spec import Op
+
+# The global value, of which JAX tells only what it is in this thread.
+_global: tuple[str, str, str] | None = None
+_changing = threading.Lock()
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def _set_global(algorithms: tuple[str, str, str] | None) -> tuple[str, str, str] | None:
+    """Sets the algorithms of all threads, and returns those before."""
+    global _global
+    with _changing:
+        previous, _global = _global, algorithms
+        compat.set_global(override_state.override_in_force, algorithms)
+    return previous
+
+
+class Installation:
+    """What ``install`` returns. As the context of a ``with`` statement it ends with its body."""
+
+    def __init__(
+        self, algorithms: tuple[str, str, str], previous: tuple[str, str, str] | None
+    ) -> None:
+        self._algorithms = algorithms
+        self._previous = previous
+
+    def __repr__(self) -> str:
+        """The algorithms, by direction."""
+        return f"<jaxconv installed: {_by_direction(self._algorithms)}>"
+
+    def __enter__(self) -> None:
+        """Begins the body; the kernels have been installed since the call of ``install``."""
+
+    def __exit__(self, *_: object) -> None:
+        """Puts back what was installed before."""
+        _set_global(self._previous)
+
+
+def _by_direction(algorithms: tuple[str, str, str]) -> dict[str, str]:
+    return dict(zip((op.value for op in Op), algorithms, strict=True))
+
+
+def install(*, algorithm: Algorithm = "auto") -> Installation:
+    """Computes every ``jax.lax`` convolution of this process with this library's kernels.
+
+    Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
+    is replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
+    recognized as forward pass, data gradient or weight gradient. What no kernel takes
+    stays XLA's (``jaxconv.explain`` says which and why).
+
+        jaxconv.install()  # until the process ends, or uninstall()
+
+        with jaxconv.install():  # for the body, in all threads
+            train()
+
+    The setting is part of JAX's cache keys: functions compiled before are compiled again when next
+    called. May be called any number of times, from any thread; the last call counts. ``override``
+    does the same for one thread.
+
+    Args:
+        algorithm: as in ``jaxconv.conv``. "auto" leaves a convolution to XLA also where XLA's own
+            is predicted to be faster than every kernel; "native" only where no kernel accepts it
+            (the environment variable JAXCONV_ALGORITHM=native makes it the meaning of "auto"). A
+            convolution that another algorithm, such as "winograd", does not take is computed as
+            with "auto"; ``jaxconv.explain`` shows why.
+
+    Returns:
+        A context manager that puts back, at the end of its body, what was installed before. Without
+        a ``with`` statement it has no effect.
+
+    Raises:
+        TypeError, ValueError: there is no such algorithm.
+    """
+    algorithms = arguments.algorithms(algorithm)
+    lax_lowering.register()
+    return Installation(algorithms, _set_global(algorithms))
+
+
+def uninstall() -> None:
+    """Undoes ``install``: convolutions compiled from now on are XLA's again."""
+    _set_global(None)
+
+
+def installed() -> dict[str, str] | None:
+    """Whether ``jax.lax``'s convolutions go to this library's kernels, here and now.
+
+    Returns:
+        The algorithm of each direction, such as ``{"fprop": "auto", "dgrad": "auto", "wgrad":
+        "auto"}``, under ``install`` and under this thread's ``override``; None where they are lax's
+        own.
+    """
+    algorithms = override_state.algorithms_of_lax()
+    return None if algorithms is None else _by_direction(algorithms)
+
+
+@overload
+def override(enabled: bool = True, *, algorithm: Algorithm = "auto") -> Override: ...
+
+
+@overload
+def override(enabled: _Function) -> _Function: ...
+
+
+def override(enabled: bool | Callable = True, *, algorithm: Algorithm = "auto") -> Any:
+    """Like ``install``, for the calling thread and the body of a ``with`` statement, or a function.
+
+        with jaxconv.override():
+            y = model(x)
+
+        @jaxconv.override(algorithm="native")
+        def step(params, batch): ...
+
+    Inside a function that JAX traces, the convolutions that are traced meanwhile go to our kernels,
+    and so do their gradients. Elsewhere what counts is where a function is called (or lowered), not
+    where it was defined or wrapped in ``jit``. Nests, and the innermost counts: ``override(False)``
+    leaves convolutions to XLA inside an installed program, and what a traced function says counts
+    more than what its caller says.
+
+    Args:
+        enabled: whether lax convolutions go to our kernels meanwhile. Or the function to decorate,
+            as ``@jaxconv.override`` without parentheses has it.
+        algorithm: as in ``install``.
+
+    Raises:
+        TypeError, ValueError: there is no such algorithm, or ``enabled`` is none of these.
+    """
+    if isinstance(enabled, bool | np.bool_):
+        return Override(bool(enabled), algorithm)
+    if callable(enabled) and not isinstance(enabled, type):
+        return Override(True, algorithm)(enabled)
+    hint = f"; an algorithm is override(algorithm={enabled!r})" if isinstance(enabled, str) else ""
+    raise TypeError(f"enabled: expected True or False, got {enabled!r}{hint}")
+
+
+class Override(contextlib.AbstractContextManager):
+    """What ``override`` returns: a context manager, and a decorator of functions.
+
+    May be entered again, also within itself, by any thread.
+    """
+
+    def __init__(self, enabled: bool, algorithm: Algorithm):
+        algorithms = arguments.algorithms(algorithm)
+        lax_lowering.register()
+        self._algorithms = algorithms if enabled else None
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(override_state.override_in_force(self._algorithms))
+            if compat.is_tracing():  # the program is lowered later, when this one has exited
+                stack.enter_context(override_state.marked(self._algorithms))
+            self._entered.__dict__.setdefault("stacks", []).append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.stacks.pop().__exit__(*error)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorates a function: its calls, and where it is jitted its ``lower``, are overridden."""
+
+        def within(function: Callable) -> Callable:
+            @functools.wraps(function)
+            def overridden(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return function(*args, **kwargs)
+
+            return overridden
+
+        decorated: Any = within(function)
+        if callable(lower := getattr(function, "lower", None)):
+            decorated.lower = within(lower)
+        return decorated

@@ -1,0 +1,1 @@
+"""The compiled kernels, and the custom calls that run them."""

@@ -1,0 +1,1 @@
+"""The primitives of what stands around convolutions: normalisation and pooling."""

@@ -1,0 +1,411 @@
+"""The primitives max_pool and max_pool_gradient: maxima of windows, their places, the gradient.
+
+    z         = x, or relu((x - mean) * scale + offset), computed in float32 and rounded before relu
+    maxima    = max of z over each window, -inf in the padding
+    places    = the number of the element that is taken, of 8 bits
+    operands  = x there
+    gradient  = dz, which is dy where a window's place is the element, summed over the windows that
+                contain it; or dz * scale + y * y_scale + offset, for batch norm's operand y
+
+Of equal elements the first in row-major order is taken, and of a window with NaN what the program
+takes there: an element is left for a later one unless it is greater or equal. Behind relu the place
+is NO_PLACE, and the operand 0, where the maximum is not above 0: relu has no gradient there.
+
+An element of the gradient is summed in float32, in the same order in every run, and rounded once.
+
+On NVIDIA GPUs a kernel computes either in one pass. Elsewhere, under vmap and where XLA partitions
+the program, it is the same in operations of JAX:
+
+    forwards    maximum and place of a window, from the operand's slices, one for each position in
+                the window
+    backwards   an element's own windows are ceil(size / stride) along each axis. The pooled arrays
+                are repeated over the stride, once for each of them, and compared by place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jaxconv._src import compat
+from jaxconv._src.call import rules
+from jaxconv._src.library import custom_call
+
+TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
+
+max_pool_p = Primitive(TARGET)
+max_pool_p.multiple_results = True
+max_pool_gradient_p = Primitive(GRADIENT_TARGET)
+
+# Places are numbers below it.
+PLACES = 256
+
+# In place of a place: none. Kernels number the elements of a window below it.
+NO_PLACE = 255
+
+# The most elements of a window, 7x7: in operations of JAX each is some, which take XLA's compiler
+# 4 s at 49 and at several hundred become several kernels that pass whole arrays on.
+LARGEST = 49
+
+# Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
+# (cc/cuda/pooling/windows.cc).
+_VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """How windows lie on an array, by axes.
+
+    Attributes:
+        shape: the array's extents.
+        sizes: of a window.
+        strides: from window to window; along an axis with a single one, the padded extent.
+        padding: elements in front and behind, of the lowest value.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The extents of the pooled array."""
+        axes = zip(self.shape, self.sizes, self.strides, self.padding, strict=True)
+        return tuple((n + sum(pad) - size) // step + 1 for n, size, step, pad in axes)
+
+    @property
+    def overlaps(self) -> tuple[int, ...]:
+        """How many windows an element may lie in."""
+        return tuple(-(-size // s) for size, s in zip(self.sizes, self.strides, strict=True))
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Of a position in a window, whose product with them is the number of the place."""
+        # Of windows extended to whole strides, so that a position is stride * j + a, all a and j.
+        extended = [m * s for m, s in zip(self.overlaps, self.strides, strict=True)]
+        return tuple(math.prod(extended[axis + 1 :]) for axis in range(len(extended)))
+
+    @property
+    def places(self) -> int:
+        return math.prod(m * s for m, s in zip(self.overlaps, self.strides, strict=True))
+
+    def place(self, position: Iterable[int]) -> int:
+        """The number of a position in a window."""
+        return sum(p * w for p, w in zip(position, self.weights, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """What a call of ``max_pool`` computes.
+
+    Its operands are x and, where it is ``affine``, mean, scale and offset, float32 (C,). Its
+    results are the maxima, and the others where they are asked for.
+
+    Attributes:
+        windows: on x.
+        affine: whether z is batch norm and relu of x; otherwise it is x.
+        places: whether the places are a result.
+        operands: whether the operands at the places are; with places only.
+    """
+
+    windows: Windows
+    affine: bool
+    places: bool
+    operands: bool
+
+
+def accepts(windows: Windows, dtype: np.dtype) -> bool:
+    """Whether the kernels pool arrays of this type, channels last, by these windows."""
+    shape = windows.shape
+    if dtype not in (jnp.bfloat16, np.float16) or not 3 <= len(shape) <= 5 or 0 in shape:
+        return False
+    for axis in (0, len(shape) - 1):
+        whole = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
+        if whole != (1, 1, (0, 0)):
+            return False
+    low = [pad for pad, _ in windows.padding]
+    extents = [n + sum(pad) for n, pad in zip(shape, windows.padding, strict=True)]
+    strides = [-(-(n + p) // s) for n, p, s in zip(shape, low, windows.strides, strict=True)]
+    vectors = shape[0] * shape[-1] // _VECTOR
+    return (
+        shape[-1] % _VECTOR == 0
+        and min(itertools.chain.from_iterable(windows.padding)) >= 0
+        and math.prod(windows.sizes) <= LARGEST
+        and windows.place(size - 1 for size in windows.sizes) < NO_PLACE
+        and max(extents) < _MOST_ELEMENTS
+        and vectors * math.prod(strides[1:-1]) < _MOST_VECTORS
+        and vectors * math.prod(windows.counts[1:-1]) < _MOST_VECTORS
+    )
+
+
+def max_pool(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
+    """Maxima, and of x's type, uint8 and x's type: what ``form`` asks for."""
+    return max_pool_p.bind(*compat.match_varying(*operands), form=form)
+
+
+def max_pool_gradient(
+    gradients: Sequence[jax.Array],
+    place: jax.Array,
+    *normalised: jax.Array,
+    windows: Windows,
+) -> jax.Array:
+    """The gradient of x, of the gradients' type.
+
+    Args:
+        gradients: one of the maxima, or two, whose sum is rounded.
+        place: of the windows.
+        normalised: nothing, or y of x's type and shape and scale, y_scale and offset, float32 (C,).
+        windows: on x.
+    """
+    given = compat.match_varying(*gradients, place, *normalised)
+    return max_pool_gradient_p.bind(*given, windows=windows, gradients=len(gradients))
+
+
+# --- in operations of JAX ---
+
+
+def in_jax(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
+    """``max_pool`` in operations of JAX."""
+    x, z = operands[0], _activated(*operands)
+    if not form.places:
+        return [_maxima(z, form.windows)]
+    largest, place, taken = _search(z, x if form.operands else z, form.windows)
+    if form.affine:
+        above = largest > 0
+        place = lax.select(above, place, jnp.full_like(place, NO_PLACE))
+        taken = lax.select(above, taken, jnp.zeros_like(taken))
+    return [largest, place, *[taken] * form.operands]
+
+
+def _activated(x: jax.Array, *vectors: jax.Array) -> jax.Array:
+    if not vectors:
+        return x
+    mean, scale, offset = vectors
+    return jax.nn.relu(((x.astype(np.float32) - mean) * scale + offset).astype(x.dtype))
+
+
+def _maxima(z: jax.Array, windows: Windows) -> jax.Array:
+    low = np.array(-np.inf, z.dtype)
+    return lax.reduce_window(z, low, lax.max, windows.sizes, windows.strides, windows.padding)
+
+
+def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The maxima of z's windows, the places of the elements that are taken, and x there."""
+    largest: Any = None
+    taken: Any = None
+    place: Any = None
+    operand: Any = None
+    same = x is z
+    pairs = zip(_elements(z, windows), _elements(x, windows), strict=True)
+    for (number, element), (_, other) in pairs:
+        if largest is None:
+            largest = taken = element
+            operand = other
+            place = jnp.full_like(element, number, np.uint8)
+            continue
+        keeps = taken >= element  # no NaN does
+        taken = lax.select(keeps, taken, element)
+        operand = taken if same else lax.select(keeps, operand, other)
+        place = lax.select(keeps, place, jnp.full_like(place, number))
+        largest = lax.max(largest, element)
+    return largest, place, taken if same else operand
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def pooled(x: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
+    """The maxima of windows, and the places of the elements that are taken, uint8."""
+    largest, place, _ = _search(x, x, windows)
+    return largest, place
+
+
+@pooled.defjvp
+def _pooled_jvp(windows: Windows, primals: Any, tangents: Any) -> Any:
+    """The derivative of the program's own pooling, to any order."""
+    largest, place = pooled(*primals, windows)
+    _, tangent = jax.jvp(functools.partial(_maxima, windows=windows), primals, tangents)
+    return (largest, place), (tangent, np.zeros(place.shape, jax.dtypes.float0))
+
+
+def _elements(x: jax.Array, windows: Windows) -> Iterator[tuple[int, jax.Array]]:
+    """The elements at each position of all windows in row-major order, and its place's number."""
+    x = lax.pad(x, np.array(-np.inf, x.dtype), [(low, high, 0) for low, high in windows.padding])
+    counts, strides = windows.counts, windows.strides
+    for position in itertools.product(*map(range, windows.sizes)):
+        axes = zip(position, counts, strides, strict=True)
+        ends = [start + (count - 1) * step + 1 for start, count, step in axes]
+        yield windows.place(position), lax.slice(x, position, ends, strides)
+
+
+def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) -> jax.Array:
+    """``max_pool_gradient`` in operations of JAX."""
+    dy = functools.reduce(jnp.add, operands[:gradients])
+    place, *normalised = operands[gradients:]
+    strides, overlaps, weights = windows.strides, windows.overlaps, windows.weights
+    low = [pad for pad, _ in windows.padding]
+    # An element lies in the stride of a window, and in the windows before it.
+    grid = [-(-(p + n) // s) for p, n, s in zip(low, windows.shape, strides, strict=True)]
+    edges = [(m - 1, g - n, 0) for m, g, n in zip(overlaps, grid, dy.shape, strict=True)]
+    # In memory as they are: XLA would form the places once more here, and test each read for the
+    # edges.
+    place = lax.optimization_barrier(place)
+    if any(map(any, edges)):
+        dy = lax.pad(dy, np.array(0, dy.dtype), edges)
+        place = lax.pad(place, np.array(0, place.dtype), edges)
+        dy, place = lax.optimization_barrier((dy, place))
+    repeated: list[int] = []  # the extents, each stride's behind its axis
+    axes: list[int] = []
+    within: Any = np.uint8(0)  # the number of a place in the window that begins with its stride
+    for extent, step in zip(grid, strides, strict=True):
+        axes.append(len(repeated))
+        repeated += [extent] if step == 1 else [extent, step]
+    for axis, step, weight in zip(axes, strides, weights, strict=True):
+        if step > 1:
+            along = lax.broadcasted_iota(np.uint8, repeated, axis + 1)
+            within = within + along * np.uint8(weight)
+
+    def spread(array: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(array, repeated, axes)
+
+    total: Any = 0.0
+    for before in itertools.product(*map(range, overlaps)):
+        starts = [m - 1 - j for m, j in zip(overlaps, before, strict=True)]
+        ends = [start + g for start, g in zip(starts, grid, strict=True)]
+        number = windows.place(j * s for j, s in zip(before, strides, strict=True))
+        here = spread(lax.slice(place, starts, ends)) == within + np.uint8(number)
+        source = spread(lax.slice(dy, starts, ends)).astype(np.float32)
+        total = total + lax.select(here, source, jnp.zeros_like(source))
+    dx = total if normalised else total.astype(dy.dtype)
+    for axis, step in enumerate(strides):
+        if step > 1:  # one axis at a time: a reshape of sharded arrays merges no more
+            dx = dx.reshape((*dx.shape[:axis], dx.shape[axis] * step, *dx.shape[axis + 2 :]))
+    dx = lax.slice(dx, low, [p + n for p, n in zip(low, windows.shape, strict=True)])
+    if not normalised:
+        return dx
+    y, scale, y_scale, offset = normalised
+    return (dx * scale + (y.astype(np.float32) * y_scale + offset)).astype(dy.dtype)
+
+
+# --- rules ---
+
+
+def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
+    maxima = x.update(shape=form.windows.counts, weak_type=False)
+    places = maxima.update(dtype=np.dtype(np.uint8))
+    return [maxima, *[places] * form.places, *[maxima] * form.operands]
+
+
+def _jvp(primals, tangents, *, form: Pooling):
+    """The derivative of the program's own pooling, to any order."""
+
+    def differentiable(*operands: jax.Array) -> list[jax.Array]:
+        maxima = _maxima(_activated(*operands), form.windows)
+        return [maxima, *in_jax(*operands, form=form)[2:]]
+
+    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+    _, (of_maxima, *of_operands) = jax.jvp(differentiable, tuple(primals), tuple(tangents))
+    found = max_pool_p.bind(*primals, form=form)
+    of_places = [ad.Zero(jax.typeof(p).to_tangent_aval()) for p in found[1:2]]
+    return found, [of_maxima, *of_places, *of_operands]
+
+
+def _batch(operands, mapped_axes, *, form: Pooling):
+    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
+    results = mapped(*operands)
+    return results, [0] * len(results)
+
+
+def _attributes(windows: Windows) -> dict[str, Any]:
+    spatial = slice(1, -1)
+    low = [pad for pad, _ in windows.padding]
+    named = {"sizes": windows.sizes, "strides": windows.strides, "padding": low}
+    return {name: np.asarray(each[spatial], np.int64) for name, each in named.items()}
+
+
+def _lower(platform: str, ctx, *operands, form: Pooling):
+    """Lowers to one custom call, or to operations of JAX."""
+    if not accepts(form.windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
+        return _lower_in_jax(ctx, *operands, form=form)
+    given = zip(operands, ctx.avals_in, strict=True)
+    results = dict(zip(("maxima", "places", "operands"), ctx.avals_out, strict=False))
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        TARGET,
+        dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
+        results,
+        **_attributes(form.windows),
+    )
+    return [found[name] for name in results]
+
+
+_lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
+
+ad.primitive_jvps[max_pool_p] = _jvp
+rules.register(
+    max_pool_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+)
+
+
+def _gradient_abstract_eval(dy: Any, *operands: Any, windows: Windows, gradients: int) -> Any:
+    return dy.update(shape=windows.shape, weak_type=False)
+
+
+def _gradient_jvp(primals, tangents, *, windows: Windows, gradients: int):
+    """Places have no derivative."""
+    place = primals[gradients]
+    at = [i for i in range(len(primals)) if i != gradients]
+    given = [tangents[i] for i in at]
+    given = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in given]
+
+    def differentiable(*others: jax.Array) -> jax.Array:
+        operands = *others[:gradients], place, *others[gradients:]
+        return gradient_in_jax(*operands, windows=windows, gradients=gradients)
+
+    _, tangent = jax.jvp(differentiable, tuple(primals[i] for i in at), tuple(given))
+    return max_pool_gradient_p.bind(*primals, windows=windows, gradients=gradients), tangent
+
+
+def _gradient_batch(operands, mapped_axes, **parameters):
+    gradient = functools.partial(gradient_in_jax, **parameters)
+    return jax.vmap(gradient, in_axes=mapped_axes)(*operands), 0
+
+
+def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
+    """Lowers to one custom call, or to operations of JAX."""
+    if not accepts(windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
+        return _gradient_lower_in_jax(ctx, *operands, windows=windows, gradients=gradients)
+    names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
+    given = zip(operands, ctx.avals_in, strict=True)
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        GRADIENT_TARGET,
+        dict(zip(names, given, strict=False)),
+        {"dx": ctx.avals_out[0]},
+        **_attributes(windows),
+    )
+    return [found["dx"]]
+
+
+_gradient_lower_in_jax = mlir.lower_fun(gradient_in_jax, multiple_results=False)
+
+ad.primitive_jvps[max_pool_gradient_p] = _gradient_jvp
+rules.register(
+    max_pool_gradient_p,
+    shapes=_gradient_abstract_eval,
+    batch=_gradient_batch,
+    lower=_gradient_lower,
+    elsewhere=_gradient_lower_in_jax,
+)

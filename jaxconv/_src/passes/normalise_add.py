@@ -1,0 +1,146 @@
+"""The primitive normalise_add: the end of a residual block in training, with the activation's mask.
+
+With one or two arrays y_i, of one 16-bit type and shape, channels last, and float32 vectors,
+
+    n_i    = (y_i - mean_i) * scale_i + offset_i in float32, rounded
+    result = n_0 + other, rounded, between 0 and below;  other: an array as it is, or n_1
+    bits   = 0 < result < below, of 8 channels a byte, the first channel's the lowest
+
+The backward pass takes its mask from the bits (``masked_sums``), a sixteenth of the result. On
+NVIDIA GPUs one kernel reads every array once. Elsewhere, under vmap and where XLA partitions the
+program, it is the same in operations of JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxconv._src import compat
+from jaxconv._src.call import rules
+from jaxconv._src.library import custom_call
+
+TARGET = "jaxconv_normalise_add"
+
+normalise_add_p = Primitive(TARGET)
+normalise_add_p.multiple_results = True
+
+# Channels of a thread (cc/cuda/batch_norm/channel_vectors.cuh), whose bits are a byte.
+_VECTOR = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockEnd:
+    """What a call computes.
+
+    Its operands are two arrays and, for each that is normalised, mean, scale and offset (C,).
+
+    Attributes:
+        arrays: how many are normalised: 1, the first, or both.
+        below: the largest number of the result, or None.
+    """
+
+    arrays: int
+    below: float | None
+
+
+def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Whether a kernel computes this form of arrays of this type."""
+    return (
+        dtype in (jnp.bfloat16, np.float16)
+        and 2 <= len(shape) <= 7
+        and shape[-1] % _VECTOR == 0
+        and 0 not in shape
+        and 1 <= form.arrays <= 2
+        and (form.below is None or float(np.asarray(form.below, dtype)) == form.below)
+    )
+
+
+def bits_type(array: Any) -> Any:
+    """The type of the bits of an array of this type."""
+    *spec, _ = array.sharding.spec
+    return array.update(
+        shape=(*array.shape[:-1], -(-array.shape[-1] // _VECTOR)),
+        dtype=np.dtype(np.uint8),
+        weak_type=False,
+        sharding=NamedSharding(array.sharding.mesh, PartitionSpec(*spec, None)),
+    )
+
+
+def normalise_add(*operands: jax.Array, form: BlockEnd) -> list[jax.Array]:
+    """The result, of the arrays' type, and the bits (..., C / 8), uint8."""
+    return normalise_add_p.bind(*compat.match_varying(*operands), form=form)
+
+
+def in_jax(*operands: jax.Array, form: BlockEnd) -> list[jax.Array]:
+    """The same in operations of JAX."""
+    result = _result(*operands, form=form)
+    inside = result > 0
+    if form.below is not None:
+        inside = inside & (result < form.below)
+    return [result, jnp.packbits(inside, axis=-1, bitorder="little")]
+
+
+def _result(*operands: jax.Array, form: BlockEnd) -> jax.Array:
+    first, second, *vectors = operands
+
+    def normalised(y: jax.Array, mean: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
+        return ((y.astype(np.float32) - mean) * scale + offset).astype(y.dtype)
+
+    other = normalised(second, *vectors[3:]) if form.arrays == 2 else second
+    total = normalised(first, *vectors[:3]) + other
+    if form.below is None:
+        return jax.nn.relu(total)
+    return lax.clamp(np.zeros((), total.dtype), total, np.asarray(form.below, total.dtype))
+
+
+def _abstract_eval(*operands: Any, form: BlockEnd) -> list[Any]:
+    return [operands[0].update(weak_type=False), bits_type(operands[0])]
+
+
+def _jvp(primals, tangents, *, form: BlockEnd):
+    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+    _, tangent = jax.jvp(functools.partial(_result, form=form), tuple(primals), tuple(tangents))
+    result, bits = normalise_add_p.bind(*primals, form=form)
+    return [result, bits], [tangent, ad.Zero(jax.typeof(bits).to_tangent_aval())]
+
+
+def _batch(operands, mapped_axes, *, form: BlockEnd):
+    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
+    return mapped(*operands), [0, 0]
+
+
+def _lower(platform: str, ctx, *operands, form: BlockEnd):
+    """Lowers to one custom call, or to operations of JAX."""
+    y = ctx.avals_in[0]
+    if not accepts(form, y.shape, y.dtype) or not rules.calls_cuda(platform, ctx):
+        return _lower_in_jax(ctx, *operands, form=form)
+    second = "y2" if form.arrays == 2 else "shortcut"
+    names = ("y", second, "mean", "scale", "offset", "mean2", "scale2", "offset2")
+    result, bits = ctx.avals_out
+    found = custom_call.lowered(
+        ctx,
+        platform,
+        TARGET,
+        dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=False)),
+        {"result": result, "bits": bits},
+        below=np.float32(np.nan if form.below is None else form.below),
+    )
+    return [found["result"], found["bits"]]
+
+
+_lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
+
+ad.primitive_jvps[normalise_add_p] = _jvp
+rules.register(
+    normalise_add_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+)

@@ -1,0 +1,1 @@
+"""A convolution as data: its window and axis orders, its epilogue, its operands."""

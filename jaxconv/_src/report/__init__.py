@@ -1,0 +1,1 @@
+"""What became of a program's convolutions: `explain`, `kernels`."""

@@ -1,0 +1,1 @@
+"""How a call is split over devices, on every kind of mesh."""

@@ -1,0 +1,570 @@
+"""How convolutions are split over devices: one algebra, under every way JAX has to shard.
+
+A convolution has the *factors* batch, n, c, k and one for every spatial axis of x and y (s0, s1,
+s2); those of the filter are never split. With groups, the channel axes of x and y and the filter's
+k run group by group, and only whole groups are split: the factor g stands for all three, and the
+filter's c stays whole. Every array of a call is a ``Tensor``, which says which of its axes have
+which factor, and how many elements of an axis stay together: a group's channels, or a block of 32
+that a layout stores together. Terms of an epilogue are split as the axes of y that they lie along.
+
+Each operation has factors that its result lacks (fprop: c, dgrad: k, wgrad: n and the spatial ones;
+no channels in groups). Splitting those needs a sum of the partial results over devices, and
+splitting spatial ones an exchange of the rows that windows share (``halo``); splitting any other
+one needs no communication.
+
+Three kinds of meshes lead here:
+
+- automatic (``jit`` with shardings): the lowering emits ``custom_partitioning``; XLA's partitioner
+  then asks ``_Partitioned`` for the program of one device;
+- explicit (axis types ``Explicit``): the types say who holds what, ``result_shardings`` while
+  tracing, and ``_map_explicit`` lowers through ``shard_map``;
+- manual (``shard_map``): the arrays are one device's already, and nothing is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from jaxconv._src import compat
+from jaxconv._src.problem.spec import ConvSpec, Op
+from jaxconv._src.sharding import explicit_mesh, halo, partitioned_call, shardy
+from jaxconv._src.sharding.device_layout import (
+    Arrangement,
+    DeviceLayout,
+    Partitions,
+    read_shardings,
+)
+from jaxconv._src.sharding.explicit_mesh import described, given_partitions, partition_spec
+
+if TYPE_CHECKING:
+    from jaxconv._src.call.call import Call
+
+Split = dict[str, tuple[str, ...]]  # mesh axes per factor
+
+# The axes of each tensor that can be split at all, besides the spatial ones of x and y.
+_AXES = {"x": ("batch", "n", "c"), "w": ("batch", "c", "k"), "y": ("batch", "n", "k")}
+SPATIAL = ("s0", "s1", "s2")  # the factors of spatial axes
+
+# What errors call the axes of a factor.
+_WORDS = {
+    "n": "batch",
+    "s0": "spatial axes of x",
+    "k": "output channels",
+    "g": "whole groups",
+    "c": "input channels",
+}
+
+
+class Factor(NamedTuple):
+    """What one array axis is split by.
+
+    Attributes:
+        name: of the factor.
+        together: how many neighbouring elements of the axis stay on one device.
+        inner: what Shardy calls these; axes of one inner name have as many.
+    """
+
+    name: str
+    together: int = 1
+    inner: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """An operand or a result of a call.
+
+    Attributes:
+        name: unlike that of the call's other arrays; "x", "w" and "y" in the convolution itself.
+        shape: of the whole array.
+        axes: the factor of every axis, None for one that stays whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[Factor | None, ...]
+
+    def axis(self, factor: str) -> int | None:
+        """The axis of a factor, or None."""
+        names = [each and each.name for each in self.axes]
+        return names.index(factor) if factor in names else None
+
+    def extents(self) -> dict[str, int]:
+        """Into how many parts each factor can be split."""
+        of_axes = zip(self.axes, self.shape, strict=True)
+        return {each.name: extent // each.together for each, extent in of_axes if each}
+
+    def partitions(self, split: Split) -> Partitions:
+        """How the array is split."""
+        return tuple(split.get(each.name, ()) if each else () for each in self.axes)
+
+
+def tensor(spec: ConvSpec, role: str, shape: Sequence[int], name: str = "") -> Tensor:
+    """An array with the axes of ``role``, by default the tensor of that role."""
+    axes: list[Factor | None] = [None] * len(shape)
+    for factor, axis in factors(spec, role).items():
+        axes[axis] = channel(spec, role, shape[axis]) if factor == "g" else Factor(factor)
+    return Tensor(name or role, tuple(shape), tuple(axes))
+
+
+def channel(spec: ConvSpec, role: str, extent: int) -> Factor:
+    """The factor of an axis of channels, of x ("x") or of y."""
+    if spec.groups == 1:
+        return Factor("c" if role == "x" else "k")
+    together = extent // spec.groups
+    return Factor("g", together, "c_of_g" if role == "x" else "k_of_g")
+
+
+def factors(spec: ConvSpec, role: str) -> dict[str, int]:
+    """The factors of one tensor, and the position of each in the array."""
+    found = {}
+    for name in _AXES[role]:
+        if (name == "batch" and not spec.batched) or (
+            spec.groups > 1 and (role, name) == ("w", "c")
+        ):
+            continue
+        grouped = spec.groups > 1 and name in ("c", "k")
+        found["g" if grouped else name] = spec.axis(role, name)
+    if role != "w":
+        found |= zip(SPATIAL, spec.axes(role)[-1 - spec.rank : -1], strict=False)
+    return found
+
+
+def contracted(operands: Sequence[Tensor], result: Tensor) -> list[str]:
+    """The factors that are summed over; the channels of one group are none."""
+    lhs, rhs = (tensor.extents() for tensor in operands[:2])
+    return [name for name in lhs if name in rhs and result.axis(name) is None]
+
+
+def _parts(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in axes)
+
+
+def dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The longest prefix of mesh axes over which ``extent`` splits evenly."""
+    taken = 1
+    for i, axis in enumerate(axes):
+        taken *= mesh[axis]
+        if extent % taken:
+            return tuple(axes[:i])
+    return tuple(axes)
+
+
+def _received(
+    tensors: Sequence[Tensor], mesh: Mapping[str, int], given: Sequence, split: Split
+) -> float:
+    """How many elements each device receives, but for rows of neighbours; arguments of ``choose``.
+
+    That is what it lacks of its parts of the operands and of the result as given, and sums. A sum
+    over devices costs as much as gathering the result, and that again for its return, but where the
+    result is then split over the same axes: XLA scatters it.
+    """
+    total = 0.0
+    for each, held in zip(tensors, given, strict=True):
+        wanted, elements = each.partitions(split), math.prod(each.shape)
+        if each is tensors[-1]:
+            summed = [axis for name in contracted(tensors, each) for axis in split.get(name, ())]
+            scattered = set(summed) <= {axis for axes in held or () for axis in axes}
+            returned = elements / _parts(sum(wanted, ()), mesh) * (1 if scattered else 2)
+            total += returned * (1 - 1 / _parts(summed, mesh))
+            held, wanted = wanted, held
+        if held is not None and wanted is not None:
+            lacked = [a for had, to in zip(held, wanted, strict=True) for a in had if a not in to]
+            total += elements / _parts(sum(wanted, ()), mesh) * (1 - 1 / _parts(lacked, mesh))
+    return total
+
+
+def choose(
+    op: Op,
+    spec: ConvSpec,
+    tensors: Sequence[Tensor],
+    mesh: Mapping[str, int],
+    given: Sequence,
+    even: bool = False,
+    terms: Sequence[tuple[Tensor, Partitions]] = (),
+) -> Split:
+    """The mesh axes of every factor, from how the operands, and perhaps the result, are split.
+
+    A mesh axis serves one factor. Where two ask for it, batch, n and spatial axes come first (the
+    activations stay where they are, a filter is gathered). Between input and output channels the
+    devices receive as little as possible (``_received``); of equal ones, the contracted channels
+    come first. Of two tensors that split one factor differently, the finer split is kept; of equal
+    ones, that of x or y.
+
+    Args:
+        op, spec: the operation.
+        tensors: the left operand, the right one and the result.
+        mesh: size of every mesh axis.
+        given: ``Partitions`` of these (None: open).
+        even: whether spatial axes, too, are only split where their extents divide.
+        terms: of an epilogue, and how they are split; they come last.
+    """
+    extents = {name: extent for each in tensors for name, extent in each.extents().items()}
+
+    def fitting(name: str, axes: Sequence[str], used: set[str]) -> tuple[str, ...]:
+        """The longest prefix of free mesh axes over which the factor splits."""
+        axes = tuple(itertools.takewhile(lambda a: a not in used, axes))
+        if name not in SPATIAL:
+            return dividing(axes, extents[name], mesh)
+        at = SPATIAL.index(name)
+        while axes and halo.plan(op, spec, at, _parts(axes, mesh), even) is None:
+            axes = axes[:-1]
+        return axes
+
+    asking = [(t, split) for t, split in zip(tensors, given, strict=True) if split is not None]
+    asking.sort(key=lambda asked: asked[0].name == "w")
+    asking += terms
+
+    def in_order(*channels: str) -> Split:
+        used: set[str] = set()
+        chosen: Split = {}
+        for name in ("batch", "n", *SPATIAL, "g", *channels):
+            asked = [
+                fitting(name, split[at], used)
+                for each, split in asking
+                if (at := each.axis(name)) is not None
+            ]
+            best = max(asked, key=lambda axes: _parts(axes, mesh), default=())
+            if best:
+                chosen[name] = best
+                used.update(best)
+        return chosen
+
+    summed = contracted(tensors, tensors[-1])
+    first, second = sorted(("c", "k"), key=lambda name: name not in summed)
+    return min(
+        (in_order(first, second), in_order(second, first)),
+        key=lambda split: _received(tensors, mesh, given, split),
+    )
+
+
+def _leading(tensors: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+    """The convolution's own operands and result, by which a call is split."""
+    operands, results = tensors
+    return [*operands[:2], results[0]]
+
+
+def sum_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum of all devices' arrays along some mesh axes.
+
+    Where other axes are automatic, XLA:CPU (jaxlib 0.10.2) ends the process over a sum in 16 bits.
+    """
+    if not axes:
+        return array
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    if array.dtype.itemsize == 2 and kinds > {AxisType.Manual}:
+        return lax.psum(array.astype(jnp.float32), tuple(axes)).astype(array.dtype)
+    return lax.psum(array, tuple(axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One device's part of a call.
+
+    Attributes:
+        call: the whole one.
+        operands, results: its arrays.
+        split: mesh axes per factor.
+        mesh: size of every mesh axis.
+        plans: the exchange of rows by spatial axis.
+    """
+
+    call: Call
+    operands: Sequence[Tensor]
+    results: Sequence[Tensor]
+    split: Split
+    mesh: Mapping[str, int]
+    plans: dict[int, halo.Plan]
+
+    @classmethod
+    def of(cls, call: Call, tensors, split: Split, mesh: Mapping[str, int]) -> Part:
+        operands, results = tensors
+        plans: dict[int, halo.Plan] = {}
+        for at, name in enumerate(SPATIAL):
+            if (parts := _parts(split.get(name, ()), mesh)) > 1:
+                plan = halo.plan(call.op, call.conv, at, parts)
+                assert plan is not None, "an axis is split only where there is a plan"
+                plans[at] = plan
+        return cls(call, operands, results, split, mesh, plans)
+
+    @property
+    def conv(self) -> ConvSpec:
+        """The convolution of the device, of operands whose rows were exchanged."""
+        local = halo.local_spec(self.call.conv, self.plans)
+        return dataclasses.replace(local, groups=local.groups // self.parts("g"))
+
+    @property
+    def summed(self) -> list[str]:
+        """The mesh axes over which the results are partial sums."""
+        names = contracted(self.operands, self.results[0])
+        return [axis for name in names for axis in self.split.get(name, ())]
+
+    @property
+    def computes_more(self) -> bool:
+        """Whether the device computes rows of y that are not its own."""
+        rows = self.conv.out_spatial
+        return any(rows[at] != plan.result for at, plan in self.plans.items())
+
+    def parts(self, *names: str) -> int:
+        """Over how many devices some factors are split."""
+        return math.prod(_parts(self.split.get(name, ()), self.mesh) for name in names)
+
+    def _rows(self, array: Tensor):
+        """Axis, devices and plan of every split axis of positions."""
+        for at, plan in self.plans.items():
+            if (axis := array.axis(SPATIAL[at])) is not None:
+                yield axis, halo.Devices(self.split[SPATIAL[at]], self.mesh), plan
+
+    def exchanged(self, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Both operands of the convolution with all rows that the device reads."""
+        for axis, devices, plan in self._rows(self.operands[0]):
+            lhs = halo.exchange(lhs, axis, devices, plan)
+        for axis, devices, plan in self._rows(self.operands[1]):
+            if plan.result_extent < plan.parts * plan.result:
+                rhs = halo.existing(rhs, axis, devices, plan.result_extent)
+        return lhs, rhs
+
+    def own(self, result: jax.Array, array: Tensor | None = None) -> jax.Array:
+        """The device's rows of a result, by default of the first one."""
+        if self.call.op is not Op.WGRAD:
+            for axis, devices, plan in self._rows(array or self.results[0]):
+                result = halo.own_rows(result, axis, devices, plan)
+        return result
+
+    def compute(self, *operands: jax.Array) -> list[jax.Array]:
+        """The results of the primitive on the device's arrays."""
+        call, extents = self.call.with_conv(self.conv), self.conv.out_spatial
+        given = list(operands)
+        for i, array in enumerate(self.operands[2:], 2):
+            for axis, devices, plan in self._rows(array):
+                rows = extents[SPATIAL.index(array.axes[axis].name)]
+                given[i] = halo.placed_rows(given[i], axis, devices, plan, rows)
+        results = call.bind(*compat.match_varying(*given))
+        return [self.own(each, t) for each, t in zip(results, self.results, strict=True)]
+
+
+def _on_device(call: Call, tensors, split: Split, mesh: Mapping[str, int], *operands):
+    """One device's results from its parts of the operands: rows exchanged, partial sums added."""
+    part = Part.of(call, tensors, split, mesh)
+    lhs, rhs, *terms = operands
+    return tuple(call.on_device(part, *part.exchanged(lhs, rhs), *terms))
+
+
+# --- automatic sharding ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partitioned:
+    """A call as ``custom_partitioning`` sees it: its static half, and its callbacks."""
+
+    call: Call
+    shapes: tuple[tuple[int, ...], ...]  # of the operands
+    devices: Arrangement
+
+    def __call__(self, *operands):
+        return tuple(self.call.bind(*operands))
+
+    def _chosen(self, infos: Sequence) -> tuple[DeviceLayout, Split, list[NamedSharding]]:
+        """How the call is split, and the sharding of every operand and result."""
+        operands, results = tensors = self.call.tensors(*self.shapes)
+        arrays = [*operands, *results]
+        shardings = [getattr(info, "sharding", None) for info in infos]
+        layout, given = read_shardings(self.devices, shardings, [len(a.shape) for a in arrays])
+        y = given[len(operands)]
+        if y is None:  # open: as a term of the result's shape, which the result meets
+            alike = [i for i, a in enumerate(operands[2:], 2) if a.axes == results[0].axes]
+            y = given[alike[0]] if alike else None
+        call = self.call
+        split = choose(
+            call.op, call.conv, _leading(tensors), layout.split.shape, [*given[:2], y], call.even
+        )
+        of = [NamedSharding(layout.split, partition_spec(a.partitions(split))) for a in arrays]
+        return layout, split, of
+
+    def partition(self, mesh, operands, results):
+        """One device's program, and the shardings of operands and results that it works with."""
+        layout, split, shardings = self._chosen([*operands, *results])
+
+        def body(*operands):
+            # XLA calls back in the context of whoever compiles. On that one's explicit mesh the
+            # sum would be lowered with a sharding, which its reduction cannot have.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                tensors = self.call.tensors(*self.shapes)
+                return _on_device(self.call, tensors, split, layout.whole.shape, *operands)
+
+        count = len(operands)
+        return layout.whole, body, tuple(shardings[count:]), tuple(shardings[:count])
+
+    def infer(self, mesh, operands, results):
+        """The results' shardings, for the partitioner that preceded Shardy."""
+        open_results = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
+        return tuple(self._chosen([*operands, *open_results])[2][len(operands) :])
+
+    def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
+        operands, results = self.call.tensors(*self.shapes)
+        return shardy.rule_of(operands, results, contracted(operands, results[0]))
+
+
+# --- explicit sharding ---
+
+
+def _chosen_explicitly(call: Call, mesh: AbstractMesh, tensors, avals: Sequence) -> Split:
+    """By the types of all operands: what a term is split over, lax's type of the result is too."""
+    lhs, rhs, *of_terms = map(given_partitions, avals)
+    terms = list(zip(tensors[0][2:], of_terms, strict=True))
+    given = [lhs, rhs, None]
+    return choose(call.op, call.conv, _leading(tensors), mesh.shape, given, True, terms)
+
+
+def _check_explicit(call: Call, mesh: AbstractMesh, tensors, avals, split: Split) -> None:
+    """Refuses what would move an activation, or what has two meanings.
+
+    Only in the forward direction: the gradients' results are brought to their operands' shardings,
+    so there any choice gives the same types.
+    """
+    if call.op is not Op.FPROP:
+        return
+    operands = tensors[0][:2]
+    can_be = dict.fromkeys(f.name for each in operands for f in each.axes if f)
+    rows = dict(zip(SPATIAL, call.conv.out_spatial, strict=False))
+    for array, aval in zip(operands, avals, strict=False):
+        for axis, (factor, wanted) in enumerate(
+            zip(array.axes, given_partitions(aval), strict=True)
+        ):
+            name = factor.name if factor else ""
+            if not wanted or split.get(name, ()) == wanted or (array.name, name) == ("w", "c"):
+                continue
+            parts = _parts(wanted, mesh.shape)
+            if not factor:
+                reason = f"axis {axis} of {array.name} cannot be split"
+            elif name in SPATIAL and rows[name] % parts:
+                reason = (
+                    f"axis {axis} of x is split {parts} ways, which does not divide the "
+                    f"{rows[name]} positions of the result"
+                )
+            elif array.extents()[name] % parts:
+                whole = "whole groups" if name == "g" else f"blocks of {factor.together}"
+                reason = (
+                    f"axis {axis} of {array.name} splits into {whole} only, of "
+                    f"{array.extents()[name]}"
+                )
+            else:
+                reason = f"axis {axis} of {array.name} conflicts with another axis"
+            types = zip(operands, avals, strict=False)
+            got = ", ".join(f"{each.name} of type {described(aval)}" for each, aval in types)
+            words = [_WORDS[name] for name in _WORDS if name in can_be]
+            raise compat.ShardingTypeError(
+                f"{call.subject}: {reason}. Got {got}, {call.conv.groups} groups. Change an "
+                f"operand's sharding with jax.sharding.reshard; {', '.join(words)} can be split, "
+                "each over mesh axes of its own."
+            )
+
+
+def result_shardings(call: Call, *avals) -> list[NamedSharding] | None:
+    """The shardings of a call's results on an explicit mesh; None on any other.
+
+    Raises:
+        ShardingTypeError: the operands' shardings do not go together.
+    """
+    mesh = explicit_mesh.mesh_of(*avals)
+    if mesh is None:
+        return None
+    for aval in avals:
+        if aval.sharding.spec.unreduced or aval.sharding.spec.reduced:
+            raise compat.ShardingTypeError(
+                f"{call.subject}: expected an operand without unreduced or reduced mesh axes, got "
+                f"{described(aval)}; jax.sharding.reshard it first"
+            )
+    tensors = call.tensors(*(aval.shape for aval in avals))
+    split = _chosen_explicitly(call, mesh, tensors, avals)
+    _check_explicit(call, mesh, tensors, avals, split)
+    return [NamedSharding(mesh, partition_spec(r.partitions(split))) for r in tensors[1]]
+
+
+def result_type(call: Call, shape: Sequence[int], *avals) -> Any:
+    """The type of a call's first result, from those of its operands.
+
+    Raises:
+        ShardingTypeError: as ``result_shardings``.
+    """
+    found = result_shardings(call, *avals)
+    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
+    return avals[0].update(
+        shape=tuple(shape),
+        dtype=np.dtype(call.out_dtype),
+        weak_type=False,
+        sharding=found[0] if found else avals[0].sharding,
+    )
+
+
+def devices_of(ctx) -> tuple[AbstractMesh | None, Arrangement] | None:
+    """What the arrays of an operation that is lowered are, or may be, split over.
+
+    Returns:
+        The explicit mesh, or None and what is known of any other; None alone where the arrays are
+        one device's, or one of them has no elements.
+    """
+    mesh = explicit_mesh.mesh_of(*ctx.avals_in)
+    devices = Arrangement(() if mesh is not None else compat.device_axes(ctx))
+    split = devices.axes if mesh is None else mesh.size > 1
+    if not split or any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return None
+    return mesh, devices
+
+
+def _map_explicit(mesh: AbstractMesh, call: Call, ctx, operands):
+    """Lowers through ``shard_map`` over the explicit axes: the types say what each device holds."""
+    tensors = call.tensors(*(aval.shape for aval in ctx.avals_in))
+    split = _chosen_explicitly(call, mesh, tensors, ctx.avals_in)
+    in_specs, out_specs = (
+        tuple(partition_spec(each.partitions(split)) for each in arrays) for arrays in tensors
+    )
+    local = functools.partial(_on_device, call, tensors, split, mesh.shape)
+
+    def mapped(*operands):
+        with jax.sharding.use_abstract_mesh(mesh):
+            operands = [
+                jax.sharding.reshard(a, NamedSharding(mesh, s))
+                for a, s in zip(operands, in_specs, strict=True)
+            ]
+            return jax.shard_map(
+                local,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=explicit_mesh.explicit_axes(mesh),
+                check_vma=False,
+            )(*operands)
+
+    return mlir.lower_fun(mapped, multiple_results=True)(ctx, *operands)
+
+
+# --- lowering ---
+
+
+def lower(ctx, call: Call, operands: Sequence) -> Any:
+    """Lowers a call on arrays that are, or may be, split over devices.
+
+    Returns:
+        The lowering's results, or None where the arrays are one device's and the call is to be
+        lowered as it stands.
+    """
+    devices = devices_of(ctx)
+    if devices is None:
+        return None
+    mesh, arrangement = devices
+    if mesh is not None:
+        return _map_explicit(mesh, call, ctx, operands)
+    shapes = tuple(aval.shape for aval in ctx.avals_in)
+    return partitioned_call.spread(ctx, _Partitioned(call, shapes, arrangement), operands)

@@ -1,0 +1,99 @@
+"""Which array axes are split alike, in the terms of XLA's partitioner Shardy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+
+if TYPE_CHECKING:
+    from jaxconv._src.sharding.partition import Tensor
+
+
+def _in_order(mappings: Sequence[ArrayMapping]) -> list[str]:
+    """The factors of some arrays, in the order of their first appearance."""
+    names = itertools.chain.from_iterable(mappings)
+    return list(dict.fromkeys(f for n in names for f in ([n] if isinstance(n, str) else n)))
+
+
+def rule(
+    mappings: Sequence[ArrayMapping],
+    operands: int,
+    sizes: Mapping[str, int],
+    whole: Iterable[str] = (),
+    reduced: Iterable[str] = (),
+) -> SdyShardingRule:
+    """A rule: splits propagate between array axes that share a factor.
+
+    Shardy numbers factors by their first appearance, and refuses a rule that does not name those of
+    one kind in ascending order.
+
+    Args:
+        mappings: of the operands and of the results.
+        operands: how many of them are operands'.
+        sizes: of the factors that are no axis.
+        whole: the factors that cannot be split.
+        reduced: those that a sum runs over.
+    """
+    order = _in_order(mappings)
+    return SdyShardingRule(
+        tuple(mappings[:operands]),
+        tuple(mappings[operands:]),
+        need_replication_factors=tuple(sorted(set(whole), key=order.index)),
+        reduction_factors=tuple(sorted(set(reduced), key=order.index)),
+        **cast(Any, sizes),
+    )
+
+
+def rule_of(
+    operands: Sequence[Tensor], results: Sequence[Tensor], reduced: Sequence[str]
+) -> SdyShardingRule:
+    """The rule of a call, from the factors of its arrays.
+
+    Args:
+        operands, results: the arrays; axes that stay whole are called by an array's name.
+        reduced: the factors that a sum runs over.
+    """
+    arrays = (*operands, *results)
+    sizes: dict[str, int] = {}
+    whole: list[str] = []
+    mappings = []
+    for array in arrays:
+        names: list = []
+        for axis, factor in enumerate(array.axes):
+            if factor is None:
+                whole.append(f"{array.name}{axis}")
+                names.append(whole[-1])
+            elif factor.together > 1:
+                whole.append(factor.inner)
+                names.append(CompoundFactor(factor.name, factor.inner))
+                sizes |= {
+                    factor.name: array.extents()[factor.name],
+                    factor.inner: factor.together,
+                }
+            else:
+                names.append(factor.name)
+        mappings.append(ArrayMapping(*names))
+    for name in itertools.chain.from_iterable(mappings):
+        sizes.pop(name, None)  # its size is then that of an axis
+    return rule(mappings, len(operands), sizes, whole, reduced)
+
+
+def with_operand(given: SdyShardingRule, name: str, rank: int) -> SdyShardingRule:
+    """The rule of an operation with one operand more, the last, which shares no factor.
+
+    Args:
+        given: the rule without it.
+        name: what the operand's factors are called by.
+        rank: how many axes it has.
+    """
+    added = ArrayMapping(*(f"{name}{i}" for i in range(rank)))
+    return rule(
+        [*given.operand_mappings, added, *given.result_mappings],
+        len(given.operand_mappings) + 1,
+        given.factor_sizes,
+        given.need_replication_factors,
+        given.reduction_factors,
+    )

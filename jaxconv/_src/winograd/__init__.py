@@ -1,0 +1,1 @@
+"""Filters prepared for Winograd, and the primitive that reads them."""

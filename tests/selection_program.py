@@ -1,0 +1,66 @@
+"""Selection of the CUDA kernels on a machine that has neither CUDA nor a GPU."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import kernel_tables
+
+
+class SelectionProgram(types.ModuleType):
+    """A module in the place of ``_jaxconv.cuda``: selection by a compiled program.
+
+    The program is ``tests/cc/choices_test.cc``. Nothing runs.
+    """
+
+    def __init__(self, program: pathlib.Path, arrays: Callable[[], Any] = dict):
+        """Starts the program.
+
+        Args:
+            program: compiled.
+            arrays: the operands and results of every call, as the CPU's module lists them.
+        """
+        super().__init__("_jaxconv.cuda")
+        command = [str(program), "--select"]
+        pipe = subprocess.PIPE
+        self.arrays = arrays
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def ffi_version(self) -> tuple[int, int]:
+        """That of jaxlib."""
+        header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+        found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+        return int(found["MAJOR"]), int(found["MINOR"])
+
+    def registrations(self) -> dict[str, Any]:
+        """No handlers."""
+        return {}
+
+    def families(self) -> list[str]:
+        """Every family."""
+        return sorted({instance.family for instance in kernel_tables.all_instances()})
+
+    def kernels(self) -> list[str]:
+        """Every instance."""
+        return sorted({instance.name for instance in kernel_tables.all_instances()})
+
+    def build_info(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+    def select(self, key: str, algorithm: str, target: str) -> tuple:
+        """What selection takes, and why nothing else; ``native.Platform.select`` says how."""
+        self.process.stdin.write(f"{target}\t{key}\t{algorithm}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline().rstrip("\n")
+        if not answer or answer.startswith("!"):
+            raise ValueError(answer[1:] or f"{self.process.args} ended")
+        instance, workspace, slices, ours, xla, *reasons = answer.split("\t")
+        refusals = list(zip(reasons[::2], reasons[1::2], strict=True))
+        return instance, int(workspace), int(slices), float(ours), float(xla), refusals
