@@ -97,8 +97,8 @@ def test_gradients_that_vanish_in_16_bits_are_seen(monkeypatch):
     assert not complaint(program)
     run = program_judge.run
 
-    def vanishing(program, mode):
-        results = run(program, mode)
+    def vanishing(program, mode, draw=None):
+        results = run(program, mode, draw)
         if mode.startswith("fuse"):
             for r in results:
                 r.flat[::6] = 0
