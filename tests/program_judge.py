@@ -183,8 +183,8 @@ def complaint(
             return f"result {number}: NaN or Inf elsewhere, {_places(g, e)}"
         finite = np.isfinite(e) & np.isfinite(g)
         g, e, f = g[finite], e[finite], exactly()[number][finite]
-        if not np.isfinite(f).all():
-            counts["results of which float64 is not finite"] += 1
+        if not g.size or not np.isfinite(f).all():
+            counts["results that are not finite, in lax's type or float64"] += 1
             continue
         jumps = derivative and kinks and beside()
         allowed = roundings * eps * largest() if rounds else 0.0

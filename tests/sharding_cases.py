@@ -371,13 +371,16 @@ def conflicting(case: Case) -> bool:
 
 
 def disputed(case: Case) -> bool:
-    """Whether x and the cotangent are both split along positions, and not alike."""
-    found = []
-    for name in "xt":
-        dims = _dimensions(case.call)[name]
-        of_dims = zip(dims, case.specs.get(name, ()), strict=False)
-        found.append({dim: axes for dim, axes in of_dims if axes and dim.startswith("s")})
-    return all(found) and found[0] != found[1]
+    """Whether operands split one dimension differently, or x and the cotangent other positions."""
+    split: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, spec in case.specs.items():
+        along = zip(_dimensions(case.call)[name], spec, strict=True)
+        split[name] = {dim: axes for dim, axes in along if axes}
+    of_dims: dict[str, set[tuple[str, ...]]] = {}
+    for dim, axes in (each for found in split.values() for each in found.items()):
+        of_dims.setdefault(dim, set()).add(axes)
+    rows = [{dim for dim in split.get(name, ()) if dim[0] == "s"} for name in "xt"]
+    return any(len(each) > 1 for each in of_dims.values()) or (all(rows) and rows[0] != rows[1])
 
 
 # --- operands and the definition ------------------------------------------------------------------

@@ -196,7 +196,7 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
     if sharding_cases.conflicting(case):
         return "one mesh axis for two dimensions, of which ours leaves the activation in place"
     if sharding_cases.disputed(case):
-        return "positions that x and the cotangent split in different ways, of which both are kept"
+        return "operands that are split in different ways"
     if _by_position(case):
         return "for a result of which lax splits another axis"
     return ""
