@@ -165,6 +165,8 @@ def complaint(
     steps = [name for layer in program.layers for name in layer.steps]
     rounds = any(part in name for name in steps for part in INEXACT)
     roundings = OF_FORMULAS if rounds and eps < 1e-6 else ROUNDINGS
+    # The largest of a window is another one where 16 bits round its elements otherwise.
+    elsewhere = "max pool" in steps and rounds and eps > 1e-6
     overflows = derivative and program.data == "large" and not set(EXTREME).isdisjoint(steps)
     for number, (g, e) in enumerate(zip(got, expected, strict=True)):
         if np.array_equal(g, e, equal_nan=True):
@@ -186,7 +188,7 @@ def complaint(
         if not g.size or not np.isfinite(f).all():
             counts["results that are not finite, in lax's type or float64"] += 1
             continue
-        jumps = derivative and kinks and beside()
+        jumps = derivative and ((kinks and beside()) or elsewhere)
         allowed = roundings * eps * largest() if rounds else 0.0
         if np.array_equal(e, f) and not jumps and np.abs(g - f).max() > allowed:
             return f"result {number}: not exact, {_worst(g, f)}, lax is"
