@@ -312,3 +312,50 @@ def test_the_choice_between_splits(op, lhs, rhs, out, expected):
     ]
     mesh = {"a": 4, "b": 2, "d": 3}
     assert partition.choose(op, spec, arrays, mesh, given) == expected
+
+
+# --- explicit axes that an operand has and the result, or a group of the batch, has not ---
+
+
+def _explicit(count: int):
+    kinds = (jax.sharding.AxisType.Explicit,)
+    return jax.make_mesh((count,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:count])
+
+
+def test_more_devices_than_groups_of_the_batch():
+    """The mesh axes that do not divide the groups are gathered."""
+    x = np.arange(8 * 4 * 4 * 2, dtype=np.float32).reshape(8, 4, 4, 2) % 5
+    w = np.arange(3 * 3 * 2 * 4, dtype=np.float32).reshape(3, 3, 2, 4) % 3
+    layer = functools.partial(
+        jaxconv.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        batch_group_count=2,
+    )
+    expected = np.asarray(layer(x, w))
+    with jax.set_mesh(_explicit(4)):
+        given = jax.device_put(x, Spec("a")), jax.device_put(w, Spec())
+        assert_exact(jax.jit(layer)(*given), expected, "batch groups")
+
+
+def test_gradients_with_a_bias_that_alone_is_split():
+    rng = np.random.default_rng(0)
+    x, w, bias = (
+        rng.integers(-2, 3, shape).astype(np.float32)
+        for shape in ((2, 5, 5, 4), (3, 3, 4, 8), (8,))
+    )
+
+    def loss(x, w, bias):
+        return jaxconv.conv(x, w, bias=bias, activation="relu", padding=1).sum()
+
+    gradients_of = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    expected = gradients_of(x, w, bias)
+    with jax.set_mesh(_explicit(2)):
+        given = [
+            jax.device_put(a, s)
+            for a, s in zip((x, w, bias), (Spec(), Spec(), Spec("a")), strict=True)
+        ]
+        found = gradients_of(*given)
+    for name, f, e in zip(("dx", "dw", "dbias"), found, expected, strict=True):
+        assert_exact(f, np.asarray(e), name)

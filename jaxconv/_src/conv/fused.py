@@ -50,7 +50,7 @@ from jaxconv._src.problem.epilogue import (
     moments_tangent,
 )
 from jaxconv._src.problem.spec import ConvSpec, Op, Sizes, check_size
-from jaxconv._src.sharding import partition
+from jaxconv._src.sharding import explicit_mesh, partition
 from jaxconv._src.sharding.partition import SPATIAL, Part, Tensor
 
 TARGET = "jaxconv_fused"
@@ -187,6 +187,7 @@ def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np
     dt = functools.reduce(jnp.add, _tangents_of_t(value, tangent, spec, out_dtype))
     if dt.shape != y.shape:
         dt = dt * jnp.ones_like(y, dtype=wide)
+    dt = explicit_mesh.like(dt, jax.typeof(y))  # a bias may be split where y is not
     dy = dt
     if form.activation is not None:
         # jax.checkpoint: y or pre is what the backward pass keeps, not a function of it in float32.

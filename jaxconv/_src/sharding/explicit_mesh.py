@@ -86,11 +86,23 @@ def _reshape(array: jax.Array, shape: Sequence[int], given: Sequence) -> jax.Arr
     return lax.reshape(array, shape, out_sharding=sharding)
 
 
+def _dividing(array: jax.Array, axes: tuple[str, ...], extent: int) -> tuple[str, ...]:
+    """The first of some mesh axes, as many as split an extent into equal parts."""
+    sizes = jax.typeof(array).sharding.mesh.shape
+    while extent % math.prod(sizes[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes
+
+
 def split_axis(array: jax.Array, axis: int, parts: Sequence[int]) -> jax.Array:
-    """Splits one axis of an array; its outermost part above 1 keeps its mesh axes."""
+    """Splits one axis of an array; the outermost part keeps the mesh axes that divide it."""
     given = [split_over(array, i) for i in range(array.ndim)]
     outermost = next((i for i, part in enumerate(parts) if part > 1), 0)
-    inner = [given[axis] if i == outermost else () for i in range(len(parts))]
+    kept = _dividing(array, given[axis], parts[outermost])
+    inner = [kept if i == outermost else () for i in range(len(parts))]
+    if kept != given[axis]:
+        whole = partition_spec((*given[:axis], kept, *given[axis + 1 :]))
+        array = jax.sharding.reshard(array, NamedSharding(mesh_of(jax.typeof(array)), whole))
     shape = (*array.shape[:axis], *parts, *array.shape[axis + 1 :])
     return _reshape(array, shape, (*given[:axis], *inner, *given[axis + 1 :]))
 
