@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import json
 import pathlib
 import re
 import subprocess
 import sys
 
 import exported.exported_programs as exported_programs
+import exported.gpu_bits as gpu_bits
 import jax
 import kernel_tables
 import numpy as np
@@ -52,6 +54,17 @@ def test_results_are_those_of_the_program_retraced(native_cpu, version, name):
         else:
             scale = max(1.0, np.abs(each).max())
             np.testing.assert_allclose(actual / scale, each / scale, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_bits_on_a_gpu_are_the_recorded_ones(version, name):
+    record = json.loads((FOLDER / version / gpu_bits.RECORD).read_text())
+    if jax.devices("gpu")[0].device_kind != record["device"]:
+        pytest.skip(f"recorded on {record['device']}")
+    jaxconv.register()
+    assert gpu_bits.digest(version, name) == record["digests"][name]
 
 
 def calls(text: str) -> collections.Counter[str]:

@@ -1,6 +1,8 @@
 """The bits that exported CUDA programs give on a GPU, recorded beside the programs.
 
-python tests/exported/gpu_bits.py [FOLDER]   records, in every version's folder or below FOLDER
+    python tests/exported/gpu_bits.py [FOLDER]
+
+records them in every version's folder, or below FOLDER.
 """
 
 from __future__ import annotations

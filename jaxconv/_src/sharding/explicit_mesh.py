@@ -102,7 +102,7 @@ def split_axis(array: jax.Array, axis: int, parts: Sequence[int]) -> jax.Array:
     inner = [kept if i == outermost else () for i in range(len(parts))]
     if kept != given[axis]:
         whole = partition_spec((*given[:axis], kept, *given[axis + 1 :]))
-        array = jax.sharding.reshard(array, NamedSharding(mesh_of(jax.typeof(array)), whole))
+        array = jax.sharding.reshard(array, jax.typeof(array).sharding.update(spec=whole))
     shape = (*array.shape[:axis], *parts, *array.shape[axis + 1 :])
     return _reshape(array, shape, (*given[:axis], *inner, *given[axis + 1 :]))
 
