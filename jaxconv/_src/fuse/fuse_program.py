@@ -25,9 +25,7 @@ from jaxconv._src.fuse import (
     fuse_activations,
     fuse_chain,
     fuse_convolution,
-    fuse_gradient,
-    fuse_normalise_add,
-    fuse_normalised_gradient,
+    fuse_layers,
     fuse_pooling,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
@@ -97,13 +95,9 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
-            if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
-                eqns = live(fuse_pooling.with_calls(eqns, outvars), outvars)
-                eqns = live(fuse_gradient.rewritten(eqns, outvars), outvars)
-                eqns = live(fuse_normalised_gradient.rewritten(eqns, outvars), outvars)
-                eqns = live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
-                eqns = fuse_pooling.without_unused(eqns, outvars)
-            eqns = live(fuse_pooling.rewritten(eqns, outvars), outvars)
+            eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
+            eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
+            eqns = fuse_layers.with_readers(eqns, outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 

@@ -41,12 +41,16 @@ from jax.interpreters import ad, mlir
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call
+from jaxconv._src.passes import masked_sums
+from jaxconv._src.passes.masked_sums import Sums
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
 max_pool_p = Primitive(TARGET)
 max_pool_p.multiple_results = True
 max_pool_gradient_p = Primitive(GRADIENT_TARGET)
+max_pool_tangent_p = Primitive(TARGET + "_tangent")
+max_pool_tangent_p.multiple_results = True
 
 # Places are numbers below it.
 PLACES = 256
@@ -118,12 +122,18 @@ class Pooling:
         affine: whether z is batch norm and relu of x; otherwise it is x.
         places: whether the places are a result.
         operands: whether the operands at the places are; with places only.
+        copies: how many results are the maxima, one for each reader.
+        stored: whether the maxima's gradients are in memory in any case.
+        called: whether x is, so that a kernel may read it.
     """
 
     windows: Windows
     affine: bool
     places: bool
     operands: bool
+    copies: int = 1
+    stored: bool = False
+    called: bool = True
 
 
 def accepts(windows: Windows, dtype: np.dtype) -> bool:
@@ -180,13 +190,13 @@ def in_jax(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
     """``max_pool`` in operations of JAX."""
     x, z = operands[0], _activated(*operands)
     if not form.places:
-        return [_maxima(z, form.windows)]
+        return [_maxima(z, form.windows)] * form.copies
     largest, place, taken = _search(z, x if form.operands else z, form.windows)
     if form.affine:
         above = largest > 0
         place = lax.select(above, place, jnp.full_like(place, NO_PLACE))
         taken = lax.select(above, taken, jnp.zeros_like(taken))
-    return [largest, place, *[taken] * form.operands]
+    return [*[largest] * form.copies, place, *[taken] * form.operands]
 
 
 def _activated(x: jax.Array, *vectors: jax.Array) -> jax.Array:
@@ -221,21 +231,6 @@ def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, ja
         place = lax.select(keeps, place, jnp.full_like(place, number))
         largest = lax.max(largest, element)
     return largest, place, taken if same else operand
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def pooled(x: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
-    """The maxima of windows, and the places of the elements that are taken, uint8."""
-    largest, place, _ = _search(x, x, windows)
-    return largest, place
-
-
-@pooled.defjvp
-def _pooled_jvp(windows: Windows, primals: Any, tangents: Any) -> Any:
-    """The derivative of the program's own pooling, to any order."""
-    largest, place = pooled(*primals, windows)
-    _, tangent = jax.jvp(functools.partial(_maxima, windows=windows), primals, tangents)
-    return (largest, place), (tangent, np.zeros(place.shape, jax.dtypes.float0))
 
 
 def _elements(x: jax.Array, windows: Windows) -> Iterator[tuple[int, jax.Array]]:
@@ -303,21 +298,28 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
 def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
     maxima = x.update(shape=form.windows.counts, weak_type=False)
     places = maxima.update(dtype=np.dtype(np.uint8))
-    return [maxima, *[places] * form.places, *[maxima] * form.operands]
+    return [*[maxima] * form.copies, *[places] * form.places, *[maxima] * form.operands]
 
 
 def _jvp(primals, tangents, *, form: Pooling):
-    """The derivative of the program's own pooling, to any order."""
-
-    def differentiable(*operands: jax.Array) -> list[jax.Array]:
-        maxima = _maxima(_activated(*operands), form.windows)
-        return [maxima, *in_jax(*operands, form=form)[2:]]
-
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    _, (of_maxima, *of_operands) = jax.jvp(differentiable, tuple(primals), tuple(tangents))
-    found = max_pool_p.bind(*primals, form=form)
-    of_places = [ad.Zero(jax.typeof(p).to_tangent_aval()) for p in found[1:2]]
-    return found, [of_maxima, *of_places, *of_operands]
+    """The derivative at the places, which the forward pass gives."""
+    pairs = zip(("x", *_VECTORS), tangents, strict=False)
+    given = {name: t for name, t in pairs if not isinstance(t, ad.Zero)}
+    told = dataclasses.replace(form, places=True, operands=form.operands or form.affine)
+    results = max_pool_p.bind(*primals, form=told)
+    place, *operands = results[form.copies :]
+    vectors = dict(zip(_VECTORS, primals[1:], strict=False))
+    linear = MaximaTangent(told, tuple(given))
+    named = vectors | {"place": place} | dict(zip(("operands",), operands, strict=False))
+    named["maxima"] = results[0]
+    kept = [named[name] for name in linear.kept]
+    of_maxima = max_pool_tangent_p.bind(*compat.match_varying(*given.values(), *kept), form=linear)
+    found = [*results[: form.copies], *[place] * form.places, *operands[: form.operands]]
+    zeros = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
+    if form.operands:  # which only a derivative of a derivative differentiates
+        of_x = given.get("x", jnp.zeros_like(primals[0]))
+        zeros.append(_at_places(of_x, place, form.windows))
+    return found, [*of_maxima, *zeros]
 
 
 def _batch(operands, mapped_axes, *, form: Pooling):
@@ -335,10 +337,12 @@ def _attributes(windows: Windows) -> dict[str, Any]:
 
 def _lower(platform: str, ctx, *operands, form: Pooling):
     """Lowers to one custom call, or to operations of JAX."""
-    if not accepts(form.windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
+    accepted = form.called and accepts(form.windows, ctx.avals_in[0].dtype)
+    if not accepted or not rules.calls_cuda(platform, ctx):
         return _lower_in_jax(ctx, *operands, form=form)
     given = zip(operands, ctx.avals_in, strict=True)
-    results = dict(zip(("maxima", "places", "operands"), ctx.avals_out, strict=False))
+    avals = ctx.avals_out[form.copies - 1 :]
+    results = dict(zip(("maxima", "places", "operands"), avals, strict=False))
     found = custom_call.lowered(
         ctx,
         platform,
@@ -347,7 +351,7 @@ def _lower(platform: str, ctx, *operands, form: Pooling):
         results,
         **_attributes(form.windows),
     )
-    return [found[name] for name in results]
+    return [found["maxima"]] * (form.copies - 1) + [found[name] for name in results]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
@@ -355,6 +359,122 @@ _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 ad.primitive_jvps[max_pool_p] = _jvp
 rules.register(
     max_pool_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+)
+
+
+# --- the derivative of max_pool ---
+
+_VECTORS = ("mean", "scale", "offset")
+
+
+@dataclasses.dataclass(frozen=True)
+class MaximaTangent:
+    """What a linear call computes: the tangents of the maxima.
+
+    Attributes:
+        form: the function that is differentiated, with places, and operands where it is affine.
+        given: which of x, mean, scale and offset have a tangent, an operand each.
+    """
+
+    form: Pooling
+    given: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of what the tangents are multiplied by."""
+        affine = ("mean", "scale", "maxima", "operands") if self.form.affine else ()
+        return (*affine, "place")
+
+
+def _at_places(x: jax.Array, place: jax.Array, windows: Windows) -> jax.Array:
+    """The elements of x at the places of its windows, 0 where there is none."""
+    total: Any = jnp.zeros(windows.counts, x.dtype)
+    for number, element in _elements(x, windows):
+        total = lax.select(place == np.uint8(number), element, total)
+    return total
+
+
+def tangent_in_jax(*operands: jax.Array, form: MaximaTangent) -> list[jax.Array]:
+    """``max_pool_tangent`` in operations of JAX."""
+    count = len(form.given)
+    given = dict(zip(form.given, operands[:count], strict=True))
+    named = dict(zip(form.kept, operands[count:], strict=True))
+    place = named["place"]
+    affine, total = form.form.affine, []
+    if "x" in given:
+        taken = _at_places(given["x"], place, form.form.windows)
+        total.append(taken.astype(np.float32) * named["scale"] if affine else taken)
+    if "mean" in given:
+        total.append(-given["mean"] * named["scale"])
+    if "scale" in given:
+        total.append((named["operands"].astype(np.float32) - named["mean"]) * given["scale"])
+    if "offset" in given:
+        total.append(given["offset"])
+    of_z = functools.reduce(jnp.add, total)
+    if affine:
+        of_z = jnp.broadcast_to(of_z, place.shape)
+        of_z = lax.select(place != NO_PLACE, of_z, jnp.zeros_like(of_z))
+        of_z = of_z.astype(named["maxima"].dtype)
+    return [of_z] * form.form.copies
+
+
+def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
+    named = dict(zip((*form.given, *form.kept), operands, strict=True))
+    like = named.get("maxima", named.get("x"))
+    return [named["place"].update(dtype=like.dtype, weak_type=False)] * form.form.copies
+
+
+def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
+    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+
+    def differentiable(*others: jax.Array) -> list[jax.Array]:
+        return tangent_in_jax(*others, primals[-1], form=form)
+
+    _, out = jax.jvp(differentiable, tuple(primals[:-1]), tuple(tangents[:-1]))
+    return max_pool_tangent_p.bind(*primals, form=form), out
+
+
+def _tangent_batch(operands, mapped_axes, *, form: MaximaTangent):
+    mapped = jax.vmap(functools.partial(tangent_in_jax, form=form), in_axes=mapped_axes)
+    results = mapped(*operands)
+    return results, [0] * len(results)
+
+
+def _tangent_transpose(cotangents, *operands, form: MaximaTangent):
+    """The gradient of x goes to the places; those of the vectors are sums over windows."""
+    count = len(form.given)
+    types = dict(zip(form.given, (o.aval for o in operands[:count]), strict=True))
+    named = dict(zip(form.kept, operands[count:], strict=True))
+    gradients = [c for c in cotangents if not isinstance(c, ad.Zero)]
+    if not gradients:
+        return [ad.Zero(t) for t in types.values()] + [None] * len(form.kept)
+    first, *rest = gradients
+    gradients = [first, functools.reduce(jnp.add, rest)] if rest else [first]
+    found: dict[str, Any] = {}
+    if form.form.affine and types.keys() - {"x"}:
+        sums = Sums(len(gradients), 1, "result", stores=False, above=0.0, below=None)
+        arrays = *gradients, named["operands"], named["mean"], named["maxima"]
+        accepted = masked_sums.accepts(sums, first.shape, first.dtype) and form.form.stored
+        summed = masked_sums.masked_sums if accepted else masked_sums.in_jax
+        (totals,) = summed(*arrays, form=sums)
+        found = {"offset": totals[0], "scale": totals[1], "mean": -totals[0] * named["scale"]}
+    if "x" in types:
+        dx = max_pool_gradient(gradients, named["place"], windows=form.form.windows)
+        if form.form.affine:
+            dx = (dx.astype(np.float32) * named["scale"]).astype(types["x"].dtype)
+        found["x"] = dx
+    return [found[name] for name in types] + [None] * len(form.kept)
+
+
+ad.primitive_jvps[max_pool_tangent_p] = _tangent_jvp
+ad.primitive_transposes[max_pool_tangent_p] = _tangent_transpose
+_lower_tangent = mlir.lower_fun(tangent_in_jax, multiple_results=True)
+rules.register(
+    max_pool_tangent_p,
+    shapes=_tangent_abstract_eval,
+    batch=_tangent_batch,
+    lower=lambda platform, ctx, *operands, form: _lower_tangent(ctx, *operands, form=form),
+    elsewhere=_lower_tangent,
 )
 
 

@@ -1,0 +1,92 @@
+"""The axes of an array by what they number: examples, positions, or channels.
+
+A layer's values have one shape, but programs write them in many: positions flattened, channels
+apart in groups, axes of extent 1 between. Each axis of such an array is a product of digits, and a
+digit numbers a part of the examples, the positions or the channels: digit (c, s, e) counts e
+channels that lie s apart. A reshape regroups the digits and splits some, so that every value
+between two convolutions can be read in the axes of the convolution's result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+EXAMPLES, POSITIONS, CHANNELS = "n", "s", "c"
+
+
+class Digit(NamedTuple):
+    """A part of what an axis numbers.
+
+    Attributes:
+        what: EXAMPLES, POSITIONS or CHANNELS.
+        stride: how far apart two neighbours lie among these.
+        extent: how many there are.
+    """
+
+    what: str
+    stride: int
+    extent: int
+
+
+# For each axis its digits, the most significant first. An axis of extent 1 has none.
+Axes = tuple[tuple[Digit, ...], ...]
+
+
+def of(shape: Sequence[int], channels: int) -> Axes:
+    """The axes of an array: the examples first, and the channels at axis ``channels``."""
+    axes = []
+    for axis, extent in enumerate(shape):
+        what = CHANNELS if axis == channels else EXAMPLES if axis == 0 else POSITIONS
+        within = [e for a, e in enumerate(shape) if a > axis and a != channels]
+        stride = math.prod(within) if what == POSITIONS else 1
+        axes.append((Digit(what, stride, extent),) if extent != 1 else ())
+    return tuple(axes)
+
+
+def extent(axis: Sequence[Digit]) -> int:
+    return math.prod(d.extent for d in axis)
+
+
+def shape_of(axes: Axes) -> tuple[int, ...]:
+    return tuple(map(extent, axes))
+
+
+def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
+    """The axes of the same elements in another shape, or None where a digit does not divide."""
+    pending = [d for axis in axes for d in axis][::-1]
+    result: list[tuple[Digit, ...]] = []
+    for wanted in shape:
+        axis: list[Digit] = []
+        while wanted > 1:
+            if not pending:
+                return None
+            digit = pending.pop()
+            common = math.gcd(digit.extent, wanted)
+            if common == digit.extent:
+                axis.append(digit)
+            elif common == wanted:
+                rest = digit.extent // wanted
+                axis.append(Digit(digit.what, digit.stride * rest, wanted))
+                pending.append(Digit(digit.what, digit.stride, rest))
+                common = wanted
+            else:
+                return None
+            wanted //= common
+        result.append(tuple(axis))
+    return None if pending else tuple(result)
+
+
+def refined(digits: Sequence[Digit], count: int) -> list[int]:
+    """The extents of axes into which ``count`` numbers are cut so that each digit is one of them.
+
+    Args:
+        digits: of one kind, by falling stride.
+        count: how many numbers there are.
+    """
+    extents, above = [], count
+    for digit in digits:
+        extents += [above // (digit.stride * digit.extent), digit.extent]
+        above = digit.stride
+    return [*extents, above]

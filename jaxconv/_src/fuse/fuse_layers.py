@@ -1,0 +1,365 @@
+"""Finds layers of normalisation in forward programs: an affine function, a shortcut, an activation.
+
+Each becomes one call of ``normalise``, whose derivative is a rule, so that backward programs need
+not be read. ``fuse_affine`` reads the affine part, however it is written. The activation is
+whatever elementwise function of one array follows.
+
+A call's result has a copy for a second reader, so that the derivative's rule receives both
+gradients. It also knows whether they lie in memory when it is called for (``stored``): a
+convolution and a product of matrices store the gradients of their operands, while XLA computes
+those of elementwise operations where they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from jaxconv._src import compat
+from jaxconv._src.conv import fused
+from jaxconv._src.fuse import fuse_activations, fuse_convolution
+from jaxconv._src.fuse.fuse_activations import Written
+from jaxconv._src.fuse.fuse_affine import Affine, Coefficient, Reader, Term
+from jaxconv._src.fuse.fuse_graph import ELEMENTWISE, REDUCTIONS, Graph, is_float, traced, type_of
+from jaxconv._src.passes import max_pooling, normalise
+from jaxconv._src.passes.max_pooling import Pooling
+from jaxconv._src.passes.normalise import Form
+
+# Equations that may end the affine part of a layer.
+_AFFINE = {"add", "add_any", "sub", "mul", "div", "neg", "convert_element_type"}
+
+# Operations that read their operands from memory and store the operands' gradients.
+_STORING = {
+    *fuse_convolution.NAMES,
+    fused.conv_fused_p.name,
+    "dot_general",
+    max_pooling.max_pool_p.name,
+}
+
+# The most equations of an activation.
+_LONGEST = 40
+
+# Results of a call that are z: ``masked_sums`` adds two gradients.
+_COPIES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A call in the place of some equations.
+
+    Attributes:
+        position: of the equation whose result the call gives.
+        inside: positions of the equations that the call computes.
+        axis: that of the arrays' channels.
+        terms: the arrays with their coefficients, the shortcut last.
+        activation: the function behind the sum.
+        out: the result.
+    """
+
+    position: int
+    inside: frozenset[int]
+    axis: int
+    terms: tuple[Term, ...]
+    activation: Written | None
+    out: Var
+
+    @property
+    def form(self) -> Form:
+        vectors = [
+            tuple(n for n in ("mean", "scale", "offset") if getattr(term, n) is not None)
+            for term in self.terms
+        ]
+        shortcut = not vectors[-1]
+        return Form(
+            tuple(vectors[:-1] if shortcut else vectors),
+            shortcut,
+            self.activation,
+            np.dtype(type_of(self.out).dtype),
+        )
+
+    def equations(self, graph: Graph) -> list[JaxprEqn]:
+        """The call with what brings its operands and its result to their shapes."""
+        coefficients = [c for term in self.terms for c in term.coefficients]
+        atoms = list({a: None for c in coefficients for a in c.atoms if isinstance(a, Var)})
+        arrays = [term.array for term in self.terms]
+        shape = type_of(arrays[0]).shape
+        counts = shape[0], shape[self.axis]
+        out = type_of(self.out)
+
+        def call(arrays: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
+            values = dict(zip(atoms, given, strict=True))
+            vectors = []
+            for coefficient in coefficients:
+                wanted = counts if coefficient.examples else counts[1:]
+                vectors.append(jnp.broadcast_to(coefficient.value(values), wanted))
+            last = [jnp.moveaxis(a, self.axis, -1) for a in arrays]
+            (z,) = normalise.normalise(*last, *vectors, form=self.form)
+            return [jnp.moveaxis(z, -1, self.axis).reshape(out.shape)]
+
+        return traced(call, (arrays, atoms), [self.out], graph, self.position)
+
+
+def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations with its layers of normalisation as calls.
+
+    What becomes superfluous stays, without uses.
+
+    Args:
+        eqns: the equations, in order.
+        outvars: what the program returns.
+    """
+    graph = Graph(eqns, outvars)
+    axes = _axes_of_channels(graph)
+    reader = Reader(graph, lambda v: axes.get(v, _usual_axis(axes, v)), _Stops(graph))
+    placed: dict[int, list[JaxprEqn]] = {}
+    inside: set[int] = set()
+    for position in reversed(range(len(graph.eqns))):
+        if position in inside or graph.eqns[position].primitive.name not in _AFFINE:
+            continue
+        layer = _find(graph, reader, axes, position)
+        if layer is None or layer.position in placed:
+            continue
+        try:
+            placed[layer.position] = layer.equations(graph)
+        except (TypeError, ValueError, compat.ShardingTypeError):
+            continue  # arrays of types that this does not know: the program's own operations
+        inside |= layer.inside
+    return graph.with_replaced(placed)
+
+
+def _axes_of_channels(graph: Graph) -> dict[Var, int]:
+    """The axis of channels of each convolution's result."""
+    found: dict[Var, int] = {}
+    for position, eqn in enumerate(graph.eqns):
+        if eqn.primitive is fused.conv_fused_p:
+            found[eqn.outvars[0]] = eqn.params["spec"].axis("y", "k")
+        elif eqn.primitive.name in fuse_convolution.NAMES:
+            conv = fuse_convolution.find(graph, position)
+            if not isinstance(conv, str):
+                found[eqn.outvars[0]] = conv.channel_axis
+    return found
+
+
+def _usual_axis(axes: Mapping[Var, int], array: Var) -> int:
+    """The axis of channels of an array that no convolution gives: where the program has them."""
+    rank = len(type_of(array).shape)
+    first = any(axis < len(type_of(v).shape) - 1 for v, axis in axes.items())
+    return min(1, rank - 1) if first else rank - 1
+
+
+class _Stops:
+    """Whether a value lies in memory, so that what reads it need not compute it again."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._computed = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "reshape", "squeeze"}
+        self._computed |= {"expand_dims", "reduce_and", "reduce_or", *fuse_activations.CALLS}
+
+    def __call__(self, value: Var) -> bool:
+        uses = (self._graph.eqns[i].primitive.name for i in self._graph.uses(value))
+        return value in self._graph.returned or any(name not in self._computed for name in uses)
+
+
+def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) -> _Layer | None:
+    """The layer whose affine part an equation ends, or None."""
+    value = graph.eqns[position].outvars[0]
+    if not is_float(getattr(type_of(value), "dtype", bool)) or len(type_of(value).shape) < 2:
+        return None
+    affine = reader.read(value)
+    if not 1 <= len(affine.terms) <= 2 or not _varies(affine):
+        return None
+    terms = sorted((_centred(graph, t) for t in affine.terms), key=lambda t: t.plain)
+    shapes = {type_of(t.array).shape for t in terms}
+    channels = {axes.get(t.array, _usual_axis(axes, t.array)) for t in terms}
+    if len(shapes) > 1 or len(channels) > 1 or len(next(iter(shapes))) < 3:
+        return None
+    if any(not is_float(type_of(t.array).dtype) for t in terms):
+        return None
+    (axis,) = channels
+    out, activation = _activated(graph, value)
+    end = graph.index(out)
+    assert end is not None
+    return _Layer(end, affine.inside | {end}, axis, tuple(terms), activation, out)
+
+
+def _varies(affine: Affine) -> bool:
+    """Whether an array of the program is among the coefficients."""
+    return any(c.atoms for t in affine.terms for c in t.coefficients)
+
+
+def _centred(graph: Graph, term: Term) -> Term:
+    """A term around the mean of its array, where the program knows that."""
+    statistics = _statistics(graph, term.array)
+    if term.plain or statistics is None:
+        return term
+
+    def mean(values: Sequence[Any]) -> Any:
+        return values[0][0]
+
+    return term.around(Coefficient((statistics,), False, mean))
+
+
+def _statistics(graph: Graph, array: Var) -> Var | None:
+    """The statistics of a convolution's result that its call gives."""
+    made = graph.producer(array)
+    while made is not None and made.primitive.name == "reshape":
+        array = made.invars[0]
+        made = graph.producer(array)
+    if made is None or made.primitive is not fused.conv_fused_p:
+        return None
+    return made.outvars[-1] if made.params["epilogue"].statistics else None
+
+
+def _activated(graph: Graph, operand: Var) -> tuple[Var, Written | None]:
+    """The result of the elementwise function that alone reads an array, and the function."""
+    reached: list[Var] = [operand]
+    pending = sorted(set(graph.uses(operand)))
+    ends: list[Var] = []
+    while pending and len(reached) <= _LONGEST:
+        position = pending.pop(0)
+        out = _of_operand(graph, position, operand, reached)
+        if out is None:
+            continue
+        reached.append(out)
+        # All that is read elsewhere depends on the operand through this one.
+        if _alone(graph, operand, reached, out):
+            ends.append(out)
+        pending = sorted({*pending, *graph.uses(out)})
+    for out in reversed(ends):
+        if type_of(out).dtype.itemsize > type_of(operand).dtype.itemsize:
+            continue  # what reads it converts by itself
+        function = graph.function(out, operand)
+        if function is None:
+            continue
+        found = _named(graph, out, operand)
+        return out, Written(function, type_of(operand), found, _halves(graph, out, operand))
+    return operand, None
+
+
+def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var]) -> Var | None:
+    """The result of an elementwise equation of an array and of numbers, or None."""
+    eqn = graph.eqns[position]
+    name, (out, *more) = eqn.primitive.name, eqn.outvars
+    if more or name not in ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}:
+        return None
+    if getattr(type_of(out), "shape", None) != type_of(operand).shape or eqn.effects:
+        return None
+    for atom in eqn.invars:
+        if isinstance(atom, Var) and atom not in reached and graph.constant(atom) is None:
+            return None
+    return out
+
+
+def _alone(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool:
+    """Whether nothing but ``out`` is read of what is computed from an array on the way to it."""
+    if not is_float(type_of(out).dtype):
+        return False
+    positions = set(graph.computed_from(out, operand) or ())
+    inside = {operand, *(v for i in positions for v in graph.eqns[i].outvars)} - {out}
+    inside &= set(reached)
+    return all(
+        v not in graph.returned and all(i in positions for i in graph.uses(v)) for v in inside
+    )
+
+
+def _named(graph: Graph, out: Var, operand: Var) -> fuse_activations.Activation | None:
+    """The name of an activation, conversions at its ends aside."""
+    while True:
+        found = fuse_activations.classify(graph, out, operand)
+        made = graph.producer(out)
+        if found is not None or made is None or made.primitive.name != "convert_element_type":
+            return found
+        out = made.invars[0]
+
+
+def _halves(graph: Graph, out: Var, operand: Var) -> bool:
+    """Whether the derivative of max or min, of JAX's own, is part of an activation's."""
+    positions = graph.computed_from(out, operand) or ()
+    return any(graph.eqns[i].primitive.name in ("max", "min") for i in positions)
+
+
+# --- the gradients of a call's result ---
+
+
+def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations whose calls know who reads their results."""
+    graph = Graph(eqns, outvars)
+    result = list(graph.eqns)
+    forms: dict[int, Form | Pooling] = {}
+    for position in reversed(range(len(result))):
+        eqn = result[position]
+        if eqn.primitive not in (normalise.normalise_p, max_pooling.max_pool_p):
+            continue
+        readers = _readers(graph, eqn.outvars[0])
+        form = eqn.params["form"]
+        arrays = eqn.invars[: form.summands] if isinstance(form, Form) else []
+        stored = all(in_memory(graph, a) for a in arrays)
+        stored = stored and bool(readers) and all(_stores(graph, forms, r) for r in readers)
+        forms[position] = form = dataclasses.replace(form, stored=stored)
+        z = eqn.outvars[0]
+        uses = sorted(set(graph.uses(z)))
+        if len(uses) < 2 or not stored:
+            result[position] = eqn.replace(params={**eqn.params, "form": form})
+            continue
+        form = dataclasses.replace(form, copies=_COPIES)
+        copy = compat.variable(type_of(z))
+        for use in uses[1:]:
+            reader = result[use]
+            result[use] = reader.replace(invars=[copy if a is z else a for a in reader.invars])
+        result[position] = eqn.replace(
+            outvars=[z, copy], params={**eqn.params, "form": form}
+        )
+    return result
+
+
+def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]] | None:
+    """Equations that read an array, as it is or in another shape, and as what; None: it is kept."""
+    if array in graph.returned:
+        return []
+    found: list[tuple[int, Var]] = []
+    for use in graph.uses(array):
+        eqn = graph.eqns[use]
+        if eqn.primitive.name in ("reshape", "transpose", "squeeze"):
+            inner = _readers(graph, eqn.outvars[0])
+            if not inner:
+                return []
+            found += inner
+        else:
+            found.append((use, array))
+    return found
+
+
+def _stores(graph: Graph, forms: Mapping[int, Form | Pooling], reader: tuple[int, Var]) -> bool:
+    """Whether a reader's gradient lies in memory."""
+    position, array = reader
+    eqn = graph.eqns[position]
+    if eqn.primitive.name in _STORING:
+        return True
+    if eqn.primitive is not normalise.normalise_p or position not in forms:
+        return False
+    form = forms[position]
+    assert isinstance(form, Form)
+    # A shortcut's gradient is that of the sum, which the call stores for it.
+    return form.stored and form.shortcut and eqn.invars[form.arrays] is array
+
+
+def in_memory(graph: Graph, array: Any) -> bool:
+    """Whether an array is stored in any case."""
+    made = graph.producer(array)
+    while made is not None and made.primitive.name in ("reshape", "transpose", "squeeze"):
+        made = graph.producer(made.invars[0])
+    if made is None or made.primitive.name not in ELEMENTWISE:
+        return made is None or made.primitive.name != "broadcast_in_dim"
+    return isinstance(array, Var) and any(
+        graph.eqns[i].primitive.name in _STORING for i in graph.uses(array)
+    )
+
+
+
+
