@@ -57,7 +57,8 @@ class Call:
 
         def call(arrays: list[jax.Array], given: list[Any], result: jax.Array) -> list[Any]:
             read = [v.read(a, channels) for v, a in zip(vectors, given, strict=True)]
-            found = masked_sums.masked_sums(*arrays, *read, result, form=form)
+            of_mask = [result] * (form.masked_by == "result")
+            found = masked_sums.masked_sums(*arrays, *read, *of_mask, form=form)
             parts = [lax.index_in_dim(found[-1], i, 0, keepdims=False) for i, _ in sums]
             return [*found[:-1], *parts]
 

@@ -102,7 +102,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
 def _by_bits(eqn: JaxprEqn, bits: Var) -> JaxprEqn:
     """A call of ``masked_sums`` that takes the mask from bits."""
     form = dataclasses.replace(eqn.params["form"], masked_by="bits")
-    operands = [*eqn.invars[:-1], bits, eqn.invars[-1]]
+    operands = [*eqn.invars[:-1], bits]
     return eqn.replace(invars=operands, params={**eqn.params, "form": form})
 
 
