@@ -65,19 +65,43 @@ Status CheckArrayIf(bool present, const Array& array, DType dtype, const Extents
   return present ? CheckArray(array, dtype, expected) : CheckAbsent(array);
 }
 
-// An array of 16 bits with its channels on the last axis: its type, shape, rows and channels.
-Status CheckChannelsInnermost(const Array& array, DType* dtype, Extents* shape, int64_t* rows,
-                              int64_t* channels) {
+// Of an array of floating-point numbers, for which it is checked afterwards.
+DType FloatType(const Array& array) {
+  const ffi::DataType type = array.buffer().element_type();
+  return type == ffi::DataType::BF16  ? DType::kBF16
+         : type == ffi::DataType::F16 ? DType::kF16
+                                      : DType::kF32;
+}
+
+Status CheckChannelsInnermost(const Array& array, RowsOfChannels* rows) {
   const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
-  if (found.size() < 2 || found.size() > shape->values.size() || !array.present()) {
+  if (found.size() < 2 || found.size() > rows->shape.values.size() || !array.present()) {
     return Mismatch(array.name(), "expected elements along at least two axes, got shape " +
                                       ToText(found, found.size()));
   }
-  for (const int64_t extent : found) shape->Append(extent);
-  *dtype = array.buffer().element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
-  *channels = found.back();
-  *rows = static_cast<int64_t>(array.buffer().element_count()) / *channels;
-  return CheckArray(array, *dtype, *shape);
+  if (rows->segments < 1 || found[0] % rows->segments != 0) {
+    return Mismatch(array.name(), "expected a leading axis in " + std::to_string(rows->segments) +
+                                      " equal segments, got shape " + ToText(found, found.size()));
+  }
+  for (const int64_t extent : found) rows->shape.Append(extent);
+  rows->dtype = FloatType(array);
+  rows->channels = found.back();
+  rows->rows =
+      static_cast<int64_t>(array.buffer().element_count()) / rows->channels / rows->segments;
+  return CheckArray(array, rows->dtype, rows->shape);
+}
+
+// What is formed in parts of every segment: (parts, kinds, channels), with the segments in front
+// where there are several.
+Status CheckParts(const Array& array, int64_t kinds, const RowsOfChannels& rows) {
+  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
+  Extents expected;
+  if (rows.segments > 1) expected.Append(rows.segments);
+  const size_t at = expected.rank;
+  expected.Append(found.size() == at + 3 && found[at] > 0 ? found[at] : 1);
+  expected.Append(kinds);
+  expected.Append(rows.channels);
+  return CheckArray(array, DType::kF32, expected);
 }
 
 // One bit for each element of an array of this shape, eight channels in a byte.
@@ -97,6 +121,14 @@ Status CheckVector(const Array& array, bool present, DType dtype, int64_t count)
   Extents expected;
   expected.Append(count);
   return CheckArrayIf(present, array, dtype, expected);
+}
+
+// A vector of the channels, of all segments or one for each.
+Status CheckOfSegments(const Array& array, bool present, const RowsOfChannels& rows) {
+  Extents expected;
+  if (present && array.buffer().dimensions().size() == 2) expected.Append(rows.segments);
+  expected.Append(rows.channels);
+  return CheckArrayIf(present, array, DType::kF32, expected);
 }
 
 // An array of the problem, whose axes the attribute of a name puts in order.
@@ -148,7 +180,7 @@ Status CheckPooled(const Array& x, const Array& y, const Attributes& attributes,
     return Mismatch(y.name(), std::string("expected the axes of ") + x.name() + ", got shape " +
                                   ToText(to, to.size()));
   }
-  *dtype = x.buffer().element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  *dtype = FloatType(x);
   windows->batch = from[0];
   windows->channels = from[axes + 1];
   Extents whole;
@@ -187,6 +219,7 @@ std::vector<CallArrays> AllCalls() {
           Named<Int8Arrays>("jaxconv_int8"),
           Named<NormaliseAddArrays>("jaxconv_normalise_add"),
           Named<MaskedSumsArrays>("jaxconv_masked_sums"),
+          Named<MomentsArrays>("jaxconv_moments"),
           Named<MaxPoolArrays>("jaxconv_max_pool"),
           Named<MaxPoolGradientArrays>("jaxconv_max_pool_gradient")};
 }
@@ -300,44 +333,50 @@ Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem) {
   return CheckVector(arrays.residual_scale, terms.residual, DType::kF32, 1);
 }
 
-Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, DType* dtype, int64_t* rows,
-                         int64_t* channels) {
-  Extents shape;
-  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, dtype, &shape, rows, channels));
+Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, RowsOfChannels* rows) {
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, rows));
   const bool two = arrays.y2.present();
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(two, arrays.y2, *dtype, shape));
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(!two, arrays.shortcut, *dtype, shape));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(two, arrays.y2, rows->dtype, rows->shape));
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(!two, arrays.shortcut, rows->dtype, rows->shape));
   for (const Array* vector : {&arrays.mean, &arrays.scale, &arrays.offset}) {
-    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, true, DType::kF32, *channels));
+    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, true, DType::kF32, rows->channels));
   }
   for (const Array* vector : {&arrays.mean2, &arrays.scale2, &arrays.offset2}) {
-    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, two, DType::kF32, *channels));
+    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, two, DType::kF32, rows->channels));
   }
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.result, *dtype, shape));
-  return CheckBits(arrays.bits, true, shape);
+  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.result, rows->dtype, rows->shape));
+  return CheckBits(arrays.bits, true, rows->shape);
 }
 
-Status CheckMaskedSums(const MaskedSumsArrays& arrays, DType* dtype, int64_t* rows,
-                       int64_t* channels) {
-  Extents shape;
-  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.gradient, dtype, &shape, rows, channels));
-  const bool two = arrays.y2.present(), by_result = arrays.result.present();
-  const bool by_bits = arrays.bits.present(), affine = !by_result && !by_bits;
-  for (const Array* array : {&arrays.gradient2, &arrays.result, &arrays.y2, &arrays.masked}) {
-    JAXCONV_RETURN_IF_ERROR(CheckArrayIf(array->present(), *array, *dtype, shape));
+Status CheckMaskedSums(const MaskedSumsArrays& arrays, const Attributes& attributes,
+                       RowsOfChannels* rows) {
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("segments", &rows->segments));
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.gradient, rows));
+  const bool one = arrays.y.present(), two = one && arrays.y2.present();
+  const bool by_result = arrays.result.present(), by_bits = !by_result && arrays.bits.present();
+  const bool affine = !by_result && !by_bits && arrays.scale.present();
+  for (const Array* array : {&arrays.gradient2, &arrays.result, &arrays.y, &arrays.masked}) {
+    JAXCONV_RETURN_IF_ERROR(CheckArrayIf(array->present(), *array, rows->dtype, rows->shape));
   }
-  JAXCONV_RETURN_IF_ERROR(CheckBits(arrays.bits, by_bits && !by_result, shape));
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.y, *dtype, shape));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.mean, true, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.mean2, two, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.scale, affine, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.offset, affine, DType::kF32, *channels));
-  const ffi::AnyBuffer::Dimensions sums = arrays.sums.buffer().dimensions();
-  Extents parts;
-  parts.Append(sums.size() == 3 && sums[0] > 0 ? sums[0] : 1);
-  parts.Append(two ? 3 : 2);
-  parts.Append(*channels);
-  return CheckArray(arrays.sums, DType::kF32, parts);
+  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(two, arrays.y2, rows->dtype, rows->shape));
+  JAXCONV_RETURN_IF_ERROR(CheckBits(arrays.bits, by_bits, rows->shape));
+  JAXCONV_RETURN_IF_ERROR(CheckOfSegments(arrays.mean, one, *rows));
+  JAXCONV_RETURN_IF_ERROR(CheckOfSegments(arrays.mean2, two, *rows));
+  JAXCONV_RETURN_IF_ERROR(CheckOfSegments(arrays.scale, affine, *rows));
+  JAXCONV_RETURN_IF_ERROR(CheckOfSegments(arrays.offset, affine, *rows));
+  return CheckParts(arrays.sums, 1 + one + two, *rows);
+}
+
+Status CheckMoments(const MomentsArrays& arrays, const Attributes& attributes,
+                    RowsOfChannels* rows) {
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("segments", &rows->segments));
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, rows));
+  return CheckParts(arrays.moments, 2, *rows);
+}
+
+ChannelNumbers NumbersOf(const Array& vector) {
+  const ffi::AnyBuffer::Dimensions shape = vector.buffer().dimensions();
+  return {vector.data<const float>(), shape.size() == 2 ? shape[1] : 0};
 }
 
 Status CheckMaxPool(const MaxPoolArrays& arrays, const Attributes& attributes, DType* dtype,

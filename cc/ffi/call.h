@@ -12,6 +12,7 @@
 
 #include "core/conv_problem.h"
 #include "core/status.h"
+#include "cuda/batch_norm/masked_sums.h"
 #include "cuda/pooling/windows.h"
 #include "ffi/arrays.h"
 #include "ffi/handler.h"
@@ -36,11 +37,21 @@ Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,
                   const ConvProblem& problem);
 Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem);
 
-// Compare the arrays with each other. The numbers are those of the rows and of the channels.
-Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, DType* dtype, int64_t* rows,
-                         int64_t* channels);
-Status CheckMaskedSums(const MaskedSumsArrays& arrays, DType* dtype, int64_t* rows,
-                       int64_t* channels);
+// An array with its channels on the last axis, whose leading axis segments divide evenly.
+struct RowsOfChannels {
+  DType dtype;
+  Extents shape;
+  int64_t segments = 1, rows, channels;  // rows of a segment
+};
+
+// Compare the arrays with each other, and with the attribute "segments", 1 where there is none.
+Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, RowsOfChannels* rows);
+Status CheckMaskedSums(const MaskedSumsArrays& arrays, const Attributes& attributes,
+                       RowsOfChannels* rows);
+Status CheckMoments(const MomentsArrays& arrays, const Attributes& attributes,
+                    RowsOfChannels* rows);
+// The vector of the channels of a checked call.
+ChannelNumbers NumbersOf(const Array& vector);
 
 // Compare the arrays with each other and with the attributes: sizes, strides and padding in front
 // along the one to three spatial axes.

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "cuda/batch_norm/masked_sums.h"
+#include "cuda/batch_norm/moments.h"
 #include "cuda/batch_norm/normalise_add.h"
 #include "cuda/common/launch_table.h"
 #include "cuda/common/plan_cache.h"
@@ -113,12 +114,13 @@ Status Int8(const CudaContext& context, const Int8Arrays& arrays, const Attribut
 
 Status RunNormaliseAdd(const CudaContext& context, const NormaliseAddArrays& arrays,
                        const Attributes& attributes) {
-  DType dtype;
+  RowsOfChannels rows;
   Gpu gpu;
   NormaliseAdd sum = {};
-  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAdd(arrays, &dtype, &sum.rows, &sum.channels));
+  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAdd(arrays, &rows));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sum.below));
   JAXCONV_RETURN_IF_ERROR(GpuOf(context.device, &gpu));
+  sum.rows = rows.rows, sum.channels = rows.channels;
   sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
   sum.arrays[0] = arrays.y.data();
   sum.arrays[1] = arrays.y2.data();
@@ -131,30 +133,50 @@ Status RunNormaliseAdd(const CudaContext& context, const NormaliseAddArrays& arr
   sum.offsets[1] = arrays.offset2.data<const float>();
   sum.result = arrays.result.data();
   sum.bits = arrays.bits.data<uint8_t>();
-  return LaunchNormaliseAdd(dtype, sum, context.stream);
+  return LaunchNormaliseAdd(rows.dtype, sum, context.stream);
 }
 
 Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
                      const Attributes& attributes) {
-  DType dtype;
+  RowsOfChannels rows;
   MaskedSums sums = {};
-  JAXCONV_RETURN_IF_ERROR(CheckMaskedSums(arrays, &dtype, &sums.rows, &sums.channels));
+  std::string_view activation = kDerivativeNames[0];
+  JAXCONV_RETURN_IF_ERROR(CheckMaskedSums(arrays, attributes, &rows));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sums.below));
-  sums.parts = arrays.sums.buffer().dimensions()[0];
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("activation", &activation));
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("slope", &sums.slope));
+  if (!ParseDerivative(activation, &sums.derivative)) {
+    return Status::Unimplemented("activation: no kernel has the derivative of '" +
+                                 std::string(activation) + "'");
+  }
+  const ffi::AnyBuffer::Dimensions parts = arrays.sums.buffer().dimensions();
+  sums.segments = rows.segments, sums.rows = rows.rows, sums.channels = rows.channels;
+  sums.parts = parts[parts.size() - 3];
   sums.gradient = arrays.gradient.data();
   sums.gradient2 = arrays.gradient2.data();
   sums.result = arrays.result.data();
   sums.bits = arrays.bits.data<const uint8_t>();
   sums.arrays[0] = arrays.y.data();
   sums.arrays[1] = arrays.y2.data();
-  sums.means[0] = arrays.mean.data<const float>();
-  sums.means[1] = arrays.mean2.data<const float>();
-  sums.scale = arrays.scale.data<const float>();
-  sums.offset = arrays.offset.data<const float>();
+  sums.means[0] = NumbersOf(arrays.mean);
+  sums.means[1] = NumbersOf(arrays.mean2);
+  sums.scale = NumbersOf(arrays.scale);
+  sums.offset = NumbersOf(arrays.offset);
   sums.masked = arrays.masked.data();
   sums.sums = arrays.sums.data<float>();
-  return LaunchMaskedSums(dtype, sums, context.stream);
+  return LaunchMaskedSums(rows.dtype, sums, context.stream);
+}
+
+Status RunMoments(const CudaContext& context, const MomentsArrays& arrays,
+                  const Attributes& attributes) {
+  RowsOfChannels rows;
+  JAXCONV_RETURN_IF_ERROR(CheckMoments(arrays, attributes, &rows));
+  const ffi::AnyBuffer::Dimensions parts = arrays.moments.buffer().dimensions();
+  return LaunchMoments(rows.dtype,
+                       {rows.segments, rows.rows, rows.channels, parts[parts.size() - 3],
+                        arrays.y.data(), arrays.moments.data<float>()},
+                       context.stream);
 }
 
 Status RunMaxPool(const CudaContext& context, const MaxPoolArrays& arrays,
@@ -216,6 +238,7 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_fused", reinterpret_cast<void*>(Handler<Cuda, Fused>::Call)},
           {"jaxconv_int8", reinterpret_cast<void*>(Handler<Cuda, Int8>::Call)},
           {"jaxconv_masked_sums", reinterpret_cast<void*>(Handler<Cuda, RunMaskedSums>::Call)},
+          {"jaxconv_moments", reinterpret_cast<void*>(Handler<Cuda, RunMoments>::Call)},
           {"jaxconv_normalise_add", reinterpret_cast<void*>(Handler<Cuda, RunNormaliseAdd>::Call)},
           {"jaxconv_max_pool", reinterpret_cast<void*>(Handler<Cuda, RunMaxPool>::Call)},
           {"jaxconv_max_pool_gradient",

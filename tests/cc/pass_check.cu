@@ -21,6 +21,7 @@
 
 #include "masked_sums_cases.cuh"
 #include "max_pool_cases.cuh"
+#include "moments_cases.cuh"
 #include "normalise_add_cases.cuh"
 #include "pass_test.cuh"
 
@@ -34,6 +35,7 @@ struct Pass {
 
 constexpr Pass kPasses[] = {
     {"masked_sums", MaskedSumsCases},
+    {"moments", MomentsCases},
     {"normalise_add", NormaliseAddCases},
     {"max_pool", MaxPoolCases},
     {"max_pool_gradient", MaxPoolGradientCases},

@@ -1,20 +1,20 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 
 #include "cuda/batch_norm/channel_vectors.cuh"
 #include "cuda/batch_norm/normalise_add.h"
+#include "cuda/batch_norm/plan.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/ptx/min_max.cuh"
 
 namespace jaxconv {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kVector = kChannelsOfThread;
-constexpr int kMaxLanes = 32;
-constexpr int kUnroll = 4;  // rows of a thread that are loaded at a time
+// Rows of a thread that are loaded at a time, of two arrays.
+template <typename T>
+constexpr int kUnroll = kRowsInFlight<2 * kVector * sizeof(T)>;
 constexpr int64_t kMaxGrid = 65535;
 
 // What a thread's channels are normalised by.
@@ -43,7 +43,7 @@ struct Normalisation {
 // neighbours. All CTAs walk side by side, from the ends of the arrays: those of y are what the
 // kernel before has written last, and the kernel behind begins where the result is written last.
 template <typename T, int kArrays, bool kBounded>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kPassThreads, 2)
     NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   const int step = static_cast<int>(threadIdx.x) / lanes;
@@ -53,21 +53,22 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int a = 0; a < kArrays; ++a) of[a].Load(p, a, channel);
   const int64_t stride = steps * p.channels;
-  const int64_t rows_of_block = kUnroll * steps;
+  constexpr int kRows = kUnroll<T>;
+  const int64_t rows_of_block = kRows * steps;
   const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
   for (int64_t block = blocks - 1 - blockIdx.y; block >= 0; block -= gridDim.y) {
     const int64_t row = block * rows_of_block + step;
     const int64_t at = row * p.channels + channel;
-    ChannelVector<T> first[kUnroll], second[kUnroll];
+    ChannelVector<T> first[kRows], second[kRows];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kRows; ++u) {
       if (row + u * steps >= p.rows) continue;
       const int64_t here = at + u * stride;
       first[u] = LoadLastChannels<T>(p.arrays[0], here);
       second[u] = LoadLastChannels<T>(kArrays == 2 ? p.arrays[1] : p.shortcut, here);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kRows; ++u) {
       if (row + u * steps >= p.rows) continue;
       const int64_t here = at + u * stride;
       float values[kVector], other[kVector];
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         values[i] = MaxNan(values[i], 0);
         if constexpr (kBounded) values[i] = MinNan(values[i], p.below);
       }
-      ChannelVector<T>::Rounded(values).Store(static_cast<T*>(p.result) + here);
+      ChannelVector<T>::Rounded(values).Store(p.result, here);
       p.bits[here / kVector] = static_cast<uint8_t>(bits);
     }
   }
@@ -98,17 +99,16 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <typename T, int kArrays, bool kBounded>
 Status LaunchForm(const NormaliseAdd& p, void* stream) {
-  const int64_t vectors = p.channels / kVector;
-  const int lanes = static_cast<int>(std::min<int64_t>(vectors, kMaxLanes));
-  const int steps = kThreads / lanes;
-  const int64_t slices = (vectors + lanes - 1) / lanes;
-  const int64_t blocks = (p.rows + kUnroll * steps - 1) / (kUnroll * steps);
-  const int64_t most = std::min(std::max<int64_t>(p.ctas / slices, 1), kMaxGrid);
+  const ChannelThreads of(p.channels);
+  const int64_t rows_of_block = kUnroll<T> * of.steps;
+  const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
+  const int64_t most = std::min(std::max<int64_t>(p.ctas / of.slices, 1), kMaxGrid);
   LaunchConfig config;
-  config.threads = kThreads;
-  config.grid = dim3(static_cast<unsigned>(slices), static_cast<unsigned>(std::min(blocks, most)));
-  return Launch<NormaliseAndAdd<T, kArrays, kBounded>>("normalise_add", config, stream, p, lanes,
-                                                       steps);
+  config.threads = kPassThreads;
+  config.grid =
+      dim3(static_cast<unsigned>(of.slices), static_cast<unsigned>(std::min(blocks, most)));
+  return Launch<NormaliseAndAdd<T, kArrays, kBounded>>("normalise_add", config, stream, p, of.lanes,
+                                                       of.steps);
 }
 
 template <typename T>
@@ -123,25 +123,17 @@ Status LaunchOfType(const NormaliseAdd& p, void* stream) {
 }  // namespace
 
 Status LaunchNormaliseAdd(DType dtype, const NormaliseAdd& p, void* stream) {
-  if (p.channels % kVector != 0 || p.channels < kVector || p.rows < 1) {
-    return Status::Unimplemented(
-        "normalise add: expected rows, and channels in a multiple of 8, got " +
-        std::to_string(p.rows) + " and " + std::to_string(p.channels));
-  }
-  for (const void* array :
-       {p.arrays[0], p.arrays[1], p.shortcut, static_cast<const void*>(p.result)}) {
-    if (!OnSixteenBytes(array)) {
-      return Status::Unimplemented(
-          "normalise add: an array does not lie on a multiple of 16 bytes");
-    }
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckCut(1, p.rows, p.channels, 1));
+  JAXCONV_RETURN_IF_ERROR(CheckAligned({p.arrays[0], p.arrays[1], p.shortcut, p.result}));
   switch (dtype) {
+    case DType::kF32:
+      return LaunchOfType<float>(p, stream);
     case DType::kBF16:
       return LaunchOfType<__nv_bfloat16>(p, stream);
     case DType::kF16:
       return LaunchOfType<__half>(p, stream);
     default:
-      return Status::Unimplemented("normalise add: expected float16 or bfloat16");
+      return Status::Unimplemented("normalise add: expected float32, float16 or bfloat16");
   }
 }
 

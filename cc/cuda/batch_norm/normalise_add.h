@@ -5,7 +5,7 @@
 //     result  = n_0 + other, rounded, between 0 and below;  other: an array as it is, or n_1
 //     bits    = 0 < result < below, of 8 channels a byte, the first channel's the lowest
 //
-// Arrays are (rows, channels), contiguous, of 16 bits, the bits (rows, channels / 8); vectors are
+// Arrays are (rows, channels), contiguous, of one type, the bits (rows, channels / 8); vectors are
 // float32 of `channels` numbers. A product and its sum round once (FMA), as XLA's code may, so that
 // the result is XLA's but for a rounding; the bits are those of this result. NaN stays NaN, and its
 // bit is 0.

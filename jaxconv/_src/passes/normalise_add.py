@@ -1,6 +1,6 @@
 """The primitive normalise_add: the end of a residual block in training, with the activation's mask.
 
-With one or two arrays y_i, of one 16-bit type and shape, channels last, and float32 vectors,
+With one or two arrays y_i, of one type and shape, channels last, and float32 vectors,
 
     n_i    = (y_i - mean_i) * scale_i + offset_i in float32, rounded
     result = n_0 + other, rounded, between 0 and below;  other: an array as it is, or n_1
@@ -28,13 +28,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call
+from jaxconv._src.passes.masked_sums import accepts_rows
 
 TARGET = "jaxconv_normalise_add"
 
 normalise_add_p = Primitive(TARGET)
 normalise_add_p.multiple_results = True
 
-# Channels of a thread (cc/cuda/batch_norm/channel_vectors.cuh), whose bits are a byte.
+# Channels of a thread (cc/cuda/batch_norm/plan.h), whose bits are a byte.
 _VECTOR = 8
 
 
@@ -56,10 +57,7 @@ class BlockEnd:
 def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
     return (
-        dtype in (jnp.bfloat16, np.float16)
-        and 2 <= len(shape) <= 7
-        and shape[-1] % _VECTOR == 0
-        and 0 not in shape
+        accepts_rows(shape, dtype)
         and 1 <= form.arrays <= 2
         and (form.below is None or float(np.asarray(form.below, dtype)) == form.below)
     )

@@ -1,0 +1,44 @@
+// Activations whose derivative masked_sums multiplies by.
+#ifndef JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_H_
+#define JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_H_
+
+#include <cstdint>
+#include <iterator>
+#include <string_view>
+
+namespace jaxconv {
+
+// kNone: a mask in place of a derivative. At the corners of the others the derivative is that of the
+// right side, of elu that of the left one.
+enum class Derivative : int32_t {
+  kNone,
+  kLeakyRelu,  // u >= 0 ? 1 : slope
+  kElu,        // u > 0 ? 1 : slope * exp(u)
+  kHardSigmoid,
+  kHardSwish,
+  kSigmoid,
+  kSilu,
+  kTanh,
+  kGelu,
+  kGeluTanh,
+  kSoftplus,
+  kMish,
+};
+
+inline constexpr std::string_view kDerivativeNames[] = {
+    "none", "leaky_relu", "elu",  "hard_sigmoid", "hard_swish", "sigmoid",
+    "silu", "tanh",       "gelu", "gelu_tanh",    "softplus",   "mish"};
+
+// False where no activation has the name.
+inline bool ParseDerivative(std::string_view name, Derivative* derivative) {
+  for (size_t i = 0; i < std::size(kDerivativeNames); ++i) {
+    if (kDerivativeNames[i] != name) continue;
+    *derivative = static_cast<Derivative>(i);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_H_

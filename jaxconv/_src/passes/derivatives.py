@@ -1,0 +1,49 @@
+"""Derivatives of activations by their operand, as kernels compute them, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxconv._src.problem.epilogue import activate, differential
+
+
+def _mish(u: jax.Array, slope: float) -> jax.Array:
+    # tanh(log(1 + e)) = n / (n + 2) with e = exp(u), n = e (e + 2)
+    e = jnp.exp(jnp.clip(u, -80.0, 20.0))
+    n = e * (e + 2)
+    return (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
+
+
+def _from_y(name: str) -> Callable[[jax.Array, float], jax.Array]:
+    return lambda u, slope: differential(name, slope, activate(u, name), jnp.ones_like(u))
+
+
+def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
+    return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
+
+
+# By the name of the custom call's attribute (cc/cuda/batch_norm/derivative.h). At corners they are
+# those of the right side, of elu that of the left one.
+DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
+    "leaky_relu": _from_operand("leaky_relu"),
+    "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),
+    "hard_sigmoid": lambda u, slope: jnp.where((u >= -3) & (u < 3), np.float32(1 / 6), 0),
+    "hard_swish": _from_operand("hard_swish"),
+    "sigmoid": _from_y("sigmoid"),
+    "silu": _from_operand("silu"),
+    "tanh": _from_y("tanh"),
+    "gelu": _from_operand("gelu"),
+    "gelu_tanh": _from_operand("gelu_tanh"),
+    "softplus": lambda u, slope: lax.logistic(u),
+    "mish": _mish,
+}
+
+
+def derivative(activation: str, slope: float, u: jax.Array) -> jax.Array:
+    """An activation's derivative at u, float32; ``slope`` is that of leaky_relu and elu."""
+    return DERIVATIVES[activation](u.astype(np.float32), slope)
