@@ -118,7 +118,7 @@ def coefficient(
         name, operand = made.primitive.name, made.invars[0] if made.invars else None
         if name == "convert_element_type" and is_float(type_of(operand).dtype):
             casts.append(np.dtype(made.params["new_dtype"]))
-        elif _reshapes(made):
+        elif reshapes(made):
             before = fuse_axes.reshaped(axes, type_of(operand).shape)
             if before is None:
                 return None
@@ -145,7 +145,7 @@ def coefficient(
     return combined(function, *found) if len(found) == len(operands) else None
 
 
-def _reshapes(eqn: JaxprEqn) -> bool:
+def reshapes(eqn: JaxprEqn) -> bool:
     """Whether an equation gives its operand's elements in their order, in another shape."""
     name = eqn.primitive.name
     if len(eqn.invars) > 1 or (name == "reshape" and eqn.params["dimensions"] is not None):
@@ -291,7 +291,7 @@ class Reader:
             name == "convert_element_type" and is_float(type_of(eqn.invars[0]).dtype)
         ):
             return self._operand(eqn.invars[0], depth)
-        if _reshapes(eqn):
+        if reshapes(eqn):
             value = self._operand(eqn.invars[0], depth)
             axes = None if value is None else fuse_axes.reshaped(value.axes, type_of(out).shape)
             return None if axes is None or value is None else dataclasses.replace(value, axes=axes)
@@ -349,9 +349,9 @@ class Reader:
 def _spreads(graph: Graph, atom: Var) -> bool:
     """Whether an array repeats a smaller one's elements."""
     while (made := graph.producer(atom)) is not None:
-        if made.primitive.name == "broadcast_in_dim" and not _reshapes(made):
+        if made.primitive.name == "broadcast_in_dim" and not reshapes(made):
             return True
-        if made.primitive.name != "convert_element_type" and not _reshapes(made):
+        if made.primitive.name != "convert_element_type" and not reshapes(made):
             return False
         atom = made.invars[0]
         if not isinstance(atom, Var):

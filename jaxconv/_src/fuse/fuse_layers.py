@@ -23,11 +23,11 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
 from jaxconv._src.conv import fused
-from jaxconv._src.fuse import fuse_activations, fuse_convolution
+from jaxconv._src.fuse import fuse_activations, fuse_convolution, fuse_statistics
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.fuse.fuse_affine import Affine, Coefficient, Reader, Term
 from jaxconv._src.fuse.fuse_graph import ELEMENTWISE, REDUCTIONS, Graph, is_float, traced, type_of
-from jaxconv._src.passes import max_pooling, normalise
+from jaxconv._src.passes import max_pooling, moments, normalise
 from jaxconv._src.passes.max_pooling import Pooling
 from jaxconv._src.passes.normalise import Form
 
@@ -41,6 +41,9 @@ _STORING = {
     "dot_general",
     max_pooling.max_pool_p.name,
 }
+
+# Operations that give their operand's elements.
+_MOVING = ("reshape", "transpose", "squeeze", "expand_dims")
 
 # The most equations of an activation.
 _LONGEST = 40
@@ -133,6 +136,60 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     return graph.with_replaced(placed)
 
 
+def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations with the moments of arrays in memory by calls.
+
+    Those of convolutions whose calls give statistics are not among them.
+    """
+    graph = Graph(eqns, outvars)
+    axes = _axes_of_channels(graph)
+    placed: dict[int, list[JaxprEqn]] = {}
+    arrays = dict.fromkeys(
+        graph.source(a) for eqn in graph.eqns for a in eqn.invars if isinstance(a, Var)
+    )
+    for array in arrays:
+        aval = type_of(array)
+        rank = len(getattr(aval, "shape", ()))
+        if rank < 3 or not is_float(aval.dtype) or not in_memory(graph, array):
+            continue
+        axis = axes.get(array, _usual_axis(axes, array))
+        for over in ("examples", "positions"):
+            placed |= _moments(graph, array, axis, over)
+    return graph.with_replaced(placed)
+
+
+def _moments(
+    graph: Graph, array: Var, axis: int, over: fuse_statistics.Over
+) -> dict[int, list[JaxprEqn]]:
+    """An array's moments by a call, and what they answer, by position; or nothing."""
+    found = fuse_statistics.find(graph, array, axis, over)
+    aval = type_of(array)
+    segments = aval.shape[0] if over == "positions" else 1
+    last = (*aval.shape[:axis], *aval.shape[axis + 1 :], aval.shape[axis])
+    if not found or not moments.accepts(last, aval.dtype, segments):
+        return {}
+    kept = (segments, 2, last[-1]) if segments > 1 else (2, last[-1])
+
+    def call(array: jax.Array) -> list[jax.Array]:
+        return [moments.moments(jnp.moveaxis(array, axis, -1), segments=segments)]
+
+    positions = [graph.index(m.out) for m in found]
+    first = min(p for p in positions if p is not None)
+    count = aval.size // (segments * last[-1])
+    try:
+        like = jax.eval_shape(call, jax.ShapeDtypeStruct(aval.shape, aval.dtype))[0]
+        assert like.shape == kept
+        statistics = compat.variable(aval.update(shape=kept, dtype=like.dtype, weak_type=False))
+        made = {first: traced(call, (array,), [statistics], graph, first)}
+        for moment, position in zip(found, positions, strict=True):
+            assert position is not None
+            answer = fuse_statistics.answered(graph, moment, statistics, count)
+            made[position] = [*made.get(position, []), *answer]
+    except (TypeError, ValueError, compat.ShardingTypeError):
+        return {}  # arrays of types that this does not know: the program's own sums
+    return made
+
+
 def _axes_of_channels(graph: Graph) -> dict[Var, int]:
     """The axis of channels of each convolution's result."""
     found: dict[Var, int] = {}
@@ -182,6 +239,9 @@ def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) 
     if any(not is_float(type_of(t.array).dtype) for t in terms):
         return None
     (axis,) = channels
+    counts = reader.counts(affine.axes)
+    if type_of(value).size <= counts[0] * counts[1]:
+        return None  # vectors
     out, activation = _activated(graph, value)
     end = graph.index(out)
     assert end is not None
@@ -195,25 +255,34 @@ def _varies(affine: Affine) -> bool:
 
 def _centred(graph: Graph, term: Term) -> Term:
     """A term around the mean of its array, where the program knows that."""
-    statistics = _statistics(graph, term.array)
-    if term.plain or statistics is None:
+    found = _statistics(graph, term.array)
+    if term.plain or found is None:
         return term
+    statistics, of_examples = found
 
     def mean(values: Sequence[Any]) -> Any:
-        return values[0][0]
+        return values[0][..., 0, :]
 
-    return term.around(Coefficient((statistics,), False, mean))
+    return term.around(Coefficient((statistics,), of_examples, mean))
 
 
-def _statistics(graph: Graph, array: Var) -> Var | None:
-    """The statistics of a convolution's result that its call gives."""
+def _statistics(graph: Graph, array: Var) -> tuple[Var, bool] | None:
+    """Moments of an array that the program has, and whether each example has its own."""
+    for use in graph.uses(array):
+        eqn = graph.eqns[use]
+        if eqn.primitive.name == "transpose":
+            (array,) = eqn.outvars
+            found = _statistics(graph, array)
+            if found is not None:
+                return found
+        if eqn.primitive is moments.moments_p:
+            return eqn.outvars[0], eqn.params["segments"] > 1
     made = graph.producer(array)
     while made is not None and made.primitive.name == "reshape":
-        array = made.invars[0]
-        made = graph.producer(array)
+        made = graph.producer(made.invars[0])
     if made is None or made.primitive is not fused.conv_fused_p:
         return None
-    return made.outvars[-1] if made.params["epilogue"].statistics else None
+    return (made.outvars[-1], False) if made.params["epilogue"].statistics else None
 
 
 def _activated(graph: Graph, operand: Var) -> tuple[Var, Written | None]:
@@ -325,7 +394,7 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]] | None:
     found: list[tuple[int, Var]] = []
     for use in graph.uses(array):
         eqn = graph.eqns[use]
-        if eqn.primitive.name in ("reshape", "transpose", "squeeze"):
+        if eqn.primitive.name in _MOVING:
             inner = _readers(graph, eqn.outvars[0])
             if not inner:
                 return []
@@ -350,16 +419,24 @@ def _stores(graph: Graph, forms: Mapping[int, Form | Pooling], reader: tuple[int
 
 
 def in_memory(graph: Graph, array: Any) -> bool:
-    """Whether an array is stored in any case."""
+    """Whether an array is stored in any case: XLA computes elementwise results where it reads them."""
     made = graph.producer(array)
-    while made is not None and made.primitive.name in ("reshape", "transpose", "squeeze"):
+    while made is not None and made.primitive.name in _MOVING:
         made = graph.producer(made.invars[0])
-    if made is None or made.primitive.name not in ELEMENTWISE:
-        return made is None or made.primitive.name != "broadcast_in_dim"
-    return isinstance(array, Var) and any(
-        graph.eqns[i].primitive.name in _STORING for i in graph.uses(array)
-    )
+    if made is None:
+        return True
+    name = made.primitive.name
+    if name not in ELEMENTWISE | {normalise.TARGET, "broadcast_in_dim", *fuse_activations.CALLS}:
+        return True
+    return isinstance(array, Var) and _read_from_memory(graph, array)
 
 
-
-
+def _read_from_memory(graph: Graph, array: Var) -> bool:
+    """Whether an operation that stores what it reads reads an array, in any shape."""
+    for use in graph.uses(array):
+        eqn = graph.eqns[use]
+        if eqn.primitive.name in _STORING:
+            return True
+        if eqn.primitive.name in _MOVING and _read_from_memory(graph, eqn.outvars[0]):
+            return True
+    return False

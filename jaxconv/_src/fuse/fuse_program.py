@@ -27,6 +27,7 @@ from jaxconv._src.fuse import (
     fuse_convolution,
     fuse_layers,
     fuse_pooling,
+    fuse_statistics,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
 from jaxconv._src.fuse.fuse_convolution import Convolution
@@ -95,6 +96,7 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
+            eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
             eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
             eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
             eqns = fuse_layers.with_readers(eqns, outvars)
@@ -268,19 +270,11 @@ def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
     """
     whole = type_of(graph.eqns[answer.fusion.conv.position].outvars[0])
     count = whole.size // type_of(answer.statistics).shape[1]
-
-    def compute(statistics: Any, vectors: list[Any]) -> Any:
-        return [answer.moment.value(statistics, vectors, count)]
-
-    position = graph.index(answer.moment.out)
-    assert position is not None
-    operands = answer.statistics, answer.moment.atoms
     try:
-        eqns = traced(compute, operands, answer.outvars, graph, position)
+        return fuse_statistics.answered(graph, answer.moment, answer.statistics, count)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
         reason = str(error).splitlines()[0]
         raise _RefusedError(answer.fusion.conv.position, reason, True) from error
-    return [compat.within(graph.eqns[position], e) for e in eqns]
 
 
 def _traced_call(

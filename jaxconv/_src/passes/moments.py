@@ -56,7 +56,7 @@ def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
     return jnp.stack([mean, over_segments(jnp.sum, deviation * deviation, segments)], -2)
 
 
-def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, segments: int) -> jax.Array:
+def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
     """Linear in dy."""
     deviation = y.astype(np.float32) - along_segments(found[..., 0, :], y.shape, segments)
     wide = dy.astype(np.float32)
@@ -69,7 +69,9 @@ def _jvp(primals, tangents, *, segments: int):
     found = moments_p.bind(y, segments=segments)
     if isinstance(dy, ad.Zero):
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
-    return found, _tangent(y, found, dy, segments)
+    # jax.checkpoint: the backward pass keeps y, not its deviations in float32.
+    of_moments = jax.checkpoint(functools.partial(_tangent, segments=segments), prevent_cse=False)
+    return found, of_moments(y, found, dy)
 
 
 def _abstract_eval(y: Any, *, segments: int) -> Any:
