@@ -153,8 +153,8 @@ def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         if rank < 3 or not is_float(aval.dtype) or not in_memory(graph, array):
             continue
         axis = axes.get(array, _usual_axis(axes, array))
-        for over in ("examples", "positions"):
-            placed |= _moments(graph, array, axis, over)
+        found = _moments(graph, array, axis, "examples")
+        placed |= found or _moments(graph, array, axis, "positions")
     return graph.with_replaced(placed)
 
 

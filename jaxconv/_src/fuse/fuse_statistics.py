@@ -58,11 +58,6 @@ class Moment:
     central: bool = False
 
     @property
-    def over(self) -> Over:
-        kinds = {d.what for axis in self.axes for d in axis}
-        return "positions" if EXAMPLES in kinds else "examples"
-
-    @property
     def atoms(self) -> list[Any]:
         """The variables that ``value`` takes."""
         return [a for s in self.shifts if s is not None for a in s.atoms if isinstance(a, Var)]
@@ -126,10 +121,11 @@ class _Finder:
         graph: the program.
         y: the array.
         axis: its axis of channels.
+        over: of which moments.
     """
 
-    def __init__(self, graph: Graph, y: Var, axis: int):
-        self.graph, self.y = graph, y
+    def __init__(self, graph: Graph, y: Var, axis: int, over: Over):
+        self.graph, self.y, self.over = graph, y, over
         self.axes = fuse_axes.of(type_of(y).shape, axis)
         self.size = type_of(y).size
         digits = [d for each in self.axes for d in each]
@@ -168,16 +164,16 @@ class _Finder:
         return math.prod(fuse_axes.shape_of(axes)) / self.size
 
     def _complete(self, value: _Value) -> bool:
-        """Whether a value is a sum over all positions, and over examples or in each of them."""
+        """Whether a value is a sum over all that the moments are over."""
         digits = [d for axis in value.axes for d in axis]
         ordered = digits == sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride))
         kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
         extents = tuple(map(math.prod, kinds))
         if not self._summed(value) or not ordered or any(d.what == POSITIONS for d in digits):
             return False
-        if self.counts[0] == 1 or not kinds[0]:
-            return extents[1] == self.counts[1]
-        return extents[0] == self.counts[0]
+        if self.over == "examples":
+            return extents == (1, self.counts[1])
+        return self.counts[0] > 1 and extents[0] == self.counts[0]
 
     def _made(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
         """What an equation makes of such values, or None."""
@@ -300,10 +296,10 @@ def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Momen
         axis: its axis of channels.
         over: of which moments.
     """
-    finder = _Finder(graph, y, axis)
+    finder = _Finder(graph, y, axis, over)
     if 1 in (finder.counts[1], finder.size // max(finder.counts[1], 1)):
         return []
-    found = [m for m in finder.found() if m.over == over]
+    found = finder.found()
     return found if any(m.central or len(m.shifts) == 2 for m in found) else []
 
 
