@@ -53,6 +53,8 @@ JAX_ACTIVATIONS = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "softplus": jax.nn.softplus,
     "mish": jax.nn.mish,
+    "maximum": lambda u: jnp.maximum(u, 0),
+    "clip6": lambda u: jnp.clip(u, 0, 6),
 }
 
 

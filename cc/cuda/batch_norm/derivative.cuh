@@ -51,6 +51,11 @@ __device__ __forceinline__ float MishDerivative(float u) {
   return r * fmaf(4 * c * r, e * (1 + e), n);
 }
 
+// 1 between two numbers, a half at each, else 0.
+__device__ __forceinline__ float BetweenHalved(float v, float low, float high) {
+  return v > low && v < high ? 1.0f : v == low || v == high ? 0.5f : 0.0f;
+}
+
 // In place of each value u. One uniform branch for all of them.
 template <int kCount>
 __device__ __forceinline__ void Differentiate(Derivative derivative, float slope,
@@ -72,10 +77,10 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
       });
       break;
     case Derivative::kHardSigmoid:
-      each([](float v) { return v >= -3 && v < 3 ? 1 / 6.0f : 0.0f; });
+      each([](float v) { return v > -3 && v < 3 ? 1 / 6.0f : 0.0f; });
       break;
     case Derivative::kHardSwish:
-      each([](float v) { return v < -3 ? 0.0f : v >= 3 ? 1.0f : fmaf(v, 1 / 3.0f, 0.5f); });
+      each([](float v) { return v <= -3 ? 0.0f : v >= 3 ? 1.0f : fmaf(v, 1 / 3.0f, 0.5f); });
       break;
     case Derivative::kSigmoid:
       each([](float v) { return LogisticDerivative(v); });
@@ -97,6 +102,12 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
       break;
     case Derivative::kMish:
       each([](float v) { return MishDerivative(v); });
+      break;
+    case Derivative::kMaximum:
+      each([](float v) { return v > 0 ? 1.0f : v == 0 ? 0.5f : 0.0f; });
+      break;
+    case Derivative::kClip6:
+      each([](float v) { return BetweenHalved(v, 0, 6); });
       break;
   }
 }

@@ -8,8 +8,8 @@
 
 namespace jaxconv {
 
-// kNone: a mask in place of a derivative. At the corners of the others the derivative is that of the
-// right side, of elu that of the left one.
+// kNone: a mask in place of a derivative. At corners the derivatives are those of jax.nn, and of the
+// last two the mean of both sides, as of jnp.maximum and jnp.clip.
 enum class Derivative : int32_t {
   kNone,
   kLeakyRelu,  // u >= 0 ? 1 : slope
@@ -23,11 +23,14 @@ enum class Derivative : int32_t {
   kGeluTanh,
   kSoftplus,
   kMish,
+  kMaximum,  // of max(u, 0)
+  kClip6,    // of min(max(u, 0), 6)
 };
 
 inline constexpr std::string_view kDerivativeNames[] = {
     "none", "leaky_relu", "elu",  "hard_sigmoid", "hard_swish", "sigmoid",
-    "silu", "tanh",       "gelu", "gelu_tanh",    "softplus",   "mish"};
+    "silu", "tanh",       "gelu", "gelu_tanh",    "softplus",   "mish",
+    "maximum", "clip6"};
 
 // False where no activation has the name.
 inline bool ParseDerivative(std::string_view name, Derivative* derivative) {

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.extend.core import Var
 
 from jaxconv._src import compat
 from jaxconv._src.fuse.fuse_graph import Graph, live, type_of
+from jaxconv._src.passes.derivatives import DERIVATIVES
 
 # A name of the contract, or the name and a slope.
 Activation = str | tuple[str, float]
@@ -118,30 +119,30 @@ class Written:
         function: the operations, of an array of one shape and dtype, element by element.
         operand: that array's type.
         activation: which activation it is, if it has a name.
-        halves: whether the program takes the mean of the derivatives on both sides at corners.
+        corner: which derivative the program takes at corners, of one side or the mean.
     """
 
     function: Callable[[jax.Array], jax.Array]
     operand: Any
     activation: Activation | None
-    halves: bool = False
+    corner: Literal["half", "left", "right"] = "right"
 
     @property
     def mask(self) -> tuple[float, float | None] | None:
         """Between which numbers the derivative is 1, where it is 0 elsewhere."""
-        return {"relu": (0.0, None), "relu6": (0.0, 6.0)}.get(name_of(self.activation or ""))
-
-    @property
-    def at_bound(self) -> float:
-        """The derivative at the numbers of the mask."""
-        return 0.5 if self.halves else 0.0
+        bounds = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
+        return None if self.corner == "half" else bounds.get(name_of(self.activation or ""))
 
     @property
     def named(self) -> tuple[str, float] | None:
-        """Name and slope of an activation whose derivative is that of ``jax.nn`` everywhere."""
-        if self.activation is None or self.mask is not None or self.halves:
+        """Name and slope among ``derivatives.DERIVATIVES``, where the derivative is the same."""
+        name = name_of(self.activation or "")
+        if self.corner == "half":
+            name = {"relu": "maximum", "relu6": "clip6"}.get(name, name)
+        halved = self.corner == "half" and name not in ("maximum", "clip6")
+        if name not in DERIVATIVES or halved or (name, self.corner) == ("leaky_relu", "left"):
             return None
-        return self.activation if isinstance(self.activation, tuple) else (self.activation, 0.0)
+        return self.activation if isinstance(self.activation, tuple) else (name, 0.0)
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, whose elements have any shape."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.fuse.fuse_affine import Affine, Coefficient, Reader, Term
 from jaxconv._src.fuse.fuse_graph import ELEMENTWISE, REDUCTIONS, Graph, is_float, traced, type_of
 from jaxconv._src.passes import max_pooling, moments, normalise
-from jaxconv._src.passes.max_pooling import Pooling
 from jaxconv._src.passes.normalise import Form
 
 # Equations that may end the affine part of a layer.
@@ -307,7 +306,7 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Written | None]:
         if function is None:
             continue
         found = _named(graph, out, operand)
-        return out, Written(function, type_of(operand), found, _halves(graph, out, operand))
+        return out, Written(function, type_of(operand), found, _corner(graph, out, operand))
     return operand, None
 
 
@@ -347,10 +346,13 @@ def _named(graph: Graph, out: Var, operand: Var) -> fuse_activations.Activation 
         out = made.invars[0]
 
 
-def _halves(graph: Graph, out: Var, operand: Var) -> bool:
-    """Whether the derivative of max or min, of JAX's own, is part of an activation's."""
+def _corner(graph: Graph, out: Var, operand: Var) -> Literal["half", "left", "right"]:
+    """The derivative of an activation at its corners, by the operations that make them."""
     positions = graph.computed_from(out, operand) or ()
-    return any(graph.eqns[i].primitive.name in ("max", "min") for i in positions)
+    names = {graph.eqns[i].primitive.name for i in positions}
+    if not names.isdisjoint(("max", "min")):
+        return "half"
+    return "left" if not names.isdisjoint(("gt", "lt")) else "right"
 
 
 # --- the gradients of a call's result ---
@@ -360,7 +362,6 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
     """A program's equations whose calls know who reads their results."""
     graph = Graph(eqns, outvars)
     result = list(graph.eqns)
-    forms: dict[int, Form | Pooling] = {}
     for position in reversed(range(len(result))):
         eqn = result[position]
         if eqn.primitive not in (normalise.normalise_p, max_pooling.max_pool_p):
@@ -369,8 +370,8 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         form = eqn.params["form"]
         arrays = eqn.invars[: form.summands] if isinstance(form, Form) else []
         stored = all(in_memory(graph, a) for a in arrays)
-        stored = stored and bool(readers) and all(_stores(graph, forms, r) for r in readers)
-        forms[position] = form = dataclasses.replace(form, stored=stored)
+        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers)
+        form = dataclasses.replace(form, stored=stored)
         z = eqn.outvars[0]
         uses = sorted(set(graph.uses(z)))
         if len(uses) < 2 or not stored:
@@ -404,18 +405,17 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]] | None:
     return found
 
 
-def _stores(graph: Graph, forms: Mapping[int, Form | Pooling], reader: tuple[int, Var]) -> bool:
+def _stores(graph: Graph, reader: tuple[int, Var]) -> bool:
     """Whether a reader's gradient lies in memory."""
     position, array = reader
     eqn = graph.eqns[position]
     if eqn.primitive.name in _STORING:
         return True
-    if eqn.primitive is not normalise.normalise_p or position not in forms:
+    if eqn.primitive is not normalise.normalise_p:
         return False
-    form = forms[position]
-    assert isinstance(form, Form)
-    # A shortcut's gradient is that of the sum, which the call stores for it.
-    return form.stored and form.shortcut and eqn.invars[form.arrays] is array
+    # A shortcut's gradient is that of the sum, which has several readers.
+    form = eqn.params["form"]
+    return form.shortcut and eqn.invars[form.arrays] is array
 
 
 def in_memory(graph: Graph, array: Any) -> bool:

@@ -34,6 +34,7 @@ from jaxconv._src.fuse.fuse_convolution import Convolution
 from jaxconv._src.fuse.fuse_graph import Graph, live, traced, type_of
 from jaxconv._src.fuse.fuse_statistics import Moment
 from jaxconv._src.library import native
+from jaxconv._src.passes import masked_sums, normalise
 from jaxconv._src.problem import epilogue
 
 _JITTED = ("jit", "pjit")
@@ -44,6 +45,9 @@ _INLINED = 64
 
 # Why a chain ends before a batch norm in training.
 _WHOLE_RESULT = "what follows takes the statistics of the whole result"
+
+# What a program has that is a derivative, or of which such layers are calls.
+_BACKWARD = {"jaxconv_wgrad", masked_sums.TARGET, normalise.TARGET}
 
 # Operations whose jaxprs are not programs of XLA's.
 _OPAQUE = ("pallas_call", "core_map", "run_state")
@@ -96,10 +100,11 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
-            eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
-            eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
-            eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
-            eqns = fuse_layers.with_readers(eqns, outvars)
+            if not any(eqn.primitive.name in _BACKWARD for eqn in eqns):
+                eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
+                eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
+                eqns = fuse_layers.with_readers(eqns, outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 

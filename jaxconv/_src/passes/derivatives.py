@@ -19,6 +19,12 @@ def _mish(u: jax.Array, slope: float) -> jax.Array:
     return (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
 
 
+def _between(u: jax.Array, low: float, high: float) -> jax.Array:
+    """1 between two numbers, a half at each, else 0."""
+    at_ends = jnp.where((u == low) | (u == high), np.float32(0.5), np.float32(0))
+    return jnp.where((u > low) & (u < high), np.float32(1), at_ends)
+
+
 def _from_y(name: str) -> Callable[[jax.Array, float], jax.Array]:
     return lambda u, slope: differential(name, slope, activate(u, name), jnp.ones_like(u))
 
@@ -27,13 +33,15 @@ def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
     return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
 
 
-# By the name of the custom call's attribute (cc/cuda/batch_norm/derivative.h). At corners they are
-# those of the right side, of elu that of the left one.
+# By the name of the custom call's attribute (cc/cuda/batch_norm/derivative.h). At corners
+# they are those of jax.nn, and of the last two the mean of both sides, as of jnp.maximum and jnp.clip.
 DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "leaky_relu": _from_operand("leaky_relu"),
     "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),
-    "hard_sigmoid": lambda u, slope: jnp.where((u >= -3) & (u < 3), np.float32(1 / 6), 0),
-    "hard_swish": _from_operand("hard_swish"),
+    "hard_sigmoid": lambda u, slope: jnp.where((u > -3) & (u < 3), np.float32(1 / 6), 0),
+    "hard_swish": lambda u, slope: jnp.where(
+        u <= -3, 0, jnp.where(u >= 3, np.float32(1), u / 3 + 0.5)
+    ),
     "sigmoid": _from_y("sigmoid"),
     "silu": _from_operand("silu"),
     "tanh": _from_y("tanh"),
@@ -41,6 +49,8 @@ DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "gelu_tanh": _from_operand("gelu_tanh"),
     "softplus": lambda u, slope: lax.logistic(u),
     "mish": _mish,
+    "maximum": lambda u, slope: _between(u, 0, np.inf),
+    "clip6": lambda u, slope: _between(u, 0, 6),
 }
 
 

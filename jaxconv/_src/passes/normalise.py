@@ -53,14 +53,12 @@ class Activation(Protocol):
 
     Attributes:
         named: its name among those that ``masked_sums`` differentiates, with the slope, or None.
-        mask: above and below which number its derivative is 1 between them, else 0; None where the
-            derivative is no such mask. The second number may be None.
-        at_bound: the derivative at these numbers.
+        mask: two numbers between which its derivative is 1, while it is 0 elsewhere, at them too;
+            None where the derivative is no such mask. The second number may be None.
     """
 
     named: tuple[str, float] | None
     mask: tuple[float, float | None] | None
-    at_bound: float
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, as the program computes it."""
@@ -115,7 +113,7 @@ class Form:
     def block_end(self) -> BlockEnd | None:
         """The call that computes z and the bits of a mask, or None."""
         act = self.activation
-        if act is None or act.mask is None or act.mask[0] != 0 or act.at_bound:
+        if act is None or act.mask is None or act.mask[0] != 0:
             return None
         return BlockEnd(self.arrays, act.mask[1]) if self.summands == 2 else None
 
@@ -276,7 +274,7 @@ def _jvp(primals, tangents, *, form: Form):
     told_by: Any = "nothing"
     if act is not None:
         told_by = "operand"
-        if form.summands == 2 and act.mask is not None and act.at_bound == 0:
+        if form.summands == 2 and act.mask is not None:
             told_by = "bits" if computed.bits else "result"
     linear = Tangent(dataclasses.replace(form, bits=False), tuple(given), told_by)
     named |= {"bits": results[-1], "result": results[0]}
@@ -485,7 +483,7 @@ def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
     if form.form.summands == 2:
         return None
     affine = {"operands": ("scale0", "offset0"), "arrays": (0,)}
-    if act.mask is not None and act.at_bound == 0:
+    if act.mask is not None:
         return _Told("affine", act.mask, **affine)
     return None if act.named is None else _Told("affine", named=act.named, **affine)
 
