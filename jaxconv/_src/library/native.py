@@ -188,6 +188,18 @@ def target() -> str:
     return os.environ.get("JAXCONV_TARGET", "")
 
 
+def fusing() -> bool:
+    """Whether ``fuse`` changes functions in this process: $JAXCONV_FUSE, "1" or "0".
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    value = os.environ.get("JAXCONV_FUSE", "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"JAXCONV_FUSE: expected '0' or '1', got {value!r}")
+    return value == "1"
+
+
 def settings() -> tuple[str, str]:
     """What the environment says of selection: ``automatic`` and ``target``."""
     return automatic(), target()
