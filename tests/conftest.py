@@ -26,6 +26,8 @@ if UNOPTIMIZED and QUICK_TO_COMPILE not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += f" {QUICK_TO_COMPILE}"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
+
 # "auto" leaves nothing to XLA that a kernel accepts: the tests are of the kernels, on shapes that
 # are small enough for XLA to be faster. test_choice.py is of the choice.
 os.environ["JAXCONV_ALGORITHM"] = "native"

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradient_programs import PARAMETERS, X, assert_close, calls, conv, layer, loss
 from jax import lax
-from jaxprs import equations
 
 import jaxconv
 from jaxconv._src import compat
@@ -27,53 +27,6 @@ from jaxconv._src.fuse import differentiate
 def on_the_cpu():
     with jax.default_device(jax.devices("cpu")[0]):
         yield
-
-
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-X = draw(2, 6, 6, 4)
-PARAMETERS = {
-    "w": draw(3, 3, 4, 4, seed=1),
-    "gain": draw(4, seed=2),
-    "offset": draw(4, seed=3),
-    "mean": draw(4, seed=4),
-}
-
-
-def conv(x, w):
-    return lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
-def layer(p, x):
-    """Its derivative by the gain needs what is multiplied: not part of a fused forward pass."""
-    return jax.nn.silu((conv(x, p["w"]) - p["mean"]) * p["gain"] + p["offset"])
-
-
-def loss(p, x):
-    return (layer(p, x) ** 2).mean()
-
-
-def calls(function, *args) -> list[str]:
-    """The epilogues of the calls in a program, in its order."""
-    return [
-        " ".join(e.params["epilogue"].words)
-        for e in equations(jax.make_jaxpr(function)(*args))
-        if e.primitive.name == "jaxconv_fused"
-    ]
-
-
-def assert_close(actual, expected) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        if getattr(e, "dtype", None) == jax.dtypes.float0:
-            assert a.dtype == e.dtype and a.shape == e.shape
-            continue
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        assert np.abs(a - e).max() <= 2e-5 * max(np.abs(e).max(), 1e-2)
 
 
 # --- what takes derivatives -----------------------------------------------------------------------
@@ -415,12 +368,12 @@ def test_effects_happen_once():
 
 
 def test_an_array_that_is_written_in_place():
-    new_ref = getattr(jax, "new_ref", None)
-    if new_ref is None:
+    make = getattr(jax, "new_ref", None)
+    if make is None:
         pytest.skip("this JAX has no jax.new_ref")
 
     def step(p, x):
-        kept = new_ref(jnp.float32(0))
+        kept = make(jnp.float32(0))
 
         def value(p):
             y = loss(p, x)
@@ -522,232 +475,3 @@ def test_grad_and_value_and_grad():
     np.testing.assert_allclose(jaxconv.grad(lambda z: z**2, holomorphic=True)(z), 2 * z, rtol=1e-6)
     with pytest.raises(TypeError, match="fun: expected a function"):
         jaxconv.grad(X)
-
-
-# --- switches -------------------------------------------------------------------------------------
-
-
-def test_a_layer_may_stay_out():
-    def step(p, x):
-        with jaxconv.override(fuse=False):
-            x = layer(p, x)
-            with jaxconv.override(fuse=True):
-                x = layer(p, x)
-        return layer(p, x)
-
-    fused = jaxconv.fuse(step)
-    assert calls(fused, PARAMETERS, X) == ["scale bias silu"] * 2
-    assert "override(fuse=False)" in str(jaxconv.explain(fused, PARAMETERS, X))
-    assert_close(jax.jit(fused)(PARAMETERS, X), jax.jit(step)(PARAMETERS, X))
-    differentiated = jax.value_and_grad(lambda p, x: (step(p, x) ** 2).mean())
-    assert calls(jaxconv.fuse(differentiated), PARAMETERS, X) == ["scale bias silu pre"] * 2
-
-
-def test_a_jitted_layer_may_stay_out():
-    jitted = jax.jit(layer)
-
-    def step(p, x):
-        with jaxconv.override(fuse=False):
-            x = jitted(p, x)
-        return jitted(p, x)
-
-    assert calls(jaxconv.fuse(step), PARAMETERS, X) == ["scale bias silu"]
-
-    @jaxconv.override(fuse=False)
-    def decorated(p, x):
-        return layer(p, x)
-
-    assert calls(jaxconv.fuse(decorated), PARAMETERS, X) == []
-
-
-def test_calls_may_stay_out():
-    fused = jax.jit(jaxconv.fuse(layer))
-    expected = fused(PARAMETERS, X)
-
-    def count() -> int:
-        return len(calls(fused, PARAMETERS, X))
-
-    assert count() == 1
-    with jaxconv.override(fuse=False):
-        assert count() == 0
-        with jaxconv.override(fuse=True):
-            assert count() == 1
-        assert_close(fused(PARAMETERS, X), expected)
-    assert count() == 1
-
-
-def test_the_algorithms_stay():
-    """An override that only says whether to fuse leaves the kernels as they are."""
-    assert jaxconv.installed() is None
-    with jaxconv.override(fuse=False):
-        assert jaxconv.installed() is None
-        with jaxconv.override(algorithm="native"), jaxconv.override(fuse=True):
-            assert jaxconv.installed()["fprop"] == "native"
-    with jaxconv.override(True, fuse=False):
-        assert jaxconv.installed()["fprop"] == "auto"
-    with jaxconv.override(algorithm="native", fuse=False):
-        assert jaxconv.installed()["fprop"] == "native"
-
-
-def test_the_environment_switches_it_off(monkeypatch):
-    fused = jaxconv.fuse(jax.grad(loss))
-    monkeypatch.setenv("JAXCONV_FUSE", "0")
-    assert not calls(fused, PARAMETERS, X)
-    monkeypatch.setenv("JAXCONV_FUSE", "off")
-    with pytest.raises(ValueError, match=r"JAXCONV_FUSE.*'0' or '1'.*'off'"):
-        fused(PARAMETERS, X)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
-        ((X,), {}, ["fun: expected a function", "f32[2,6,6,4]", "fuse(f)(x), not fuse(f(x))"]),
-        (({"y": X},), {}, ["fun: expected a function", "dict"]),
-        ((None,), {"fold": "yes"}, ["fold: expected True or False", "'yes'"]),
-        ((layer,), {"fold": X}, ["fold: expected True or False", "f32[2,6,6,4]"]),
-        ((layer,), {"gradients": None}, ["gradients: expected True or False", "None"]),
-        (("layer",), {}, ["fun: expected a function", "'layer'"]),
-    ],
-)
-def test_bad_input(arguments, options, words):
-    with pytest.raises(TypeError) as raised:
-        jaxconv.fuse(*arguments, **options)
-    message = str(raised.value)
-    assert all(word in message for word in words)
-    assert len(message) < 200 and "\n" not in message
-
-
-@pytest.mark.parametrize("value", ["no", X, 0])
-def test_override_is_given_no_bool(value):
-    with pytest.raises(TypeError, match="fuse: expected True or False") as raised:
-        jaxconv.override(fuse=value)
-    assert len(str(raised.value)) < 100
-
-
-def test_a_traced_array_is_no_function():
-    def step(x):
-        with pytest.raises(
-            TypeError, match=r"fun: expected a function, got an array, f32\[2,6,6,4"
-        ):
-            jaxconv.fuse(x)
-        return x
-
-    jax.jit(step)(X)
-
-
-# --- model libraries ------------------------------------------------------------------------------
-
-
-def same(step, *args) -> list[str]:
-    """The calls of a fused step, which computes the same."""
-    assert_close(jax.jit(jaxconv.fuse(step))(*args), jax.jit(step)(*args))
-    return calls(jaxconv.fuse(step), *args)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_nnx(whole):
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs)
-            self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
-
-        def __call__(self, x):
-            return nnx.silu(self.norm(self.conv(x)))
-
-    graph, parameters, rest = nnx.split(Block(nnx.Rngs(0)), nnx.Param, ...)
-
-    def step(parameters, rest, x):
-        model = nnx.merge(graph, parameters, rest)
-        if whole:
-            value, gradient = nnx.value_and_grad(lambda m, x: (m(x) ** 2).mean())(model, x)
-            return value, gradient
-        return nnx.grad(lambda m: (m(x) ** 2).mean())(model)
-
-    assert same(step, parameters, rest, X) == ["scale bias silu pre"]
-
-
-def test_nnx_updates_statistics():
-    """Training changes the running statistics in place, inside of what is differentiated."""
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.conv = nnx.Conv(4, 4, (3, 3), rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-            self.last = nnx.Conv(4, 4, (3, 3), rngs=rngs)
-
-        def __call__(self, x):
-            return nnx.silu(self.last(nnx.relu(self.norm(self.conv(x)))))
-
-    graph, state = nnx.split(Block(nnx.Rngs(0)))
-
-    def step(state, x):
-        model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
-        value, gradient = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
-        return value, gradient, nnx.state(model)
-
-    assert "bias silu pre" in same(step, state, X)
-
-
-@pytest.mark.parametrize("of", ["filter_grad", "filter_value_and_grad"])
-def test_equinox(of):
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.Conv2d(4, 4, 3, padding=1, key=jax.random.key(0))
-
-    def value(model, x, flag):
-        return (jax.nn.silu(jax.vmap(model)(x)) ** 2).mean() if flag else 0.0
-
-    def step(model, x):
-        return eqx.filter(getattr(eqx, of)(value)(model, x, True), eqx.is_array)
-
-    assert same(step, model, X.transpose(0, 3, 1, 2)) == ["bias silu pre"]
-
-
-def test_haiku():
-    hk = pytest.importorskip("haiku")
-
-    def model(x):
-        x = jax.nn.silu(hk.Conv2D(4, 3)(x))
-        return hk.dropout(hk.next_rng_key(), 0.1, jax.nn.silu(hk.Conv2D(4, 3)(x)))
-
-    transformed = hk.transform(model)
-    parameters, key = transformed.init(jax.random.key(0), X), jax.random.key(1)
-
-    def step(parameters, key, x):
-        return jax.value_and_grad(lambda p: (transformed.apply(p, key, x) ** 2).mean())(parameters)
-
-    assert same(step, parameters, key, X) == ["bias silu pre"] * 2
-
-    def energies_gradient(x):  # parameters are made in what is differentiated
-        return jax.grad(lambda x: jax.nn.silu(hk.Conv2D(4, 3)(x)).sum())(x)
-
-    forces = hk.without_apply_rng(hk.transform(energies_gradient))
-    made = jax.jit(jaxconv.fuse(forces.init))(key, X)
-    assert_close(made, forces.init(key, X))
-    assert same(forces.apply, made, X) == ["bias silu pre"]
-
-
-def test_optax():
-    optax = pytest.importorskip("optax")
-    optimizer = optax.adam(1e-2)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(p, state, x):
-        value, gradient = jax.value_and_grad(loss)(p, x)
-        updates, state = optimizer.update(gradient, state, p)
-        return optax.apply_updates(p, updates), state, value
-
-    def run(step):
-        p = jax.tree.map(jnp.copy, PARAMETERS)
-        state = optimizer.init(p)
-        for _ in range(3):
-            p, state, value = step(p, state, X)
-        return p, value
-
-    arguments = PARAMETERS, optimizer.init(PARAMETERS), X
-    assert calls(jaxconv.fuse(step), *arguments) == ["scale bias silu pre"]
-    actual = run(jax.jit(jaxconv.fuse(step), donate_argnums=(0, 1)))
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(run(step)), strict=True):
-        np.testing.assert_allclose(a, e, atol=1e-4)
