@@ -8,13 +8,13 @@
 
 #include "cuda/batch_norm/masked_sums.h"
 #include "cuda/batch_norm/normalise_add.h"
-#include "cuda/common/launch_table.h"
-#include "cuda/common/plan_cache.h"
 #include "cuda/common/query_gpu.h"
-#include "cuda/common/registry.h"
-#include "cuda/common/select.h"
+#include "cuda/launch_table.h"
+#include "cuda/plan_cache.h"
 #include "cuda/pooling/max_pool.h"
 #include "cuda/pooling/max_pool_gradient.h"
+#include "cuda/registry.h"
+#include "cuda/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
