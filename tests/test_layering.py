@@ -350,6 +350,28 @@ def test_a_banned_name_is_found(name):
     assert name not in cc_names(f'// {name}\nconst char* a = "{name}";')
 
 
+def shared_classes(texts: dict[str, str]) -> list[str]:
+    """Names that classes of several modules have."""
+    modules: dict[str, list[str]] = {}
+    for path, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name.lstrip("_"), []).append(path)
+    return [f"{name}: {', '.join(where)}" for name, where in modules.items() if len(where) > 1]
+
+
+def test_a_class_name_means_one_thing():
+    texts = {
+        path.relative_to(REPOSITORY).as_posix(): path.read_text()
+        for path in sorted((PACKAGE / "_src").rglob("*.py"))
+        if FLOOR.get(path.parent.name, 0) < FLOOR["fuse"]
+    }
+    assert len(texts) > 40
+    wrong = shared_classes(texts)
+    assert not wrong, "\n".join(wrong)
+    assert shared_classes({"a.py": "class Call: ...", "b.py": "class _Call: ..."})
+
+
 def test_files_can_be_read_at_one_sitting():
     """At most 600 lines, and 450 where a file is device code."""
     found = [
