@@ -80,9 +80,10 @@ def bind(
     wide = accumulator_dtype(kernel_dtype)
     call.check(Fused(spec, epilogue, kernel_dtype), x.shape, w.shape, common)
     dtypes = {"x": common, "w": common, "scale": wide, "bias": wide, "residual": kernel_dtype}
+    given = {"x": x, "w": w, **terms}
+    in_order = [(given[name], dtypes[name]) for name in ("x", "w", *epilogue.terms)]
     operands = [
-        a if a.dtype == dtypes[name] else lax.convert_element_type(a, dtypes[name])
-        for name, a in {"x": x, "w": w, **terms}.items()
+        a if a.dtype == dtype else lax.convert_element_type(a, dtype) for a, dtype in in_order
     ]
     operands = compat.match_varying(*operands)
     y, *rest = conv_fused_p.bind(*operands, spec=spec, epilogue=epilogue, out_dtype=kernel_dtype)
