@@ -1,4 +1,4 @@
-#include "cuda/common/registry.h"
+#include "cuda/registry.h"
 
 #include <string_view>
 #include <unordered_map>

@@ -38,8 +38,8 @@
 #include <vector>
 
 #include "cuda/common/instances.h"
-#include "cuda/common/registry.h"
-#include "cuda/common/select.h"
+#include "cuda/registry.h"
+#include "cuda/select.h"
 
 namespace jaxconv {
 namespace {

@@ -40,11 +40,9 @@ from jaxconv._src.call.call import Call, Selected
 from jaxconv._src.conv import bilinear, primitives
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.problem.epilogue import (
-    Activation,
     Epilogue,
     accumulator_dtype,
     along_channels,
-    checked,
     finish,
     moments,
     moments_tangent,
@@ -57,46 +55,6 @@ TARGET = "jaxconv_fused"
 
 conv_fused_p = Primitive("jaxconv_fused")
 conv_fused_p.multiple_results = True
-
-
-def conv_fused(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    spec: ConvSpec,
-    activation: Activation = None,
-    out_dtype: np.dtype,
-) -> jax.Array:
-    """activation(scale * fprop(x, w) + bias + residual), rounded once.
-
-    Args:
-        x, w: floating-point operands in the axis order of ``spec``; two dtypes are computed at the
-            wider one.
-        scale, bias: (K,) floating-point numbers, or None.
-        residual: of the result's shape and dtype, or None.
-        spec: the convolution; not batched.
-        activation: as in ``jaxconv.conv``.
-        out_dtype: dtype of the result.
-
-    Raises:
-        TypeError, ValueError: an operand or the activation does not fit; the algorithm that
-            ``spec`` demands does not take this problem.
-    """
-    sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
-    form, terms = checked(
-        scale,
-        bias,
-        residual,
-        activation,
-        operand_dtype=compat.wider_dtype(x.dtype, w.dtype),
-        channels=sizes.k,
-        out_shape=spec.shape("y", sizes),
-        out_dtype=out_dtype,
-    )
-    return bind(x, w, terms, spec=spec, epilogue=form, out_dtype=out_dtype)[0]
 
 
 def bind(
@@ -122,9 +80,10 @@ def bind(
     wide = accumulator_dtype(kernel_dtype)
     call.check(Fused(spec, epilogue, kernel_dtype), x.shape, w.shape, common)
     dtypes = {"x": common, "w": common, "scale": wide, "bias": wide, "residual": kernel_dtype}
+    given = {"x": x, "w": w, **terms}
+    in_order = [(given[name], dtypes[name]) for name in ("x", "w", *epilogue.terms)]
     operands = [
-        a if a.dtype == dtypes[name] else lax.convert_element_type(a, dtypes[name])
-        for name, a in {"x": x, "w": w, **terms}.items()
+        a if a.dtype == dtype else lax.convert_element_type(a, dtype) for a, dtype in in_order
     ]
     operands = compat.match_varying(*operands)
     y, *rest = conv_fused_p.bind(*operands, spec=spec, epilogue=epilogue, out_dtype=kernel_dtype)

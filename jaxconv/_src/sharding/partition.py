@@ -286,12 +286,12 @@ class Part:
     results: Sequence[Tensor]
     split: Split
     mesh: Mapping[str, int]
-    plans: dict[int, halo.Plan]
+    plans: dict[int, halo.HaloPlan]
 
     @classmethod
     def of(cls, call: Call, tensors, split: Split, mesh: Mapping[str, int]) -> Part:
         operands, results = tensors
-        plans: dict[int, halo.Plan] = {}
+        plans: dict[int, halo.HaloPlan] = {}
         for at, name in enumerate(SPATIAL):
             if (parts := _parts(split.get(name, ()), mesh)) > 1:
                 plan = halo.plan(call.op, call.conv, at, parts)

@@ -1,6 +1,6 @@
 // Plans, made once and kept: a handler looks its plan up, sets pointers and launches.
-#ifndef JAXCONV_CUDA_COMMON_PLAN_CACHE_H_
-#define JAXCONV_CUDA_COMMON_PLAN_CACHE_H_
+#ifndef JAXCONV_CUDA_PLAN_CACHE_H_
+#define JAXCONV_CUDA_PLAN_CACHE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -73,4 +73,4 @@ class PlanCache {
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_COMMON_PLAN_CACHE_H_
+#endif  // JAXCONV_CUDA_PLAN_CACHE_H_

@@ -1,9 +1,9 @@
-#include "cuda/common/plan_cache.h"
+#include "cuda/plan_cache.h"
 
 #include <utility>
 
 #include "cuda/common/folded_columns.h"
-#include "cuda/common/registry.h"
+#include "cuda/registry.h"
 
 namespace jaxconv {
 namespace {

@@ -1,6 +1,6 @@
 // The registry: every kernel instance of the CUDA platform, in one explicit list.
-#ifndef JAXCONV_CUDA_COMMON_REGISTRY_H_
-#define JAXCONV_CUDA_COMMON_REGISTRY_H_
+#ifndef JAXCONV_CUDA_REGISTRY_H_
+#define JAXCONV_CUDA_REGISTRY_H_
 
 #include <string_view>
 #include <vector>
@@ -17,4 +17,4 @@ const KernelDesc* FindKernel(std::string_view name);
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_COMMON_REGISTRY_H_
+#endif  // JAXCONV_CUDA_REGISTRY_H_

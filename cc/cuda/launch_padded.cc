@@ -1,5 +1,5 @@
-#include "cuda/common/launch_table.h"
 #include "cuda/common/padded_channels.h"
+#include "cuda/launch_table.h"
 
 namespace jaxconv {
 

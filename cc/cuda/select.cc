@@ -1,4 +1,4 @@
-#include "cuda/common/select.h"
+#include "cuda/select.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "cuda/common/folded_columns.h"
-#include "cuda/common/registry.h"
 #include "cuda/common/xla_cost.h"
+#include "cuda/registry.h"
 
 namespace jaxconv {
 namespace {

@@ -1,7 +1,7 @@
 // Candidates -> predicted microseconds -> choice. Pure: the same problem and GPU give the same
 // choice, and nothing runs.
-#ifndef JAXCONV_CUDA_COMMON_SELECT_H_
-#define JAXCONV_CUDA_COMMON_SELECT_H_
+#ifndef JAXCONV_CUDA_SELECT_H_
+#define JAXCONV_CUDA_SELECT_H_
 
 #include <string_view>
 
@@ -25,4 +25,4 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_COMMON_SELECT_H_
+#endif  // JAXCONV_CUDA_SELECT_H_
