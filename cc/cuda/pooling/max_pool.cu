@@ -7,8 +7,8 @@ namespace jaxconv {
 extern template Status LaunchMaxPoolOn<true>(DType, const MaxPool&, void*);
 
 Status LaunchMaxPool(DType dtype, const MaxPool& pool, bool sm90, void* stream) {
-  if (dtype != DType::kBF16 && dtype != DType::kF16) {
-    return Status::Unimplemented("max_pool: expected float16 or bfloat16, got " +
+  if (dtype != DType::kBF16 && dtype != DType::kF16 && dtype != DType::kF32) {
+    return Status::Unimplemented("max_pool: expected float32, float16 or bfloat16, got " +
                                  std::string(Name(dtype)));
   }
   JAXCONV_RETURN_IF_ERROR(CheckPoolWindows(pool.windows, pool.places != nullptr));

@@ -6,7 +6,7 @@
 #include "core/fast_divmod.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/pooling/element_pair.cuh"
+#include "cuda/pooling/element_words.cuh"
 #include "cuda/pooling/max_pool_gradient.h"
 #include "cuda/ptx/kept.cuh"
 
@@ -44,18 +44,15 @@ struct Params {
   void* dx;
 };
 
-template <typename T>
-__device__ __forceinline__ uint4 LoadVector(const void* array, int64_t at) {
-  return __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at));
-}
-
 // A thread has 8 channels of one stride along each axis, elements that lie in the same windows: the
 // one that begins with the stride, and those that begin before it. It holds the places and gradients
 // of kHeld of them; all, or it reads them in groups for each element. A warp's loads and stores are
 // whole lines, or shared with the next warp. Loops are the same in all threads: a window that does
 // not exist is read as another one without places, and what lies in the padding is not stored.
 template <typename T, int kHeld, bool kAll, bool kTwo, bool kAffine>
-__global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, kHeld > 4        ? 2
+                                            : sizeof(T) == 4 ? 3
+                                                             : 4)
     GatherGradient(const __grid_constant__ Params p) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= p.threads) return;
@@ -71,8 +68,7 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
   float dy[kHeld][kPoolVector];
   uint2 places[kHeld];
   auto load = [&](int32_t first) {
-    uint4 gradients[kHeld];
-    uint4 gradients2[kTwo ? kHeld : 1];
+    ElementWords<T> gradients[kHeld], gradients2[kTwo ? kHeld : 1];
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const Before& before = p.before[first + k];
@@ -87,23 +83,14 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
       }
       const int64_t at = int64_t{pixel} * p.channels + channel;
       places[k] = __ldg(reinterpret_cast<const uint2*>(p.places + at));
-      gradients[k] = LoadVector<T>(p.dy, at);
-      if constexpr (kTwo) gradients2[k] = LoadVector<T>(p.dy2, at);
+      gradients[k] = ElementWords<T>::Load(p.dy, at);
+      if constexpr (kTwo) gradients2[k] = ElementWords<T>::Load(p.dy2, at);
       if (!exists) places[k] = make_uint2(0xffffffffu, 0xffffffffu);  // kNoPlace
     }
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const uint32_t words[] = {gradients[k].x, gradients[k].y, gradients[k].z, gradients[k].w};
-      uint32_t words2[kPoolVector / 2] = {};
-      if constexpr (kTwo) {
-        words2[0] = gradients2[k].x, words2[1] = gradients2[k].y;
-        words2[2] = gradients2[k].z, words2[3] = gradients2[k].w;
-      }
-#pragma unroll
-      for (int i = 0; i < kPoolVector / 2; ++i) {
-        const float2 pair = UnpackPair<T>(kTwo ? AddPairs<T>(words[i], words2[i]) : words[i]);
-        dy[k][2 * i] = pair.x, dy[k][2 * i + 1] = pair.y;
-      }
+      if constexpr (kTwo) gradients[k] = gradients[k].Plus(gradients2[k]);
+      gradients[k].Unpack(dy[k]);
     }
   };
   // Adds where the place is the element's.
@@ -142,9 +129,9 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
         Bits contain = c < p.reach[2] ? in_b : in_b & static_cast<Bits>(~p.farthest[2]);
         const int32_t w = first[2] + c;
         const bool stored = inside && w >= 0 && w < p.in[2];
-        uint4 y = {};
+        ElementWords<T> y = {};
         if constexpr (kAffine) {
-          if (stored) y = LoadVector<T>(p.y, at);
+          if (stored) y = ElementWords<T>::Load(p.y, at);
         }
         float sum[kPoolVector] = {};
         for (int32_t group = 0; group < (kAll ? 1 : p.windows); group += kHeld) {
@@ -156,15 +143,14 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
           if constexpr (!kAll) contain >>= kHeld;
         }
         if constexpr (kAffine) {
-          const uint32_t words[] = {y.x, y.y, y.z, y.w};
+          float of_y[kPoolVector];
+          y.Unpack(of_y);
 #pragma unroll
-          for (int i = 0; i < kPoolVector; i += 2) {
-            const float2 pair = UnpackPair<T>(words[i / 2]);
-            sum[i] = sum[i] * scale[i] + (pair.x * y_scale[i] + offset[i]);
-            sum[i + 1] = sum[i + 1] * scale[i + 1] + (pair.y * y_scale[i + 1] + offset[i + 1]);
+          for (int i = 0; i < kPoolVector; ++i) {
+            sum[i] = sum[i] * scale[i] + (of_y[i] * y_scale[i] + offset[i]);
           }
         }
-        if (stored) Neighbours<T, kPoolVector>::Rounded(sum).Store(static_cast<T*>(p.dx) + at);
+        if (stored) ElementWords<T>::Rounded(sum).Store(p.dx, at);
       }
     }
   }
@@ -247,8 +233,10 @@ Status LaunchMaxPoolGradient(DType dtype, const MaxPoolGradient& gradient, void*
       return LaunchOfType<__nv_bfloat16>(p, stream);
     case DType::kF16:
       return LaunchOfType<__half>(p, stream);
+    case DType::kF32:
+      return LaunchOfType<float>(p, stream);
     default:
-      return Status::Unimplemented("max_pool_gradient: expected float16 or bfloat16");
+      return Status::Unimplemented("max_pool_gradient: expected float32, float16 or bfloat16");
   }
 }
 

@@ -11,7 +11,7 @@ namespace jaxconv {
 
 inline constexpr int kPoolAxes = 3;
 
-// Channels of a thread, 16 bytes of 16-bit elements.
+// Channels of a thread: 16 bytes of 16-bit elements, 32 of float32.
 inline constexpr int kPoolVector = 8;
 
 // The most elements of a window, 7x7.

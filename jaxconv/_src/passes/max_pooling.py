@@ -129,7 +129,9 @@ class Pooling:
 def accepts(windows: Windows, dtype: np.dtype) -> bool:
     """Whether the kernels pool arrays of this type, channels last, by these windows."""
     shape = windows.shape
-    if dtype not in (jnp.bfloat16, np.float16) or not 3 <= len(shape) <= 5 or 0 in shape:
+    if dtype not in (jnp.bfloat16, np.float16, np.float32):
+        return False
+    if not 3 <= len(shape) <= 5 or 0 in shape:
         return False
     for axis in (0, len(shape) - 1):
         whole = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
