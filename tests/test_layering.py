@@ -18,7 +18,7 @@ CC = REPOSITORY / "cc"
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
 # Kernels of operations around convolutions, which the handlers launch themselves.
-AROUND = {"cuda/batch_norm", "cuda/pooling"}
+AROUND = {"cuda/normalisation", "cuda/pooling"}
 
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {
@@ -29,7 +29,7 @@ MAY_INCLUDE = {
     **{own: {"core", "cuda/ptx", "cuda/common", own} for own in FAMILIES | AROUND},
     # The registry and the launch table: the files of cc/cuda itself.
     "cuda": {"core", "cuda", "cuda/common", *FAMILIES},
-    "ffi": {"core", "cpu", "cuda/common", *AROUND, "ffi"},
+    "ffi": {"core", "cpu", "cuda", "cuda/common", *AROUND, "ffi"},
     # The Python module sees the interface of a platform and nothing behind it.
     "bindings": {"ffi"},
 }

@@ -31,21 +31,14 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/pooling/element_words.cuh"
 #include "cuda/pooling/max_pool.h"
+#include "cuda/pooling/plan.h"
 #include "cuda/ptx/min_max.cuh"
 
 namespace jaxconv {
 namespace max_pool_internal {
 
-constexpr int kThreads = 128;
-constexpr int kCtas = 6;  // of an SM: 80 registers a thread; fewer where that spills
-constexpr int kCtasOfFloats = 3;
-constexpr int kColumns = 3;  // of a window of 3x3; wider windows take several batches
+constexpr int kColumns = kPoolColumns;
 constexpr int kQuads = kPoolVector / 4;
-
-// The longest walk: of 3x3 with stride 2 it reads 17 rows for 8 windows.
-constexpr int64_t kMaxWalk = 8;
-// Four times what 132 SMs hold of them: walks are shorter where there are fewer threads.
-constexpr int64_t kFillThreads = int64_t{4} * 132 * kCtas * kThreads;
 
 struct Params {
   int32_t in[kPoolAxes], out[kPoolAxes], size[kPoolAxes], stride[kPoolAxes], low[kPoolAxes];
@@ -197,14 +190,26 @@ __device__ __forceinline__ ElementWords<T> Normalised(const ElementWords<T>& x, 
 // What a batch of columns ends.
 enum class Ends { kNothing, kRow, kWindow };
 
+template <typename T, bool kAffineArg, bool kPlacesArg, int kKeptArg, bool kOneBatchArg>
+struct PoolForm {
+  using Element = T;
+  static constexpr bool kAffine = kAffineArg, kPlaces = kPlacesArg, kOneBatch = kOneBatchArg;
+  static constexpr int kKept = kKeptArg;
+};
+
 // kKept: rows that a window shares with the next one, where there are so many; or 0. kOneBatch: a
 // row is one batch, as in windows of two axes that are up to kColumns wide.
-template <typename T, bool kAffine, bool kPlaces, int kKept, bool kOneBatch, bool kSm90>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? kCtasOfFloats
-                                            : kSm90        ? kCtas - kKept / 2
-                                                           : kCtas - 2) PoolMaxima(const Params p) {
+template <class Tag, bool kSm90>
+__global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::Element), kSm90> -
+                                                    (kSm90 && sizeof(typename Tag::Element) == 2
+                                                         ? Tag::kKept / 2
+                                                         : 0)) PoolMaxima(const Params p) {
+  using T = typename Tag::Element;
+  using Words = ElementWords<T>;
+  constexpr bool kAffine = Tag::kAffine, kPlaces = Tag::kPlaces, kOneBatch = Tag::kOneBatch;
+  constexpr int kKept = Tag::kKept;
   using Rows = Found<T, kAffine, kPlaces>;
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t index = int64_t{blockIdx.x} * kPoolThreads + threadIdx.x;
   if (index >= p.threads) return;
   int32_t rest, vector, inner, middle_window, part, example;
   p.vectors.Divmod(static_cast<int32_t>(index), &rest, &vector);
@@ -272,12 +277,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? kCtasOfFloats
     --windows;
     return Ends::kWindow;
   };
-  ElementWords<T> raw[kColumns] = {};
+  Words raw[kColumns] = {};
   auto load_column = [&](int j, const T* from, uint32_t bits) {
     if ((bits >> j & 1) != 0) {
-      raw[j] = ElementWords<T>::Load(from, j * p.channels);
+      raw[j] = Words::Load(from, j * p.channels);
     } else if constexpr (!kAffine) {
-      raw[j] = ElementWords<T>::All(Lowest<T>());
+      raw[j] = Words::All(Lowest<T>());
     }
   };
   auto bits_of_batch = [&] {
@@ -304,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? kCtasOfFloats
         const T* const from = line + int64_t{column} * p.channels;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          const ElementWords<T> operand = raw[j];
+          const Words operand = raw[j];
           if constexpr (kAffine) {
             // What lies in the padding is below all elements, NaN has no place.
             if ((bits >> j & 1) != 0) found.Take(Normalised<T>(operand, by), operand, number);
@@ -348,8 +353,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? kCtasOfFloats
   }
 }
 
-template <typename T, bool kAffine, bool kPlaces, bool kSm90>
-Status LaunchForm(const MaxPool& pool, void* stream) {
+template <class Tag, bool kSm90>
+Status LaunchPool(const MaxPool& pool, void* stream) {
   const PoolWindows& w = pool.windows;
   Params p = {};
   for (int i = 0; i < kPoolAxes; ++i) {
@@ -359,9 +364,7 @@ Status LaunchForm(const MaxPool& pool, void* stream) {
   }
   const int64_t vectors = w.channels / kPoolVector;
   const int64_t columns = w.batch * w.out[1] * w.out[2] * vectors;
-  int64_t longest = pool.walk;
-  if (longest == 0) longest = std::min(columns * w.out[0] / kFillThreads, kMaxWalk);
-  longest = std::max<int64_t>(1, std::min(longest, w.out[0]));
+  const int64_t longest = std::min(pool.walk, w.out[0]);
   const int64_t parts = (w.out[0] + longest - 1) / longest;
   p.walk = static_cast<int32_t>((w.out[0] + parts - 1) / parts);
   p.threads = columns * parts;
@@ -372,42 +375,12 @@ Status LaunchForm(const MaxPool& pool, void* stream) {
   p.mean = pool.mean, p.scale = pool.scale, p.offset = pool.offset;
   p.maxima = pool.maxima, p.places = pool.places, p.operands = pool.operands;
   LaunchConfig config;
-  config.threads = kThreads;
-  config.grid = static_cast<unsigned>((p.threads + kThreads - 1) / kThreads);
-  // Along a walk of one window nothing is kept.
-  const int64_t shared = p.walk > 1 ? w.size[0] - w.stride[0] : 0;
-  const auto launch = [&](auto kept) {
-    constexpr int kKept = decltype(kept)::value;
-    return w.size[1] == 1 && w.size[2] <= kColumns
-               ? Launch<PoolMaxima<T, kAffine, kPlaces, kKept, true, kSm90>>("max_pool", config,
-                                                                             stream, p)
-               : Launch<PoolMaxima<T, kAffine, kPlaces, kKept, false, kSm90>>("max_pool", config,
-                                                                              stream, p);
-  };
-  if (shared == 1) return launch(std::integral_constant<int, 1>());
-  if (shared == 2) return launch(std::integral_constant<int, 2>());
-  return launch(std::integral_constant<int, 0>());
-}
-
-template <typename T, bool kSm90>
-Status LaunchOfType(const MaxPool& pool, void* stream) {
-  if (pool.mean != nullptr) {
-    return pool.places != nullptr ? LaunchForm<T, true, true, kSm90>(pool, stream)
-                                  : LaunchForm<T, true, false, kSm90>(pool, stream);
-  }
-  return pool.places != nullptr ? LaunchForm<T, false, true, kSm90>(pool, stream)
-                                : LaunchForm<T, false, false, kSm90>(pool, stream);
+  config.threads = kPoolThreads;
+  config.grid = static_cast<unsigned>((p.threads + kPoolThreads - 1) / kPoolThreads);
+  return Launch<PoolMaxima<Tag, kSm90>>("max_pool", config, stream, p);
 }
 
 }  // namespace max_pool_internal
-
-template <bool kSm90>
-Status LaunchMaxPoolOn(DType dtype, const MaxPool& pool, void* stream) {
-  if (dtype == DType::kF32) return max_pool_internal::LaunchOfType<float, kSm90>(pool, stream);
-  return dtype == DType::kF16 ? max_pool_internal::LaunchOfType<__half, kSm90>(pool, stream)
-                              : max_pool_internal::LaunchOfType<__nv_bfloat16, kSm90>(pool, stream);
-}
-
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
