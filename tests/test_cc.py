@@ -96,6 +96,7 @@ def test_there_are_programs():
         "igemm_wgmma_test.cc",
         "implicit_gemm_test.cc",
         "onednn_conv_test.cc",
+        "pass_plan_test.cc",
         "plan_cache_test.cc",
         "select_test.cc",
     }

@@ -18,7 +18,7 @@ CC = REPOSITORY / "cc"
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
 # Kernels of operations around convolutions, which the handlers launch themselves.
-AROUND = {"cuda/batch_norm", "cuda/pooling"}
+AROUND = {"cuda/normalisation", "cuda/pooling"}
 
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {
@@ -151,7 +151,7 @@ def test_a_source_stands_beside_its_header():
     headers = [name for name in names if name.endswith(".h")]
     wrong = declared_below(headers, [name for name in names if name.endswith((".cc", ".cu"))])
     assert not wrong, "\n".join(wrong)
-    below = declared_below(["cuda/common/registry.h"], ["cuda/registry.cc"])
+    below = declared_below(["cuda/registry.h"], ["cuda/registry.cc"])
     assert below == ["cuda/registry.cc: declared in cuda/common"]
 
 

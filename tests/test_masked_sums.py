@@ -198,14 +198,6 @@ def test_what_the_kernel_does_not_take(form, shape, dtype):
     assert not masked_sums.accepts(form, shape, np.dtype(dtype))
 
 
-def test_parts():
-    """They depend on the shape alone, and every one has rows."""
-    for shape in [*SHAPES, (256, 56, 56, 256), (256, 7, 7, 2048), (1, 8), (10**6, 8)]:
-        for segments in {1, shape[0]}:
-            parts = masked_sums.parts(shape, segments)
-            assert 1 <= parts <= 65535 and parts * segments <= int(np.prod(shape[:-1]))
-
-
 def test_lowering_for_a_gpu(cuda_calls):
     """One call, which reads bits in place of the result where they tell the mask."""
     array, vector, absent = "tensor<4x6x24xbf16>", "tensor<24xf32>", "tensor<0xf32>"

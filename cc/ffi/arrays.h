@@ -89,7 +89,7 @@ struct Int8Arrays : Arrays {
   Array y = Result("y"), workspace = Result("workspace");
 };
 
-// cuda/batch_norm/normalise_add.h: arrays of one type and shape, the channels innermost, vectors of
+// cuda/normalisation/normalise_add.h: arrays of one type and shape, the channels innermost, vectors of
 // float32.
 struct NormaliseAddArrays : Arrays {
   using Arrays::Arrays;
@@ -100,7 +100,7 @@ struct NormaliseAddArrays : Arrays {
   Array result = Result("result"), bits = Result("bits");
 };
 
-// cuda/batch_norm/masked_sums.h: the same kinds of arrays; vectors are (channels,) or (segments,
+// cuda/normalisation/masked_sums.h: the same kinds of arrays; vectors are (channels,) or (segments,
 // channels).
 struct MaskedSumsArrays : Arrays {
   using Arrays::Arrays;
@@ -112,7 +112,7 @@ struct MaskedSumsArrays : Arrays {
   Array masked = Result("masked"), sums = Result("sums");
 };
 
-// cuda/batch_norm/moments.h.
+// cuda/normalisation/moments.h.
 struct MomentsArrays : Arrays {
   using Arrays::Arrays;
   Array y = Operand("y");

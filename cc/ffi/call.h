@@ -12,7 +12,6 @@
 
 #include "core/conv_problem.h"
 #include "core/status.h"
-#include "cuda/batch_norm/masked_sums.h"
 #include "cuda/pooling/windows.h"
 #include "ffi/arrays.h"
 #include "ffi/handler.h"
@@ -41,7 +40,7 @@ Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem);
 struct RowsOfChannels {
   DType dtype;
   Extents shape;
-  int64_t segments = 1, rows, channels;  // rows of a segment
+  int64_t segments = 1, rows, channels, parts;  // rows and parts of a segment
 };
 
 // Compare the arrays with each other, and with the attribute "segments", 1 where there is none.
@@ -50,9 +49,6 @@ Status CheckMaskedSums(const MaskedSumsArrays& arrays, const Attributes& attribu
                        RowsOfChannels* rows);
 Status CheckMoments(const MomentsArrays& arrays, const Attributes& attributes,
                     RowsOfChannels* rows);
-// The vector of the channels of a checked call.
-ChannelNumbers NumbersOf(const Array& vector);
-
 // Compare the arrays with each other and with the attributes: sizes, strides and padding in front
 // along the one to three spatial axes.
 Status CheckMaxPool(const MaxPoolArrays& arrays, const Attributes& attributes, DType* dtype,

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/batch_norm/masked_sums.h"
+#include "cuda/normalisation/masked_sums.h"
 #include "pass_test.cuh"
 
 namespace jaxconv {

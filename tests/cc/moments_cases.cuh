@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/batch_norm/moments.h"
-#include "cuda/batch_norm/plan.h"
+#include "cuda/normalisation/moments.h"
+#include "cuda/normalisation/plan.h"
 #include "pass_test.cuh"
 
 namespace jaxconv {
@@ -29,7 +29,7 @@ inline void RunMoments(const MomentsCase& c, PassTest& test) {
   test.Launched(LaunchMoments(
       c.dtype, {c.segments, c.rows, c.channels, c.parts, of_y.data(), moments.as<float>()},
       nullptr));
-  const int64_t block = RowsOfMoments(c.dtype == DType::kF32 ? 4 : 2, c.channels);
+  const int64_t block = normalisation::RowsOfMoments(c.dtype) * ChannelThreads(c.channels).steps;
   const int64_t blocks = (c.rows + block - 1) / block;
   auto defined = [&] {
     std::vector<double> expected(c.segments * c.parts * 2 * c.channels);

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/batch_norm/normalise_add.h"
+#include "cuda/normalisation/normalise_add.h"
 #include "pass_test.cuh"
 
 namespace jaxconv {

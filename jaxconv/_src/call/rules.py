@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxconv._src import compat
+from jaxconv._src.call import record
 from jaxconv._src.library import native
 
 
@@ -41,10 +42,35 @@ def register(
         )
 
 
-def calls_cuda(platform: str, ctx: Any) -> bool:
-    """Whether a primitive with a CUDA kernel alone lowers to its call: on one device, by XLA."""
-    return (
-        platform == "cuda"
-        and not isinstance(native.load(platform), native.Refusal)
-        and not compat.device_axes(ctx)
-    )
+def planned(key: str) -> native.PassPlan | None:
+    """The plan of a pass on CUDA, by its key; None where the kernels' library is not there."""
+    kernels = native.load("cuda")
+    if isinstance(kernels, native.Refusal):
+        return None
+    return kernels.plan_pass(key, native.target())
+
+
+def lowered_pass(
+    platform: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    key: str | None,
+    by_kernel: Callable[[native.PassPlan], Sequence[Any]],
+    in_jax: Callable[..., Sequence[Any]],
+) -> Sequence[Any]:
+    """Lowers a primitive with a CUDA kernel alone: on one device, by XLA, to its call.
+
+    Args:
+        platform, ctx: as for a lowering rule.
+        operands: the primitive's.
+        key: of the pass, or None where the call cannot say what the primitive computes.
+        by_kernel: emits the call, by a plan with a kernel.
+        in_jax: lowers to operations of JAX.
+    """
+    if platform != "cuda" or key is None or compat.device_axes(ctx):
+        return in_jax(ctx, *operands)
+    plan = planned(key)
+    if plan is None:
+        return in_jax(ctx, *operands)
+    results = in_jax(ctx, *operands) if plan.kernel is None else by_kernel(plan)
+    return record.emit_pass(ctx, key, plan, results)

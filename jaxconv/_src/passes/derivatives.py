@@ -33,8 +33,8 @@ def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
     return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
 
 
-# By the name of the custom call's attribute (cc/cuda/batch_norm/derivative.h). At corners
-# they are those of jax.nn, and of the last two the mean of both sides, as of jnp.maximum and jnp.clip.
+# By the names of the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
+# are those of jax.nn, and of the last two the mean of both sides, as of jnp.maximum and jnp.clip.
 DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "leaky_relu": _from_operand("leaky_relu"),
     "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -33,22 +34,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
+from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes.derivatives import DERIVATIVES, derivative
+from jaxconv._src.problem.spec import DTYPE_NAMES
 
 TARGET = "jaxconv_masked_sums"
 
 masked_sums_p = Primitive(TARGET)
 masked_sums_p.multiple_results = True
 
-# Channels of a thread, the most threads along the channels, and the threads of a CTA
-# (cc/cuda/batch_norm/plan.h).
-_VECTOR, _LANES, _THREADS = 8, 32, 256
-
-# CTAs of a launch, of one segment and of several, and the fewest rows that each of their threads
-# adds. The bits of the sums depend on them, so they are the same on every device.
-_CTAS, _CTAS_OF_SEGMENTS, _LEAST_ROWS = 264, 1056, 8
-
+# Channels of a thread, whose bits are a byte (cc/cuda/normalisation/plan.h).
+_VECTOR = 8
 
 # What tells the mask.
 MaskedBy = Literal["result", "affine", "bits", "none"]
@@ -105,29 +101,51 @@ class Sums:
         return None if self.activation in ("relu", "relu6") else self.activation
 
 
+def key(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    """What the kernels are asked by, or None where no call says it."""
+    if form.activation is not None and form.masked_by != "affine":
+        return None
+    words = [f"g{form.gradients}", f"y{form.arrays}"]
+    words += [form.masked_by] * (form.masked_by != "none")
+    words += [f"activation:{form.derivative}"] * (form.derivative is not None)
+    words += ["stores"] * form.stores
+    return key_of_rows("masked_sums", shape, dtype, form.segments, words)
+
+
 def accepts(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
     least = 0 if form.masked_by == "none" else 1
     most = 1 if form.derivative else 2
-    return (
-        accepts_rows(shape, dtype, form.segments)
-        and 1 <= form.gradients <= 2
-        and (least <= form.arrays <= most)
-        and (form.activation is None or form.masked_by == "affine")
+    takes_form = (
+        1 <= form.gradients <= 2
+        and least <= form.arrays <= most
         and (form.derivative is None or form.derivative in DERIVATIVES)
     )
+    return accepts_rows(key(form, shape, dtype), shape, takes_form)
 
 
-def accepts_rows(shape: tuple[int, ...], dtype: np.dtype, segments: int = 1) -> bool:
-    """Whether the kernels over rows of channels take an array."""
-    return (
-        dtype in (jnp.bfloat16, np.float16, np.float32)
-        and 2 <= len(shape) <= 7
-        and shape[-1] % _VECTOR == 0
-        and 0 not in shape
-        and segments >= 1
-        and shape[0] % segments == 0
-    )
+def key_of_rows(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, segments: int, words: Iterable[str] = ()
+) -> str | None:
+    """The key of a pass over rows of channels, or None where its call does not take the array."""
+    short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
+    extents = all(isinstance(n, int) and n > 0 for n in shape) and 2 <= len(shape) <= 7
+    if short is None or not extents or segments < 1 or shape[0] % segments:
+        return None
+    rows = math.prod(shape[:-1]) // segments
+    sizes = [f"s{segments}", f"r{rows}", f"c{shape[-1]}"]
+    return " ".join([name, short, *sizes, *words])
+
+
+def accepts_rows(key: str | None, shape: tuple[int, ...], otherwise: bool = True) -> bool:
+    """Whether a kernel takes a pass: by its plan, or where there is no library, by what it says.
+
+    ``otherwise`` is the form's part of that.
+    """
+    plan = None if key is None else rules.planned(key)
+    if plan is not None:
+        return plan.kernel is not None
+    return key is not None and shape[-1] % _VECTOR == 0 and otherwise
 
 
 def masked_sums(*operands: jax.Array, form: Sums) -> list[jax.Array]:
@@ -222,57 +240,43 @@ def of_segments(segments: int) -> tuple[int, ...]:
     return (segments,) if segments > 1 else ()
 
 
-def threads(channels: int) -> tuple[int, int]:
-    """How many slices of channels have CTAs of their own, and the rows of a CTA's threads."""
-    vectors = channels // _VECTOR
-    lanes = min(vectors, _LANES)
-    return -(-vectors // lanes), _THREADS // lanes
-
-
-def parts(shape: tuple[int, ...], segments: int = 1) -> int:
-    """Into how many parts the kernels cut the rows of a segment of an array."""
-    slices, steps = threads(shape[-1])
-    rows = int(np.prod(shape[:-1])) // segments
-    ctas = _CTAS if segments == 1 else _CTAS_OF_SEGMENTS
-    return max(1, min(ctas // (slices * segments), rows // (_LEAST_ROWS * steps)))
-
-
 def _lower(platform: str, ctx, *operands, form: Sums):
     """Lowers to one custom call and the sum of its parts, or to operations of JAX."""
-    gradient = ctx.avals_in[0]
-    if not accepts(form, gradient.shape, gradient.dtype) or not rules.calls_cuda(platform, ctx):
-        return _lower_in_jax(ctx, *operands, form=form)
-    gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
-    mask_names = {"result": ["result"], "affine": ["scale", "offset"], "bits": ["bits"], "none": []}
-    given = dict(zip(mask_names[form.masked_by], of_mask, strict=True))
-    for name, each in (("gradient", gradients), ("y", arrays), ("mean", means)):
-        given |= zip((name, f"{name}2"), each, strict=False)
-    sums = ctx.avals_out[-1]
-    leading = of_segments(form.segments)
-    shape = (*leading, parts(gradient.shape, form.segments), *sums.shape[len(leading) :])
-    by_part = ShapedArray(shape, sums.dtype)
-    above, below = form.bounds
-    # Programs of earlier versions have the first two alone.
-    attributes: dict[str, Any] = dict(
-        above=np.float32(-np.inf if above is None else above),
-        below=np.float32(np.nan if below is None else below),
-    )
-    if form.derivative is not None:
-        attributes |= dict(activation=form.derivative, slope=np.float32(form.slope))
-    if form.segments > 1:
-        attributes |= dict(segments=np.int64(form.segments))
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        TARGET,
-        given,
-        {"sums": by_part} | ({"masked": gradient} if form.stores else {}),
-        **attributes,
-    )
-    added = mlir.lower_fun(lambda s: lax.reduce_sum(s, (len(leading),)), multiple_results=False)(
-        ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"]
-    )
-    return [*[found["masked"]] * form.stores, *added]
+    gradient, sums = ctx.avals_in[0], ctx.avals_out[-1]
+
+    def by_kernel(plan: native.PassPlan) -> list[Any]:
+        gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
+        names = {"result": ["result"], "affine": ["scale", "offset"], "bits": ["bits"]}
+        given = dict(zip(names.get(form.masked_by, ()), of_mask, strict=True))
+        for name, each in (("gradient", gradients), ("y", arrays), ("mean", means)):
+            given |= zip((name, f"{name}2"), each, strict=False)
+        leading = of_segments(form.segments)
+        by_part = ShapedArray((*leading, plan.parts, *sums.shape[len(leading) :]), sums.dtype)
+        above, below = form.bounds
+        # Programs of earlier versions have the first two alone.
+        attributes: dict[str, Any] = dict(
+            above=np.float32(-np.inf if above is None else above),
+            below=np.float32(np.nan if below is None else below),
+        )
+        if form.derivative is not None:
+            attributes |= dict(activation=form.derivative, slope=np.float32(form.slope))
+        if form.segments > 1:
+            attributes |= dict(segments=np.int64(form.segments))
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            given,
+            {"sums": by_part} | ({"masked": gradient} if form.stores else {}),
+            **attributes,
+        )
+        add = mlir.lower_fun(lambda s: lax.reduce_sum(s, (len(leading),)), multiple_results=False)
+        added = add(ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"])
+        return [*[found["masked"]] * form.stores, *added]
+
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    asked = key(form, gradient.shape, gradient.dtype)
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_form)
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

@@ -40,9 +40,10 @@ from jax.interpreters import ad, mlir
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
+from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes import masked_sums
 from jaxconv._src.passes.masked_sums import Sums
+from jaxconv._src.problem.spec import DTYPE_NAMES
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
@@ -63,7 +64,7 @@ NO_PLACE = 255
 LARGEST = 49
 
 # Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
-# (cc/cuda/pooling/windows.cc).
+# (cc/cuda/pooling/plan.cc).
 _VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
 
 
@@ -136,26 +137,44 @@ class Pooling:
     called: bool = True
 
 
-def accepts(windows: Windows, dtype: np.dtype) -> bool:
-    """Whether the kernels pool arrays of this type, channels last, by these windows."""
-    shape = windows.shape
-    if dtype not in (jnp.bfloat16, np.float16) or not 3 <= len(shape) <= 5 or 0 in shape:
-        return False
+def key(
+    name: str, windows: Windows, dtype: np.dtype, words: Iterable[str] = ("places",)
+) -> str | None:
+    """What the kernels are asked by, or None where no call says it."""
+    shape, spatial = windows.shape, slice(1, -1)
+    short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
+    extents = all(isinstance(n, int) and n > 0 for n in shape) and 3 <= len(shape) <= 5
+    if short is None or not extents:
+        return None
     for axis in (0, len(shape) - 1):
         whole = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
         if whole != (1, 1, (0, 0)):
-            return False
+            return None
+    if min(itertools.chain.from_iterable(windows.padding)) < 0:
+        return None
+    low = [pad for pad, _ in windows.padding]
+    by_axis = {"i": shape, "f": windows.sizes, "o": windows.counts, "s": windows.strides, "p": low}
+    axes = [letter + "x".join(map(str, each[spatial])) for letter, each in by_axis.items()]
+    return " ".join([name, short, f"b{shape[0]}", f"c{shape[-1]}", *axes, *words])
+
+
+def accepts(windows: Windows, dtype: np.dtype) -> bool:
+    """Whether the kernels pool arrays of this type, channels last, by these windows."""
+    asked = key("max_pool", windows, dtype)
+    plan = None if asked is None else rules.planned(asked)
+    if asked is None or plan is not None:
+        return plan is not None and plan.kernel is not None
+    shape, strides = windows.shape, windows.strides
     low = [pad for pad, _ in windows.padding]
     extents = [n + sum(pad) for n, pad in zip(shape, windows.padding, strict=True)]
-    strides = [-(-(n + p) // s) for n, p, s in zip(shape, low, windows.strides, strict=True)]
+    grid = [-(-(n + p) // s) for n, p, s in zip(shape, low, strides, strict=True)]
     vectors = shape[0] * shape[-1] // _VECTOR
     return (
         shape[-1] % _VECTOR == 0
-        and min(itertools.chain.from_iterable(windows.padding)) >= 0
         and math.prod(windows.sizes) <= LARGEST
         and windows.place(size - 1 for size in windows.sizes) < NO_PLACE
         and max(extents) < _MOST_ELEMENTS
-        and vectors * math.prod(strides[1:-1]) < _MOST_VECTORS
+        and vectors * math.prod(grid[1:-1]) < _MOST_VECTORS
         and vectors * math.prod(windows.counts[1:-1]) < _MOST_VECTORS
     )
 
@@ -337,21 +356,27 @@ def _attributes(windows: Windows) -> dict[str, Any]:
 
 def _lower(platform: str, ctx, *operands, form: Pooling):
     """Lowers to one custom call, or to operations of JAX."""
-    accepted = form.called and accepts(form.windows, ctx.avals_in[0].dtype)
-    if not accepted or not rules.calls_cuda(platform, ctx):
+    if not form.called:
         return _lower_in_jax(ctx, *operands, form=form)
-    given = zip(operands, ctx.avals_in, strict=True)
-    avals = ctx.avals_out[form.copies - 1 :]
-    results = dict(zip(("maxima", "places", "operands"), avals, strict=False))
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        TARGET,
-        dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
-        results,
-        **_attributes(form.windows),
-    )
-    return [found["maxima"]] * (form.copies - 1) + [found[name] for name in results]
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        given = zip(operands, ctx.avals_in, strict=True)
+        avals = ctx.avals_out[form.copies - 1 :]
+        results = dict(zip(("maxima", "places", "operands"), avals, strict=False))
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
+            results,
+            **_attributes(form.windows),
+        )
+        return [found["maxima"]] * (form.copies - 1) + [found[name] for name in results]
+
+    words = [n for n in ("affine", "places", "operands") if getattr(form, n)]
+    asked = key("max_pool", form.windows, ctx.avals_in[0].dtype, words)
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_form)
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
@@ -504,19 +529,26 @@ def _gradient_batch(operands, mapped_axes, **parameters):
 
 def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
     """Lowers to one custom call, or to operations of JAX."""
-    if not accepts(windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
-        return _gradient_lower_in_jax(ctx, *operands, windows=windows, gradients=gradients)
-    names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
-    given = zip(operands, ctx.avals_in, strict=True)
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        GRADIENT_TARGET,
-        dict(zip(names, given, strict=False)),
-        {"dx": ctx.avals_out[0]},
-        **_attributes(windows),
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
+        given = zip(operands, ctx.avals_in, strict=True)
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            GRADIENT_TARGET,
+            dict(zip(names, given, strict=False)),
+            {"dx": ctx.avals_out[0]},
+            **_attributes(windows),
+        )
+        return [found["dx"]]
+
+    words = [f"g{gradients}", *["affine"] * (len(operands) > gradients + 1)]
+    asked = key("max_pool_gradient", windows, ctx.avals_in[0].dtype, words)
+    in_jax_of_windows = functools.partial(
+        _gradient_lower_in_jax, windows=windows, gradients=gradients
     )
-    return [found["dx"]]
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_windows)
 
 
 _gradient_lower_in_jax = mlir.lower_fun(gradient_in_jax, multiple_results=False)

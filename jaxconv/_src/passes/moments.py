@@ -12,6 +12,7 @@ operations of JAX.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,14 +24,13 @@ from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
+from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes.masked_sums import (
     accepts_rows,
     along_segments,
+    key_of_rows,
     of_segments,
     over_segments,
-    parts,
-    threads,
 )
 
 TARGET = "jaxconv_moments"
@@ -40,7 +40,7 @@ moments_p = Primitive(TARGET)
 
 def accepts(shape: tuple[int, ...], dtype: np.dtype, segments: int = 1) -> bool:
     """Whether a kernel computes the moments of an array of this type."""
-    return accepts_rows(shape, dtype, segments)
+    return accepts_rows(key_of_rows("moments", shape, dtype, segments), shape)
 
 
 def moments(y: jax.Array, *, segments: int = 1) -> jax.Array:
@@ -88,13 +88,11 @@ def _batch(operands, mapped_axes, *, segments: int):
     return jax.vmap(functools.partial(in_jax, segments=segments), in_axes=axis)(y), 0
 
 
-def counts(shape: tuple[int, ...], dtype: np.dtype, segments: int) -> np.ndarray:
-    """The rows of each part of a segment (cc/cuda/batch_norm/moments.h)."""
-    rows, n = int(np.prod(shape[:-1])) // segments, parts(shape, segments)
-    of_block = (4 if np.dtype(dtype).itemsize == 4 else 8) * threads(shape[-1])[1]
-    blocks = -(-rows // of_block)
-    found = (blocks - np.arange(n) + n - 1) // n * of_block
-    found[0] -= blocks * of_block - rows
+def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
+    """The rows of each part of a segment's rows (cc/cuda/normalisation/moments.h)."""
+    blocks, n = -(-rows // plan.block_rows), plan.parts
+    found = (blocks - np.arange(n) + n - 1) // n * plan.block_rows
+    found[0] -= blocks * plan.block_rows - rows
     return found
 
 
@@ -113,17 +111,21 @@ def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
 def _lower(platform: str, ctx, y, *, segments: int):
     """Lowers to one custom call and the merging of its parts, or to operations of JAX."""
     (aval,) = ctx.avals_in
-    if not accepts(aval.shape, aval.dtype, segments) or not rules.calls_cuda(platform, ctx):
-        return _lower_in_jax(ctx, y, segments=segments)
-    count = counts(aval.shape, aval.dtype, segments)
-    leading = of_segments(segments)
-    by_part = ShapedArray((*leading, len(count), 2, aval.shape[-1]), np.dtype(np.float32))
-    attributes = {"segments": np.int64(segments)} if segments > 1 else {}
-    found = custom_call.lowered(
-        ctx, platform, TARGET, {"y": (y, aval)}, {"moments": by_part}, **attributes
-    )
-    merged = mlir.lower_fun(functools.partial(_merged, count=count), multiple_results=False)
-    return merged(ctx.replace(avals_in=[by_part]), found["moments"])
+
+    def by_kernel(plan: native.PassPlan) -> Sequence[Any]:
+        count = counts(aval.size // aval.shape[-1] // segments, plan)
+        leading = of_segments(segments)
+        by_part = ShapedArray((*leading, plan.parts, 2, aval.shape[-1]), np.dtype(np.float32))
+        attributes = {"segments": np.int64(segments)} if segments > 1 else {}
+        found = custom_call.lowered(
+            ctx, platform, TARGET, {"y": (y, aval)}, {"moments": by_part}, **attributes
+        )
+        merged = mlir.lower_fun(functools.partial(_merged, count=count), multiple_results=False)
+        return merged(ctx.replace(avals_in=[by_part]), found["moments"])
+
+    in_jax_of_segments = functools.partial(_lower_in_jax, segments=segments)
+    asked = key_of_rows("moments", aval.shape, aval.dtype, segments)
+    return rules.lowered_pass(platform, ctx, [y], asked, by_kernel, in_jax_of_segments)
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=False)

@@ -248,7 +248,7 @@ def _by_kernel(*operands: jax.Array, form: Form) -> list[jax.Array]:
 
 
 def _lower(platform: str, ctx, *operands, form: Form):
-    if form.bits and _writes_bits(form, ctx.avals_in) and rules.calls_cuda(platform, ctx):
+    if form.bits and _writes_bits(form, ctx.avals_in):
         return mlir.lower_fun(_by_kernel, multiple_results=True)(ctx, *operands, form=form)
     return _lower_in_jax(ctx, *operands, form=form)
 

@@ -27,15 +27,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
-from jaxconv._src.passes.masked_sums import accepts_rows
+from jaxconv._src.library import custom_call, native
+from jaxconv._src.passes.masked_sums import accepts_rows, key_of_rows
 
 TARGET = "jaxconv_normalise_add"
 
 normalise_add_p = Primitive(TARGET)
 normalise_add_p.multiple_results = True
 
-# Channels of a thread (cc/cuda/batch_norm/plan.h), whose bits are a byte.
+# Channels of a thread (cc/cuda/normalisation/plan.h), whose bits are a byte.
 _VECTOR = 8
 
 
@@ -54,13 +54,17 @@ class BlockEnd:
     below: float | None
 
 
+def key(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    """What the kernels are asked by, or None where no call says it."""
+    if form.below is not None and float(np.asarray(form.below, dtype)) != form.below:
+        return None
+    words = [f"y{form.arrays}", *["bounded"] * (form.below is not None)]
+    return key_of_rows("normalise_add", shape, dtype, 1, words)
+
+
 def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
-    return (
-        accepts_rows(shape, dtype)
-        and 1 <= form.arrays <= 2
-        and (form.below is None or float(np.asarray(form.below, dtype)) == form.below)
-    )
+    return accepts_rows(key(form, shape, dtype), shape, 1 <= form.arrays <= 2)
 
 
 def bits_type(array: Any) -> Any:
@@ -120,20 +124,24 @@ def _batch(operands, mapped_axes, *, form: BlockEnd):
 def _lower(platform: str, ctx, *operands, form: BlockEnd):
     """Lowers to one custom call, or to operations of JAX."""
     y = ctx.avals_in[0]
-    if not accepts(form, y.shape, y.dtype) or not rules.calls_cuda(platform, ctx):
-        return _lower_in_jax(ctx, *operands, form=form)
-    second = "y2" if form.arrays == 2 else "shortcut"
-    names = ("y", second, "mean", "scale", "offset", "mean2", "scale2", "offset2")
-    result, bits = ctx.avals_out
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        TARGET,
-        dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=False)),
-        {"result": result, "bits": bits},
-        below=np.float32(np.nan if form.below is None else form.below),
-    )
-    return [found["result"], found["bits"]]
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        second = "y2" if form.arrays == 2 else "shortcut"
+        names = ("y", second, "mean", "scale", "offset", "mean2", "scale2", "offset2")
+        result, bits = ctx.avals_out
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=False)),
+            {"result": result, "bits": bits},
+            below=np.float32(np.nan if form.below is None else form.below),
+        )
+        return [found["result"], found["bits"]]
+
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    asked = key(form, y.shape, y.dtype)
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_form)
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

@@ -10,6 +10,7 @@ from typing import Any
 from jaxconv._src import compat
 from jaxconv._src.call import record, selection
 from jaxconv._src.call.record import Convolution as Convolution
+from jaxconv._src.call.record import Pass
 from jaxconv._src.lax import lax_lowering
 from jaxconv._src.problem import table
 from jaxconv._src.report import staging
@@ -21,9 +22,12 @@ class Explanation:
 
     Attributes:
         convolutions: one entry for each convolution of the lowered program, in its order.
+        passes: one for each pass that convolves nothing and that CUDA kernels may compute: sums,
+            moments, normalisation and pooling that ``fuse`` found.
     """
 
     convolutions: tuple[Convolution, ...]
+    passes: tuple[Pass, ...] = ()
 
     def __len__(self) -> int:
         """Number of entries; how often the program runs each is its ``count``."""
@@ -54,6 +58,8 @@ class Explanation:
     def __str__(self) -> str:
         """The table, one line for each convolution, and the reasons of those left to XLA.
 
+        Passes that convolve nothing follow in a table of their own.
+
         A kernel whose error is above the direct convolution's shows it (docs/winograd.md), and one
         that computes an epilogue its terms. Last are the convolutions that the algorithm of
         ``install`` or ``override`` does not compute, and those whose epilogue XLA computes; then,
@@ -65,7 +71,7 @@ class Explanation:
         """
         total = sum(c.count for c in self.convolutions)
         if not total:
-            return "no convolutions"
+            return "\n".join(["no convolutions", *_passes(self.passes)])
         header = ("count", "op", "operands", "result", "precision", "kernel", "us", "XLA us")
         header += ("workspace MB", "GFLOP", "share", "MB", "source")
         rows = []
@@ -85,7 +91,7 @@ class Explanation:
                     _scaled(c.flops, 1e9),
                     _percent(share),
                     _scaled(c.bytes, 1e6),
-                    " ".join(filter(None, (c.module, c.source.rsplit("/", 1)[-1]))),
+                    _source(c),
                 )
             )
         lines = table.lines(header, rows)
@@ -100,6 +106,7 @@ class Explanation:
         )
         lines += _reasons("epilogue apart, in XLA:", [c.apart for c in self.convolutions])
         lines += _chain_ends(self.convolutions)
+        lines += _passes(self.passes)
         return "\n".join(lines)
 
 
@@ -154,6 +161,24 @@ def _chain_ends(convolutions: Sequence[Convolution]) -> list[str]:
     return lines
 
 
+def _passes(passes: Sequence[Pass]) -> list[str]:
+    """The table of passes, and why XLA computes some."""
+    if not passes:
+        return []
+    header = ("count", "pass", "array", "kernel", "us", "source")
+    rows = [
+        (str(p.count), p.op, p.array, p.instance or "XLA", _predicted(p.microseconds), _source(p))
+        for p in passes
+    ]
+    lines = ["", *table.lines(header, rows)]
+    refused = {f"  {p.op} {p.array}: {p.refusal}": None for p in passes if p.refusal}
+    return [*lines, *(["left to XLA:", *refused] if refused else [])]
+
+
+def _source(row: Convolution | Pass) -> str:
+    return " ".join(filter(None, (row.module, row.source.rsplit("/", 1)[-1])))
+
+
 def _kernel(c: Convolution) -> str:
     if c.instance is None:
         return "XLA"
@@ -171,31 +196,32 @@ def _scaled(number: Any, unit: float) -> str:
     return f"{number / unit:.4g}" if isinstance(number, int) else "symbolic"
 
 
-def _occurrences(module) -> collections.Counter[int]:
-    """How often the program comes by each marked operation of its module; loop bodies count once.
+def _occurrences(module) -> collections.Counter[tuple[str, int]]:
+    """How often the program comes by each operation of a tag and index; loop bodies count once.
 
     A lowering is not the program's order: JAX lowers a function once and calls it from many places,
     or copies it into them.
     """
     callees: dict[str, list[str]] = {}
-    marked: dict[str, list[int]] = {}
+    marked: dict[str, list[tuple[str, int]]] = {}
     for function in module.body.operations:
         name = function.attributes["sym_name"].value
         callees[name], marked[name] = [], []
 
         def visit(operation, name=name):
-            if record.TAG in operation.attributes:
-                marked[name].append(operation.attributes[record.TAG].value)
-            elif operation.name == "func.call":
+            for tag in (record.TAG, record.PASS_TAG):
+                if tag in operation.attributes:
+                    marked[name].append((tag, operation.attributes[tag].value))
+            if operation.name == "func.call":
                 callees[name].append(operation.attributes["callee"].value)
             return compat.CONTINUE_WALK
 
         function.operation.walk(visit)
-    counts: collections.Counter[int] = collections.Counter()
+    counts: collections.Counter[tuple[str, int]] = collections.Counter()
 
     def enter(name: str, times: int) -> None:
-        for index in marked[name]:
-            counts[index] += times
+        for operation in marked[name]:
+            counts[operation] += times
         for callee, number in collections.Counter(callees[name]).items():
             enter(callee, times * number)
 
@@ -237,10 +263,12 @@ def explain(fun: Callable, *args: Any, platform: str | None = None, **kwargs: An
     with record.recording(tagged=True) as found:
         lowered = compat.lower_afresh(traced, **options)
     counts = _occurrences(lowered.compiler_ir())
-    return Explanation(
-        tuple(
-            dataclasses.replace(convolution, count=counts[index])
-            for index, convolution in enumerate(found)
-            if counts[index]
+
+    def counted(rows: Sequence[Any], tag: str) -> tuple[Any, ...]:
+        return tuple(
+            dataclasses.replace(row, count=counts[tag, index])
+            for index, row in enumerate(rows)
+            if counts[tag, index]
         )
-    )
+
+    return Explanation(counted(found, record.TAG), counted(found.passes, record.PASS_TAG))

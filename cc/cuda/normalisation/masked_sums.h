@@ -12,14 +12,14 @@
 // numbers, one for all segments or one for each. Each of a segment's `parts` CTAs adds its share of
 // the rows in a fixed order, so that the bits of the sums are those of the shape and of `parts`
 // alone.
-#ifndef JAXCONV_CUDA_BATCH_NORM_MASKED_SUMS_H_
-#define JAXCONV_CUDA_BATCH_NORM_MASKED_SUMS_H_
+#ifndef JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_
+#define JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_
 
 #include <cstdint>
 
 #include "core/conv_problem.h"
 #include "core/status.h"
-#include "cuda/batch_norm/derivative.h"
+#include "cuda/normalisation/derivative.h"
 
 namespace jaxconv {
 
@@ -53,4 +53,4 @@ Status LaunchMaskedSums(DType dtype, const MaskedSums& sums, void* stream);
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_MASKED_SUMS_H_
+#endif  // JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_

@@ -1,12 +1,12 @@
 // Derivatives of activations in float32, within some 4 units of the last place of the larger of 1
 // and the result. NaN stays NaN.
-#ifndef JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_CUH_
-#define JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_CUH_
+#ifndef JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
+#define JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
 
 #include <cuda_runtime.h>
 
-#include "cuda/batch_norm/derivative.h"
 #include "cuda/common/activation.cuh"
+#include "cuda/normalisation/derivative.h"
 
 namespace jaxconv {
 
@@ -114,4 +114,4 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_CUH_
+#endif  // JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_

@@ -1,12 +1,10 @@
 #include <cuda_runtime.h>
 
-#include <string>
-
-#include "cuda/batch_norm/channel_vectors.cuh"
-#include "cuda/batch_norm/derivative.cuh"
-#include "cuda/batch_norm/masked_sums.h"
-#include "cuda/batch_norm/plan.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/normalisation/channel_vectors.cuh"
+#include "cuda/normalisation/derivative.cuh"
+#include "cuda/normalisation/masked_sums.h"
+#include "cuda/normalisation/plan.h"
 
 namespace jaxconv {
 namespace {
@@ -16,9 +14,13 @@ constexpr int kVector = kChannelsOfThread;
 template <typename T>
 using Vector = ChannelVector<T>;
 
-// What tells the mask: the activation's result, its operand, which is computed, or bits. kDerivative
-// computes the operand and multiplies by the activation's derivative; kNone is no mask.
-enum class MaskBy { kResult, kAffine, kBits, kDerivative, kNone };
+// The form of an instance.
+template <typename T, MaskBy::Kind kMaskByArg, int kGradientsArg, int kArraysArg>
+struct SumForm {
+  using Element = T;
+  static constexpr MaskBy::Kind kMaskBy = kMaskByArg;
+  static constexpr int kGradients = kGradientsArg, kArrays = kArraysArg;
+};
 
 __device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int segment,
                                               int64_t channel, float (&values)[kVector]) {
@@ -28,9 +30,12 @@ __device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int 
 // blockIdx.x: a segment and a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of
 // the rows. The threads of a CTA are `steps` rows of `lanes` vectors. All CTAs of a segment walk side
 // by side, from the ends of the arrays: those of dz are what the kernel before has written last.
-template <typename T, int kGradients, int kArrays, MaskBy kMaskBy>
+template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     SumMasked(const MaskedSums p, int slices, int lanes, int steps) {
+  using T = typename Tag::Element;
+  constexpr MaskBy::Kind kMaskBy = Tag::kMaskBy;
+  constexpr int kGradients = Tag::kGradients, kArrays = Tag::kArrays;
   constexpr bool kOperand = kMaskBy == MaskBy::kAffine || kMaskBy == MaskBy::kDerivative;
   constexpr int kSums = 1 + kArrays;
   constexpr int kLoads = kGradients + kArrays + (kMaskBy == MaskBy::kResult);
@@ -139,44 +144,29 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   }
 }
 
-template <typename T, int kGradients, int kArrays, MaskBy kMaskBy>
-Status LaunchForm(const MaskedSums& p, void* stream) {
+template <class Tag>
+Status LaunchSums(const MaskedSums& p, void* stream) {
   const ChannelThreads of(p.channels);
   LaunchConfig config;
   config.threads = kPassThreads;
   config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
-  return Launch<SumMasked<T, kGradients, kArrays, kMaskBy>>(
-      "masked_sums", config, stream, p, static_cast<int>(of.slices), of.lanes, of.steps);
+  return Launch<SumMasked<Tag>>("masked_sums", config, stream, p, static_cast<int>(of.slices),
+                                of.lanes, of.steps);
 }
 
-template <typename T, int kArrays, MaskBy kMaskBy>
-Status LaunchOfGradients(const MaskedSums& p, void* stream) {
-  return p.gradient2 != nullptr ? LaunchForm<T, 2, kArrays, kMaskBy>(p, stream)
-                                : LaunchForm<T, 1, kArrays, kMaskBy>(p, stream);
-}
+#define JAXCONV_OF_moments(...)
+#define JAXCONV_OF_normalise_add(...)
+#define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
+#define JAXCONV_OF_masked_sums(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, masked_sums, variant, SumForm, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+#undef JAXCONV_OF_masked_sums
 
-template <typename T, MaskBy kMaskBy>
-Status LaunchOfArrays(const MaskedSums& p, void* stream) {
-  const int arrays = (p.arrays[0] != nullptr) + (p.arrays[1] != nullptr);
-  if constexpr (kMaskBy != MaskBy::kDerivative) {
-    if (arrays == 2) return LaunchOfGradients<T, 2, kMaskBy>(p, stream);
-  }
-  if constexpr (kMaskBy == MaskBy::kNone) {
-    if (arrays == 0) return LaunchOfGradients<T, 0, kMaskBy>(p, stream);
-  }
-  if (arrays == 1) return LaunchOfGradients<T, 1, kMaskBy>(p, stream);
-  return Status::Unimplemented("masked sums: expected other than " + std::to_string(arrays) +
-                               " arrays with this mask");
-}
-
-template <typename T>
-Status LaunchOfType(const MaskedSums& p, void* stream) {
-  if (p.bits != nullptr) return LaunchOfArrays<T, MaskBy::kBits>(p, stream);
-  if (p.result != nullptr) return LaunchOfArrays<T, MaskBy::kResult>(p, stream);
-  if (p.scale.numbers == nullptr) return LaunchOfArrays<T, MaskBy::kNone>(p, stream);
-  if (p.derivative == Derivative::kNone) return LaunchOfArrays<T, MaskBy::kAffine>(p, stream);
-  return LaunchOfArrays<T, MaskBy::kDerivative>(p, stream);
-}
+constexpr PassLaunch<MaskedSums> kLaunches[] = {
+#define JAXCONV_OF_masked_sums(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_ROW, masked_sums, variant, LaunchSums, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+};
 
 }  // namespace
 
@@ -187,16 +177,14 @@ Status LaunchMaskedSums(DType dtype, const MaskedSums& p, void* stream) {
   if (p.derivative != Derivative::kNone && p.scale.numbers == nullptr) {
     return Status::Unimplemented("masked sums: expected scale and offset for a derivative");
   }
-  switch (dtype) {
-    case DType::kF32:
-      return LaunchOfType<float>(p, stream);
-    case DType::kBF16:
-      return LaunchOfType<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return LaunchOfType<__half>(p, stream);
-    default:
-      return Status::Unimplemented("masked sums: expected float32, float16 or bfloat16");
-  }
+  const MaskBy::Kind told = p.bits != nullptr                   ? MaskBy::kBits
+                            : p.result != nullptr               ? MaskBy::kResult
+                            : p.scale.numbers == nullptr        ? MaskBy::kNone
+                            : p.derivative == Derivative::kNone ? MaskBy::kAffine
+                                                                : MaskBy::kDerivative;
+  const int gradients = p.gradient2 != nullptr ? 2 : 1;
+  const int arrays = (p.arrays[0] != nullptr) + (p.arrays[1] != nullptr);
+  return LaunchOfForm(kLaunches, dtype, {told, gradients, arrays}, p, stream);
 }
 
 }  // namespace jaxconv

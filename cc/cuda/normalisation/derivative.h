@@ -1,10 +1,13 @@
 // Activations whose derivative masked_sums multiplies by.
-#ifndef JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_H_
-#define JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_H_
+#ifndef JAXCONV_CUDA_NORMALISATION_DERIVATIVE_H_
+#define JAXCONV_CUDA_NORMALISATION_DERIVATIVE_H_
 
 #include <cstdint>
 #include <iterator>
+#include <string>
 #include <string_view>
+
+#include "core/status.h"
 
 namespace jaxconv {
 
@@ -32,16 +35,15 @@ inline constexpr std::string_view kDerivativeNames[] = {
     "silu", "tanh",       "gelu", "gelu_tanh",    "softplus",   "mish",
     "maximum", "clip6"};
 
-// False where no activation has the name.
-inline bool ParseDerivative(std::string_view name, Derivative* derivative) {
+inline Status ParseDerivative(std::string_view name, Derivative* derivative) {
   for (size_t i = 0; i < std::size(kDerivativeNames); ++i) {
     if (kDerivativeNames[i] != name) continue;
     *derivative = static_cast<Derivative>(i);
-    return true;
+    return {};
   }
-  return false;
+  return Status::Unimplemented("no kernel has the derivative of '" + std::string(name) + "'");
 }
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_DERIVATIVE_H_
+#endif  // JAXCONV_CUDA_NORMALISATION_DERIVATIVE_H_

@@ -2,21 +2,28 @@
 
 #include <cstdint>
 
-#include "cuda/batch_norm/channel_vectors.cuh"
-#include "cuda/batch_norm/moments.h"
-#include "cuda/batch_norm/plan.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/normalisation/channel_vectors.cuh"
+#include "cuda/normalisation/moments.h"
+#include "cuda/normalisation/plan.h"
 
 namespace jaxconv {
 namespace {
 
 constexpr int kVector = kChannelsOfThread;
 
+template <typename T, int kUnrollArg>
+struct MomentsForm {
+  using Element = T;
+  static constexpr int kUnroll = kUnrollArg;
+};
+
 // The grid and the threads are those of masked_sums.cu.
-template <typename T>
+template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     SumMoments(const Moments p, int slices, int lanes, int steps) {
-  constexpr int kUnroll = kRowsInFlight<kVector * sizeof(T)>;
+  using T = typename Tag::Element;
+  constexpr int kUnroll = Tag::kUnroll;
   __shared__ float of_thread[2][kPassThreads * kVector];
   const int segment = static_cast<int>(blockIdx.x) / slices;
   const int slice = static_cast<int>(blockIdx.x) % slices;
@@ -80,31 +87,36 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   out[p.channels] = deviations < 0 ? 0 : deviations;  // NaN stays
 }
 
-template <typename T>
-Status LaunchOfType(const Moments& p, void* stream) {
+template <class Tag>
+Status LaunchOf(const Moments& p, void* stream) {
   const ChannelThreads of(p.channels);
   LaunchConfig config;
   config.threads = kPassThreads;
   config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
-  return Launch<SumMoments<T>>("moments", config, stream, p, static_cast<int>(of.slices), of.lanes,
-                               of.steps);
+  return Launch<SumMoments<Tag>>("moments", config, stream, p, static_cast<int>(of.slices),
+                                 of.lanes, of.steps);
 }
+
+#define JAXCONV_OF_masked_sums(...)
+#define JAXCONV_OF_normalise_add(...)
+#define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
+#define JAXCONV_OF_moments(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, moments, variant, MomentsForm, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+#undef JAXCONV_OF_moments
+
+constexpr PassLaunch<Moments> kLaunches[] = {
+#define JAXCONV_OF_moments(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_ROW, moments, variant, LaunchOf, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+};
 
 }  // namespace
 
 Status LaunchMoments(DType dtype, const Moments& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
   JAXCONV_RETURN_IF_ERROR(CheckAligned({p.y}));
-  switch (dtype) {
-    case DType::kF32:
-      return LaunchOfType<float>(p, stream);
-    case DType::kBF16:
-      return LaunchOfType<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return LaunchOfType<__half>(p, stream);
-    default:
-      return Status::Unimplemented("moments: expected float32, float16 or bfloat16");
-  }
+  return LaunchOfForm(kLaunches, dtype, {normalisation::RowsOfMoments(dtype)}, p, stream);
 }
 
 }  // namespace jaxconv

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "cuda/batch_norm/channel_vectors.cuh"
-#include "cuda/batch_norm/normalise_add.h"
-#include "cuda/batch_norm/plan.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/normalisation/channel_vectors.cuh"
+#include "cuda/normalisation/normalise_add.h"
+#include "cuda/normalisation/plan.h"
 #include "cuda/ptx/min_max.cuh"
 
 namespace jaxconv {
@@ -38,13 +38,23 @@ struct Normalisation {
   }
 };
 
+template <typename T, int kArraysArg, bool kBoundedArg>
+struct AddForm {
+  using Element = T;
+  static constexpr int kArrays = kArraysArg;
+  static constexpr bool kBounded = kBoundedArg;
+};
+
 // blockIdx.x: a slice of up to kMaxLanes vectors of channels; blockIdx.y: every gridDim.y-th block
 // of rows. The threads of a CTA are `steps` rows of `lanes` vectors, a row's bytes of bits
 // neighbours. All CTAs walk side by side, from the ends of the arrays: those of y are what the
 // kernel before has written last, and the kernel behind begins where the result is written last.
-template <typename T, int kArrays, bool kBounded>
+template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {
+  using T = typename Tag::Element;
+  constexpr int kArrays = Tag::kArrays;
+  constexpr bool kBounded = Tag::kBounded;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   const int step = static_cast<int>(threadIdx.x) / lanes;
   const int64_t channel = (int64_t{blockIdx.x} * lanes + lane) * kVector;
@@ -97,44 +107,40 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   }
 }
 
-template <typename T, int kArrays, bool kBounded>
-Status LaunchForm(const NormaliseAdd& p, void* stream) {
+template <class Tag>
+Status LaunchAdd(const NormaliseAdd& p, void* stream) {
   const ChannelThreads of(p.channels);
-  const int64_t rows_of_block = kUnroll<T> * of.steps;
+  const int64_t rows_of_block = kUnroll<typename Tag::Element> * of.steps;
   const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
   const int64_t most = std::min(std::max<int64_t>(p.ctas / of.slices, 1), kMaxGrid);
   LaunchConfig config;
   config.threads = kPassThreads;
   config.grid =
       dim3(static_cast<unsigned>(of.slices), static_cast<unsigned>(std::min(blocks, most)));
-  return Launch<NormaliseAndAdd<T, kArrays, kBounded>>("normalise_add", config, stream, p, of.lanes,
-                                                       of.steps);
+  return Launch<NormaliseAndAdd<Tag>>("normalise_add", config, stream, p, of.lanes, of.steps);
 }
 
-template <typename T>
-Status LaunchOfType(const NormaliseAdd& p, void* stream) {
-  const bool two = p.arrays[1] != nullptr;
-  if (p.below == p.below) {
-    return two ? LaunchForm<T, 2, true>(p, stream) : LaunchForm<T, 1, true>(p, stream);
-  }
-  return two ? LaunchForm<T, 2, false>(p, stream) : LaunchForm<T, 1, false>(p, stream);
-}
+#define JAXCONV_OF_masked_sums(...)
+#define JAXCONV_OF_moments(...)
+#define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
+#define JAXCONV_OF_normalise_add(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, normalise_add, variant, AddForm, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+#undef JAXCONV_OF_normalise_add
+
+constexpr PassLaunch<NormaliseAdd> kLaunches[] = {
+#define JAXCONV_OF_normalise_add(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_ROW, normalise_add, variant, LaunchAdd, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+};
 
 }  // namespace
 
 Status LaunchNormaliseAdd(DType dtype, const NormaliseAdd& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(1, p.rows, p.channels, 1));
   JAXCONV_RETURN_IF_ERROR(CheckAligned({p.arrays[0], p.arrays[1], p.shortcut, p.result}));
-  switch (dtype) {
-    case DType::kF32:
-      return LaunchOfType<float>(p, stream);
-    case DType::kBF16:
-      return LaunchOfType<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return LaunchOfType<__half>(p, stream);
-    default:
-      return Status::Unimplemented("normalise add: expected float32, float16 or bfloat16");
-  }
+  const int arrays = p.arrays[1] != nullptr ? 2 : 1, bounded = p.below == p.below;
+  return LaunchOfForm(kLaunches, dtype, {arrays, bounded}, p, stream);
 }
 
 }  // namespace jaxconv

@@ -9,8 +9,8 @@
 // float32 of `channels` numbers. A product and its sum round once (FMA), as XLA's code may, so that
 // the result is XLA's but for a rounding; the bits are those of this result. NaN stays NaN, and its
 // bit is 0.
-#ifndef JAXCONV_CUDA_BATCH_NORM_NORMALISE_ADD_H_
-#define JAXCONV_CUDA_BATCH_NORM_NORMALISE_ADD_H_
+#ifndef JAXCONV_CUDA_NORMALISATION_NORMALISE_ADD_H_
+#define JAXCONV_CUDA_NORMALISATION_NORMALISE_ADD_H_
 
 #include <cstdint>
 
@@ -40,4 +40,4 @@ Status LaunchNormaliseAdd(DType dtype, const NormaliseAdd& sum, void* stream);
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_NORMALISE_ADD_H_
+#endif  // JAXCONV_CUDA_NORMALISATION_NORMALISE_ADD_H_

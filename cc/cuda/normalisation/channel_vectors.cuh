@@ -1,13 +1,13 @@
 // Eight channels of an array as accesses of 16 bytes, and of float32 vectors.
-#ifndef JAXCONV_CUDA_BATCH_NORM_CHANNEL_VECTORS_CUH_
-#define JAXCONV_CUDA_BATCH_NORM_CHANNEL_VECTORS_CUH_
+#ifndef JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
+#define JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "cuda/batch_norm/plan.h"
 #include "cuda/common/element.cuh"
+#include "cuda/normalisation/plan.h"
 
 namespace jaxconv {
 
@@ -79,4 +79,4 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&values)[kC
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_CHANNEL_VECTORS_CUH_
+#endif  // JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_

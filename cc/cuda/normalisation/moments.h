@@ -5,10 +5,10 @@
 // y is (segments, rows, channels), contiguous. Each of a segment's `parts` CTAs adds y - pivot and its
 // square over its share of the rows in a fixed order, with its first row as the pivot, so that
 // nothing cancels where the mean is large beside the deviations. Part i has the blocks
-// blocks - 1 - i, blocks - 1 - i - parts, ... of RowsOfMoments rows (plan.h), the last of which may
+// blocks - 1 - i, blocks - 1 - i - parts, ... of rows that the plan says, the last of which may
 // end early.
-#ifndef JAXCONV_CUDA_BATCH_NORM_MOMENTS_H_
-#define JAXCONV_CUDA_BATCH_NORM_MOMENTS_H_
+#ifndef JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
+#define JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
 
 #include <cstdint>
 
@@ -29,4 +29,4 @@ Status LaunchMoments(DType dtype, const Moments& moments, void* stream);
 
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_MOMENTS_H_
+#endif  // JAXCONV_CUDA_NORMALISATION_MOMENTS_H_

@@ -1,14 +1,22 @@
 // How passes over (segments, rows, channels) are cut. The cut of a sum follows from the shape alone,
 // so that its bits are the same on every device.
-#ifndef JAXCONV_CUDA_BATCH_NORM_PLAN_H_
-#define JAXCONV_CUDA_BATCH_NORM_PLAN_H_
+#ifndef JAXCONV_CUDA_NORMALISATION_PLAN_H_
+#define JAXCONV_CUDA_NORMALISATION_PLAN_H_
 
 #include <cstdint>
-#include <initializer_list>
+#include <vector>
 
 #include "core/status.h"
+#include "cuda/common/gpu.h"
+#include "cuda/common/pass.h"
 
 namespace jaxconv {
+
+// What tells a sum's mask: the activation's result, its operand, which is computed, or bits.
+// kDerivative computes the operand and multiplies by the activation's derivative; kNone is no mask.
+struct MaskBy {
+  enum Kind : int { kResult, kAffine, kBits, kDerivative, kNone };
+};
 
 inline constexpr int kPassThreads = 256;     // of a CTA
 inline constexpr int kChannelsOfThread = 8;  // 16 bytes of 16-bit elements
@@ -33,13 +41,22 @@ struct ChannelThreads {
 // Into how many parts, a CTA each, the rows of a segment are cut for a sum.
 int64_t PartsOfRows(int64_t segments, int64_t rows, int64_t channels);
 
-// The rows of a CTA's threads that `moments` reads at a time, of elements of so many bytes.
-int64_t RowsOfMoments(int bytes, int64_t channels);
-
 // Unimplemented: what no kernel of this folder takes.
 Status CheckCut(int64_t segments, int64_t rows, int64_t channels, int64_t parts);
-Status CheckAligned(std::initializer_list<const void*> arrays);
 
+namespace normalisation {
+
+const std::vector<PassKernel>& Kernels();
+
+// Rows of a thread that `moments` loads at a time; 0 of a type that it does not take.
+int RowsOfMoments(DType dtype);
+
+// Plans masked_sums, moments and normalise_add on r rows in each of s segments and c channels, with
+// the words g and y for the numbers of gradients and of arrays, "result", "affine" or "bits",
+// "activation:" and a name in front of a derivative's, "stores", "bounded".
+Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan);
+
+}  // namespace normalisation
 }  // namespace jaxconv
 
-#endif  // JAXCONV_CUDA_BATCH_NORM_PLAN_H_
+#endif  // JAXCONV_CUDA_NORMALISATION_PLAN_H_
