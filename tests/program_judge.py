@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxprs import equations
 from program_draw import EXTREME, KINKS, Program, apply, arrays, transformed
 
 import jaxconv
@@ -44,11 +45,14 @@ ZEROS = 0.06
 
 # Parts of the names of steps that round small integers.
 INEXACT = (
-    *("hard_swish", "clip(y + 3", "sigmoid", "exp(", "gelu", "tanh", "softplus", "silu", "mish"),
-    *("batch norm", "training", "0.1", "0.3", "mean(", "/ scale", "average"),
+    *("hard_swish", "clip(y", "sigmoid", "exp(", "gelu", "tanh", "softplus", "silu", "mish"),
+    *("relu6(y + 3)", "logistic", "erf", "selu", "nn.elu", "expm1", "nn.leaky_relu", "squareplus"),
+    *("norm", "training", "0.1", "0.3", "mean(", "/ scale", "average", "squeeze"),
 )
 # How often lax runs with other roundings of its operands.
 DRAWS = 3
+
+FUSED = "programs with a fused call"  # one that does more than a convolution
 
 MODES = ("override", "fuse outside", "fuse inside")
 _DERIVATIVES = ("grad", "vjp", "jvp", "linearize", "hvp")
@@ -78,10 +82,13 @@ def _of(program: Program, dtype: str, parameters, x) -> tuple[Callable, Any, Any
     return f, {} if program.constants else given, jnp.asarray(x, dtype)
 
 
-def run(program: Program, mode: str, draw: int | None = None) -> list[np.ndarray]:
+def run(
+    program: Program, mode: str, draw: int | None = None, calls: set[str] | None = None
+) -> list[np.ndarray]:
     """The results of a mode, in the program's types; of mode "float64" in float64.
 
-    With ``draw`` every operand is moved by one rounding or none.
+    With ``draw`` every operand is moved by one rounding or none. ``calls`` takes the names of the
+    library's primitives in the program.
     """
     parameters, x = arrays(program)
     if draw is not None:
@@ -102,24 +109,36 @@ def run(program: Program, mode: str, draw: int | None = None) -> list[np.ndarray
             jaxconv.override() if mode == "override" else contextlib.nullcontext(),
             _target(program.target if fused else ""),
         ):
-            results = jax.jit(g, **donated)(p, x)
+            traced = jax.jit(g, **donated).trace(p, x)
+            if calls is not None:
+                names = {eqn.primitive.name for eqn in equations(traced.jaxpr)}
+                calls |= {name for name in names if name.startswith("jaxconv_")}
+            results = traced.lower().compile()(p, x)
         return [np.asarray(r, np.float64) for r in jax.tree.leaves(results)]
 
 
 def _operands(program: Program, dtype: str) -> list[tuple[str, np.ndarray]]:
     """What the program's activations with kinks are applied to, of x and of -x."""
     parameters, x = arrays(program)
-    found: list[tuple[str, np.ndarray]] = []
+    names: list[str] = []
+
+    def operands(values, x):
+        names.clear()
+        found: list[jax.Array] = []
+
+        def seen(name, y):
+            names.append(name)
+            found.append(y)
+
+        for each in (x, -x):
+            apply(program, lambda name, *_: values[name], each, seen)
+        return found
+
+    rounded = {"xla_allow_excess_precision": False}  # every value, as it is written
     with jax.enable_x64(dtype == "float64"):
         values = {name: jnp.asarray(a, dtype) for name, a in parameters.items()}
-        for each in (x, -x):
-            apply(
-                program,
-                lambda name, *_: values[name],
-                jnp.asarray(each, dtype),
-                lambda name, y: found.append((name, np.asarray(y, np.float64))),
-            )
-    return found
+        found = jax.jit(operands, compiler_options=rounded)(values, jnp.asarray(x, dtype))
+    return [(name, np.asarray(y, np.float64)) for name, y in zip(names, found, strict=True)]
 
 
 def beside_a_kink(program: Program) -> bool:
@@ -282,14 +301,15 @@ def judge(
     exactly = functools.cache(lambda: run(program, "float64"))
     beside = functools.cache(lambda: beside_a_kink(program))
     moved = functools.cache(lambda: [run(program, "lax", draw) for draw in range(DRAWS)])
-    complaints = []
+    complaints, calls = [], set()
     for mode in modes:
         try:
-            got = run(program, mode)
+            got = run(program, mode, calls=calls)
         except Exception as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         else:
             found = complaint(program, got, expected, exactly, beside, moved, counts)
         if found:
             complaints.append(f"{mode}: {found}")
+    counts[FUSED] += bool(calls - {"jaxconv_fprop", "jaxconv_dgrad", "jaxconv_wgrad"})
     return complaints, counts

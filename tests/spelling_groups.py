@@ -212,33 +212,39 @@ def _instance_norm(moments: Moments, c: int) -> Norm:
     return norm
 
 
-def _groups(of_axis: Callable[..., Norm], library: str = "") -> Named:
-    return Named(f"group {GROUPS}", library, functools.partial(of_axis, GROUPS))
+# Of a number of groups and the channels' axis.
+GROUP_FORMS: dict[str, Callable[[int, int], Norm]] = {
+    "group norm, squares": functools.partial(_group_norm, _of_squares),
+    "group norm, jnp.var": functools.partial(_group_norm, _by_var),
+    "group norm, positions first": functools.partial(_group_norm, _in_two_steps),
+    "group norm of keras": _of_keras,
+    "group norm, channels first": _of_each_channel,
+    "group norm, (N, G, -1)": _rows_of_examples,
+    "group norm, vmap": _mapped_over_examples,
+    "group norm, by products": _by_products_with_groups,
+}
+
+_OF_LIBRARIES = {"flax.linen": _linen, "flax.nnx": _nnx, "equinox": _equinox, "haiku": _haiku}
+
+# Of the channels' axis.
+INSTANCE_FORMS: dict[str, Callable[[int], Norm]] = {
+    "instance norm, squares": functools.partial(_instance_norm, _of_squares),
+    "instance norm, jnp.var": functools.partial(_instance_norm, _by_var),
+    "instance norm, (N, C, -1)": functools.partial(_rows_of_examples, 0),
+    "instance norm as groups of 1": functools.partial(_group_norm, _by_var, 0),
+    "instance norm, channels first": functools.partial(_of_each_channel, 0),
+}
 
 
-def _instances(of_axis: Callable[[int], Norm], library: str = "") -> Named:
-    return Named("instance", library, of_axis)
+def _groups(of_groups: Callable[[int, int], Norm], library: str = "") -> Named:
+    return Named(f"group {GROUPS}", library, functools.partial(of_groups, GROUPS))
 
 
 GROUP_NORMS: dict[str, Named] = {
-    "group norm, squares": _groups(functools.partial(_group_norm, _of_squares)),
-    "group norm, jnp.var": _groups(functools.partial(_group_norm, _by_var)),
-    "group norm, positions first": _groups(functools.partial(_group_norm, _in_two_steps)),
-    "group norm of keras": _groups(_of_keras),
-    "group norm, channels first": _groups(_of_each_channel),
-    "group norm, (N, G, -1)": _groups(_rows_of_examples),
-    "group norm, vmap": _groups(_mapped_over_examples),
-    "group norm, by products": _groups(_by_products_with_groups),
-    "group norm of flax.linen": _groups(_linen, "flax.linen"),
-    "group norm of flax.nnx": _groups(_nnx, "flax.nnx"),
-    "group norm of equinox": _groups(_equinox, "equinox"),
-    "group norm of haiku": _groups(_haiku, "haiku"),
-    "instance norm, squares": _instances(functools.partial(_instance_norm, _of_squares)),
-    "instance norm, jnp.var": _instances(functools.partial(_instance_norm, _by_var)),
-    "instance norm, (N, C, -1)": _instances(functools.partial(_rows_of_examples, 0)),
-    "instance norm as groups of 1": _instances(functools.partial(_group_norm, _by_var, 0)),
-    "instance norm, channels first": _instances(functools.partial(_of_each_channel, 0)),
-    "instance norm of flax.linen": _instances(_linen_instances, "flax.linen"),
+    **{name: _groups(form) for name, form in GROUP_FORMS.items()},
+    **{f"group norm of {name}": _groups(form, name) for name, form in _OF_LIBRARIES.items()},
+    **{name: Named("instance", "", form) for name, form in INSTANCE_FORMS.items()},
+    "instance norm of flax.linen": Named("instance", "flax.linen", _linen_instances),
 }
 
 

@@ -24,13 +24,13 @@ class Activation(NamedTuple):
         function: which one, with its derivatives where they jump.
         kernel: the function's name in a kernel's table, where derivatives do not matter.
         apply: the spelling.
-        centres: points apart from each other by jumps of derivatives; none where there is no jump.
+        kinks: where derivatives jump.
     """
 
     function: str
     kernel: str
     apply: Callable[[Array], Array]
-    centres: tuple[float, ...] = ()
+    kinks: tuple[float, ...] = ()
 
 
 def _custom_relu(y: Array) -> Array:
@@ -58,24 +58,24 @@ def _selu(y: Array) -> Array:
 
 _HALF = np.sqrt(0.5)
 _TANH = np.sqrt(2 / np.pi)
-_SIDES, _SIX, _THREE = (-3.0, 3.0), (-3.0, 3.0, 9.0), (-6.0, 0.0, 6.0)
+_ZERO, _SIX, _THREE = (0.0,), (0.0, 6.0), (-3.0, 3.0)
 
 ACTIVATIONS: dict[str, Activation] = {
-    "jax.nn.relu": Activation("relu", "relu", jax.nn.relu, _SIDES),
-    "custom_jvp relu": Activation("relu", "relu", _custom_relu, _SIDES),
-    "custom_vjp relu": Activation("relu by vjp", "relu", _relu_of_gradient, _SIDES),
-    "maximum(y, 0)": Activation("max 0", "relu", lambda y: jnp.maximum(y, 0), _SIDES),
-    "maximum(0.0, y)": Activation("max 0", "relu", lambda y: jnp.maximum(0.0, y), _SIDES),
+    "jax.nn.relu": Activation("relu", "relu", jax.nn.relu, _ZERO),
+    "custom_jvp relu": Activation("relu", "relu", _custom_relu, _ZERO),
+    "custom_vjp relu": Activation("relu by vjp", "relu", _relu_of_gradient, _ZERO),
+    "maximum(y, 0)": Activation("max 0", "relu", lambda y: jnp.maximum(y, 0), _ZERO),
+    "maximum(0.0, y)": Activation("max 0", "relu", lambda y: jnp.maximum(0.0, y), _ZERO),
     "lax.max(y, zeros)": Activation(
-        "max 0", "relu", lambda y: lax.max(y, jnp.zeros_like(y)), _SIDES
+        "max 0", "relu", lambda y: lax.max(y, jnp.zeros_like(y)), _ZERO
     ),
-    "clip(y, 0)": Activation("max 0", "relu", lambda y: jnp.clip(y, 0), _SIDES),
-    "where(y > 0, y, 0)": Activation("where > 0", "relu", lambda y: jnp.where(y > 0, y, 0), _SIDES),
+    "clip(y, 0)": Activation("max 0", "relu", lambda y: jnp.clip(y, 0), _ZERO),
+    "where(y > 0, y, 0)": Activation("where > 0", "relu", lambda y: jnp.where(y > 0, y, 0), _ZERO),
     "select(y > 0, y, zeros)": Activation(
-        "where > 0", "relu", lambda y: lax.select(y > 0, y, jnp.zeros_like(y)), _SIDES
+        "where > 0", "relu", lambda y: lax.select(y > 0, y, jnp.zeros_like(y)), _ZERO
     ),
     "where(y > 0.0, y, 0.0)": Activation(
-        "where > 0", "relu", lambda y: jnp.where(y > 0, y, 0.0), _SIDES
+        "where > 0", "relu", lambda y: jnp.where(y > 0, y, 0.0), _ZERO
     ),
     "jax.nn.relu6": Activation("relu6", "relu6", jax.nn.relu6, _SIX),
     "clip(y, 0, 6)": Activation("clip 6", "relu6", lambda y: jnp.clip(y, 0, 6), _SIX),
@@ -142,26 +142,26 @@ ACTIVATIONS: dict[str, Activation] = {
     "2 sigmoid(2 y) - 1": Activation("tanh", "tanh", lambda y: 2 * jax.nn.sigmoid(2 * y) - 1),
     "sigmoid": Activation("sigmoid", "sigmoid", jax.nn.sigmoid),
     "1 / (1 + exp(-y))": Activation("sigmoid", "sigmoid", lambda y: 1 / (1 + jnp.exp(-y))),
-    "jax.nn.selu": Activation("selu", "selu", jax.nn.selu, _SIDES),
-    "selu by where": Activation("selu", "selu", _selu, _SIDES),
-    "jax.nn.elu": Activation("elu", "elu", jax.nn.elu, _SIDES),
+    "jax.nn.selu": Activation("selu", "selu", jax.nn.selu, _ZERO),
+    "selu by where": Activation("selu", "selu", _selu, _ZERO),
+    "jax.nn.elu": Activation("elu", "elu", jax.nn.elu, _ZERO),
     "where(y > 0, y, expm1(y))": Activation(
-        "elu", "elu", lambda y: jnp.where(y > 0, y, jnp.exp(jnp.minimum(y, 0)) - 1), _SIDES
+        "elu", "elu", lambda y: jnp.where(y > 0, y, jnp.exp(jnp.minimum(y, 0)) - 1), _ZERO
     ),
     "jax.nn.leaky_relu": Activation(
-        "leaky >= 0", "leaky_relu", lambda y: jax.nn.leaky_relu(y, 0.1), _SIDES
+        "leaky >= 0", "leaky_relu", lambda y: jax.nn.leaky_relu(y, 0.1), _ZERO
     ),
     "where(y >= 0, y, 0.1 y)": Activation(
-        "leaky >= 0", "leaky_relu", lambda y: jnp.where(y >= 0, y, 0.1 * y), _SIDES
+        "leaky >= 0", "leaky_relu", lambda y: jnp.where(y >= 0, y, 0.1 * y), _ZERO
     ),
     "where(y > 0, y, y * 0.1)": Activation(
-        "leaky > 0", "leaky_relu", lambda y: jnp.where(y > 0, y, y * 0.1), _SIDES
+        "leaky > 0", "leaky_relu", lambda y: jnp.where(y > 0, y, y * 0.1), _ZERO
     ),
     "maximum(y, 0.1 y)": Activation(
-        "leaky by max", "leaky_relu", lambda y: jnp.maximum(y, 0.1 * y), _SIDES
+        "leaky by max", "leaky_relu", lambda y: jnp.maximum(y, 0.1 * y), _ZERO
     ),
     "square(relu(y))": Activation(
-        "relu squared", "relu squared", lambda y: jnp.square(jax.nn.relu(y)), _SIDES
+        "relu squared", "relu squared", lambda y: jnp.square(jax.nn.relu(y)), _ZERO
     ),
     "squareplus": Activation("squareplus", "squareplus", jax.nn.squareplus),
     "none": Activation("none", "none", lambda y: y),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fuzz_calls import Draw
 from jax import lax
 
 EPSILON = 1e-3
@@ -46,6 +47,12 @@ class Parts:
     converts: str = "float32"
     frame: str = "whole"
     early: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        """Whether squares, or what is summed, are rounded to the layer's type."""
+        of_dtype = self.mean == "mean of dtype" or self.variance == "jnp.var of dtype"
+        return self.converts == "narrow" or of_dtype
 
 
 def others(y: Array, c: int | None) -> tuple[int, ...]:
@@ -314,6 +321,22 @@ def valid(parts: Parts, layout: str) -> bool:
     return parts.mean != "average pool" or layout == "NHWC"
 
 
+def drawn(d: Draw, layout: str) -> Parts:
+    """Random parts that go together."""
+    while True:
+        parts = Parts(
+            d.one_of(*MEANS),
+            d.one_of(*VARIANCES),
+            d.one_of(*AFFINES),
+            d.one_of(*SPREADS),
+            d.one_of(*CONVERTS[:3], *CONVERTS),
+            d.one_of("whole", "whole", *FRAMES),
+            d.chance(0.5),
+        )
+        if valid(parts, layout):
+            return parts
+
+
 def batch_norm(parts: Parts, c: int) -> Norm:
     """The norm that has these parts; ``c`` is the channels' axis."""
 
@@ -329,9 +352,7 @@ def batch_norm(parts: Parts, c: int) -> Norm:
             m = MEANS[parts.mean](values, c)
             return lax.pmean(m, axis_name) if axis_name else m
 
-        of_dtype = parts.mean == "mean of dtype" or parts.variance == "jnp.var of dtype"
-        narrow = parts.converts == "narrow" or of_dtype
-        value = y if narrow else y.astype(of_moments)
+        value = y if parts.narrow else y.astype(of_moments)
         m = mean(value)
         v = VARIANCES[parts.variance](_Moments(value, m, c, mean, array))
         match parts.converts:

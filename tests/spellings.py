@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import spelling_norms
 from fuzz_calls import Draw
 from jax import lax
 from jaxprs import equations
 from spelling_groups import GROUP_NORMS, SQUEEZES
-from spelling_layers import ACTIVATIONS, KERNELS, SHORTCUTS, Layer
+from spelling_layers import ACTIVATIONS, KEPT, KERNELS, SHORTCUTS, Layer
 from spelling_norms import (
     AFFINES,
     CONVERTS,
-    FRAMES,
     MEANS,
     NORMS,
     SPREADS,
@@ -49,7 +49,6 @@ from spelling_norms import (
     Parts,
     batch_norm,
     reshape,
-    valid,
     wide,
 )
 
@@ -233,11 +232,11 @@ class Spelling:
         p["excite"] = rng.standard_normal((SQUEEZED, CHANNELS)) / np.sqrt(SQUEEZED)
         p["excite_bias"] = 0.1 * rng.standard_normal(CHANNELS)
         p["head"] = rng.standard_normal((CHANNELS, CLASSES))
-        centres = ACTIVATIONS[self.activation].centres
+        kinks = ACTIVATIONS[self.activation].kinks
         if apart is None:
             apart = self.dtype == "float32" and ratio > 1
-        if centres and apart:
-            self._keep_apart(p, centres, rng)
+        if kinks and apart:
+            self._keep_apart(p, [a - 3 for a in kinks] + [kinks[-1] + 3], rng)
         if self.layout == "NCHW":
             x = x.transpose(0, 3, 1, 2)
             p |= {name: p[name].transpose(3, 2, 0, 1) for name in ("w1", "w2", "w3")}
@@ -246,7 +245,7 @@ class Spelling:
         of_x, of_p = (dtype, dtype) if dtype else (self.dtype, "float32")
         return {n: jnp.asarray(v, of_p) for n, v in p.items()}, jnp.asarray(x, of_x)
 
-    def _keep_apart(self, p: dict[str, np.ndarray], centres: tuple[float, ...], rng) -> None:
+    def _keep_apart(self, p: dict[str, np.ndarray], centres: list[float], rng) -> None:
         """Places every channel's operands of the activation around one of the centres."""
         places = np.asarray(centres)[np.arange(CHANNELS) % len(centres)]
         for number in (1, 2, 3):
@@ -260,10 +259,12 @@ class Spelling:
         if shortcut == "affine":
             beside = first * p["scale"] + p["shift"]
         towards = np.asarray(centres)[rng.integers(0, len(centres), CHANNELS)]
-        p["offset2"] = towards - beside
         if shortcut.startswith("stochastic depth"):
-            # Of a dropped example the shortcut alone is left: both of one centre, z around 0.
-            p["offset2"] = 0 * towards
+            # Of a dropped example the shortcut alone is left, of one centre already.
+            above = [[c for c in centres if c > f] or [f + 3] for f in first]
+            p["offset2"] = KEPT * (np.asarray([each[0] for each in above]) - first)
+        else:
+            p["offset2"] = towards - beside
         if shortcut == "projection":
             p["offset3"] = 0.1 * p["offset3"]
 
@@ -410,30 +411,19 @@ GROUPED = _named(_grouped())
 def drawn(seed: int, index: int) -> Spelling:
     """The random spelling of this number: any parts of a batch norm that go together."""
     d = Draw(seed, index, 5)
-    while True:
-        layout = d.one_of("NHWC", "NHWC", "NHWC", "NCHW")
-        parts = Parts(
-            d.one_of(*MEANS),
-            d.one_of(*VARIANCES),
-            d.one_of(*AFFINES),
-            d.one_of(*SPREADS),
-            d.one_of(*CONVERTS[:3], *CONVERTS),
-            d.one_of("whole", "whole", *FRAMES),
-            d.chance(0.5),
-        )
-        spelling = Spelling(
-            d.one_of(parts, parts, parts, parts, *NORMS),
-            d.one_of("none", "none", *SHORTCUTS),
-            d.one_of("jax.nn.relu", "jax.nn.silu", *ACTIVATIONS),
-            d.one_of("", "", "", "", *SQUEEZES),
-            d.chance(0.1),
-            d.chance(0.1),
-            layout,
-            d.one_of("bfloat16", *DTYPES),
-        )
-        norms = spelling.parts
-        if spelling.missing == "" and (isinstance(norms, str) or valid(norms, layout)):
-            return spelling
+    layout = d.one_of("NHWC", "NHWC", "NHWC", "NCHW")
+    parts = spelling_norms.drawn(d, layout)
+    installed = [name for name in NORMS if not Spelling(name).missing]
+    return Spelling(
+        d.one_of(parts, parts, parts, parts, *installed),
+        d.one_of("none", "none", *SHORTCUTS),
+        d.one_of("jax.nn.relu", "jax.nn.silu", *ACTIVATIONS),
+        d.one_of("", "", "", "", *SQUEEZES),
+        d.chance(0.1),
+        d.chance(0.1),
+        layout,
+        d.one_of("bfloat16", *DTYPES),
+    )
 
 
 # --- what fuse makes of them ---
