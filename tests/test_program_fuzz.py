@@ -16,13 +16,13 @@ from program_draw import (
     NORMS,
     SQUEEZES,
     SUMS,
-    TRANSFORMS,
     Conv,
     Layer,
     Program,
     draw,
     parts_of,
 )
+from program_transforms import TRANSFORMS
 from spelling_norms import AFFINES, FRAMES, MEANS
 
 import jaxconv

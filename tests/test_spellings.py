@@ -14,9 +14,11 @@ import itertools
 import jax
 import numpy as np
 import pytest
+import spelling_calls
 import spellings
+from spelling_calls import ORDERS
 from spelling_groups import GROUPS
-from spellings import GROUPED, ORDERS, SPELLINGS, Spelling, canonical
+from spellings import GROUPED, SPELLINGS, Spelling, canonical
 
 import jaxconv
 from jaxconv._src.library import native
@@ -95,15 +97,15 @@ def test_a_canonical_spelling_has_the_meaning_that_it_stands_for():
 
 
 @functools.cache
-def found(spelling: Spelling, order: str, target: str) -> spellings.Found:
-    return spellings.found(spelling, order, jaxconv.fuse, target)
+def found(spelling: Spelling, order: str, target: str) -> spelling_calls.Found:
+    return spelling_calls.found(spelling, order, jaxconv.fuse, target)
 
 
 def assert_same_calls(spelling: Spelling, order: str, target: str) -> None:
     """The forms of calls equal the canonical spelling's; by primitive, those of its kind."""
     actual = found(spelling, order, target)
     for model, forms in ((canonical(spelling.meaning), True), (canonical_of_kind(spelling), False)):
-        said = spellings.complaint(actual, found(model, order, target), forms)
+        said = spelling_calls.complaint(actual, found(model, order, target), forms)
         assert not said, f"{spelling.name}, {order}, {target}: {said}, beside {model.name}"
 
 
@@ -140,9 +142,9 @@ def test_a_layer_consists_of_calls(norm, dtype, target, native_cpu):
     meaning = Spelling(activation="jax.nn.silu", shortcut="z + a", dtype=dtype).meaning
     spelling = canonical(meaning._replace(norm=norm))
     both = [found(spelling, order, target) for order in ORDERS]
-    assert spellings.names(both[0].calls) == spellings.names(both[1].calls)
+    assert spelling_calls.names(both[0].calls) == spelling_calls.names(both[1].calls)
     for each in both:
-        counted = spellings.names(each.calls)
+        counted = spelling_calls.names(each.calls)
         assert all(counted[name] >= count for name, count in PIECES[norm].items()), counted
         assert each.sums <= 1
 
@@ -164,10 +166,10 @@ def test_custom_calls_of_a_program_for_gpus(traced, order):
         pytest.skip(f"no CUDA kernels: {kernels.reason}")
     spelling = spelled(traced)
     actual, expected = (
-        spellings.lowered_calls(each, order, jaxconv.fuse, TARGETS[1])
+        spelling_calls.lowered_calls(each, order, jaxconv.fuse, TARGETS[1])
         for each in (spelling, canonical(spelling.meaning))
     )
-    assert not spellings.difference(actual, expected)
+    assert not spelling_calls.difference(actual, expected)
 
 
 # --- results ---
@@ -175,7 +177,7 @@ def test_custom_calls_of_a_program_for_gpus(traced, order):
 
 def results(spelling: Spelling, fuse=None, order: str = "outside"):
     """A compiled function of (parameters, input) to arrays of the result and the gradients."""
-    function = spellings.gradient(spelling, order, fuse, argnums=(0, 1), has_aux=True)
+    function = spelling_calls.gradient(spelling, order, fuse, argnums=(0, 1), has_aux=True)
     return jax.jit(lambda p, x: jax.tree.leaves(function(p, x)), compiler_options=AS_WRITTEN)
 
 
@@ -201,7 +203,7 @@ def assert_as_exact(spelling: Spelling, target: str) -> None:
     """By the root mean square of several draws' errors; one compilation serves all of them."""
     programs = {"unfused": results(spelling)}
     programs |= {order: results(spelling, jaxconv.fuse, order) for order in ORDERS}
-    with spellings.target(target):
+    with spelling_calls.target(target):
         for function in programs.values():
             function(*spelling.values())
     for ratio in RATIOS:
