@@ -1,8 +1,8 @@
 """Random programs of convolutions: each a function of (seed, index), as plain data.
 
 A program is 1 to 4 layers. A layer is a convolution and a chain of steps behind it, in one of the
-spellings that programs have. ``apply`` computes a program on arrays that ``arrays`` draws; a
-transformation of JAX, by name, makes a function of parameters and input of it.
+spellings that programs have. ``apply`` computes a program on arrays that ``arrays`` draws.
+``program_transforms`` has the transformations of JAX.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import spelling_groups
+import spelling_layers
+import spelling_norms
 from fuzz_calls import Draw
 from jax import lax
+from program_transforms import FORWARD_MODE, TRANSFORMS
+from spelling_norms import Parts, batch_norm
 
 DTYPES = ("float32", "float32", "float32", "bfloat16", "bfloat16", "float16")
 DATA = ("normal", "normal", "normal", "integers", "integers", "integers", "special", "large")
@@ -77,55 +82,45 @@ class Program:
 
 # --- the steps, in all their spellings ---
 
-
-def _custom_relu():
-    @jax.custom_jvp
-    def relu(y):
-        return jnp.maximum(y, 0)
-
-    relu.defjvps(lambda dy, out, y: lax.select(y > 0, dy, lax.full_like(dy, 0)))
-    return relu
-
-
 ACTIVATIONS: dict[str, Callable] = {
-    "max(y, 0)": lambda y: jnp.maximum(y, 0),
-    "lax.max(0, y)": lambda y: lax.max(jnp.zeros_like(y), y),
-    "relu": jax.nn.relu,
-    "custom_jvp relu": lambda y: _custom_relu()(y),
-    "where(y > 0, y, 0)": lambda y: jnp.where(y > 0, y, 0),
-    "select(y > 0, y, 0)": lambda y: lax.select(y > 0, y, jnp.zeros_like(y)),
-    "relu6": jax.nn.relu6,
-    "clip(y, 0, 6)": lambda y: jnp.clip(y, 0, 6),
-    "clamp(0, y, 6)": lambda y: lax.clamp(jnp.zeros((), y.dtype), y, jnp.full((), 6, y.dtype)),
-    "leaky_relu": lambda y: jax.nn.leaky_relu(y, 0.25),
-    "max(y, 0.1 y)": lambda y: jnp.maximum(y, 0.1 * y),
+    **{name: a.apply for name, a in spelling_layers.ACTIVATIONS.items() if name != "none"},
+    "leaky_relu of 0.25": lambda y: jax.nn.leaky_relu(y, 0.25),
     "max(y, 0.75 y)": lambda y: jnp.maximum(y, 0.75 * y),
-    "where(y > 0, y, 0.1 y)": lambda y: jnp.where(y > 0, y, 0.1 * y),
     "where(y >= 0, y, 0.5 y)": lambda y: jnp.where(y >= 0, y, 0.5 * y),
-    "silu": jax.nn.silu,
-    "y sigmoid(y)": lambda y: y * jax.nn.sigmoid(y),
-    "y / (1 + exp(-y))": lambda y: y / (1 + jnp.exp(-y)),
-    "gelu": lambda y: jax.nn.gelu(y, approximate=False),
-    "gelu by tanh": jax.nn.gelu,
-    "gelu by erf": lambda y: 0.5 * y * (1 + lax.erf(y * np.sqrt(0.5).astype(y.dtype))),
-    "hard_swish": jax.nn.hard_swish,
-    "y clip(y + 3, 0, 6) / 6": lambda y: y * jnp.clip(y + 3, 0, 6) / 6,
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "softplus": jax.nn.softplus,
     "abs": jnp.abs,
 }
+# It has no forward mode.
+_REVERSE_ONLY = "custom_vjp relu"
 
 # Where the derivatives of these jump, by the spelling of what they rectify.
-KINKS = {
-    **dict.fromkeys((a for a in ACTIVATIONS if "6" in a), (0.0, 6.0)),
-    "hard_swish": (-3.0, 3.0),
-    "y clip(y + 3, 0, 6) / 6": (-3.0, 3.0),
+KINKS: dict[str, tuple[float, ...]] = {
+    **{name: a.kinks for name, a in spelling_layers.ACTIVATIONS.items() if a.kinks},
+    **dict.fromkeys(("leaky_relu of 0.25", "max(y, 0.75 y)", "where(y >= 0, y, 0.5 y)"), (0.0,)),
+    "abs": (0.0,),
 }
-_SMOOTH = ("silu", "y sigmoid(y)", "y / (1 + exp(-y))", "sigmoid", "tanh", "softplus")
-for _name in ACTIVATIONS:
-    if _name not in KINKS and _name not in _SMOOTH and "gelu" not in _name:
-        KINKS[_name] = (0.0,)
+
+# Of the norms in spellings, those that give NaN where others do not: sqrt at 0, and 0 times NaN of
+# another group.
+_VARIANCES = ("jnp.std ** 2",)
+NORMS = (
+    *(name for name in spelling_groups.GROUP_FORMS if name != "group norm, by products"),
+    *spelling_groups.INSTANCE_FORMS,
+)
+SQUEEZES = tuple(
+    name for name, (meaning, _) in spelling_groups.SQUEEZES.items() if "hard" not in meaning
+)
+
+
+def norm_step(parts: Parts) -> str:
+    """The step of a batch norm that has these parts."""
+    return f"norm({'; '.join(map(str, dataclasses.astuple(parts)))})"
+
+
+def parts_of(step: str) -> Parts:
+    """The parts of a norm's step."""
+    *names, early = step.removeprefix("norm(").removesuffix(")").split("; ")
+    return Parts(*names, early == "True")
+
 
 Get = Callable[..., jax.Array]  # an array by its name, number of elements or shape, and kind
 
@@ -204,8 +199,12 @@ class Steps:
                 return y + self.get(f"r{number}", y.shape, "array").astype(y.dtype)
             case "r + y":
                 return self.get(f"r{number}", y.shape, "array").astype(y.dtype) + y
-            case "y + input":
-                return y + self.image.astype(y.dtype) if self.image.shape == y.shape else y
+            case "y + projection":
+                return self.projected(y, number)
+            case "y * kept":
+                return y * self.kept(y, number)
+            case _ if "input" in name:
+                return self.with_input(name, y, number) if self.image.shape == y.shape else y
             case "y + y / 2":
                 return y + y / 2
             case "y * mean(y)":
@@ -214,20 +213,96 @@ class Steps:
                 return self.pooled(y, -jnp.inf, lax.max)
             case "average pool":
                 return self.pooled(y, 0.0, lax.add) / 4
-        return ACTIVATIONS[name](y)
+        if name in ACTIVATIONS:
+            return ACTIVATIONS[name](y)
+        if name in spelling_groups.SQUEEZES:
+            return self.squeezed(name, y, number)
+        return self.normalised(name, y, number)
+
+    def normalised(self, name: str, y, number: str):
+        gain, offset = (
+            self.get(f"{kind}{number}", (self.channels,), kind) for kind in ("scale", "bias")
+        )
+        if name.startswith("norm("):
+            norm = batch_norm(parts_of(name), self.axis)
+        elif name in spelling_groups.INSTANCE_FORMS:
+            norm = spelling_groups.INSTANCE_FORMS[name](self.axis)
+        else:
+            groups = next(g for g in (4, 2, 1) if self.channels % g == 0)
+            norm = spelling_groups.GROUP_FORMS[name](groups, self.axis)
+        return norm(y, gain, offset)
+
+    def squeezed(self, name: str, y, number: str):
+        inner = max(1, self.channels // 2)
+        shapes = {
+            "squeeze": (self.channels, inner),
+            "squeeze_bias": (inner,),
+            "excite": (inner, self.channels),
+            "excite_bias": (self.channels,),
+        }
+        p = {
+            each: self.get(f"{each}{number}", shape, "bias" if len(shape) == 1 else "matrix")
+            for each, shape in shapes.items()
+        }
+        return spelling_groups.SQUEEZES[name][1](y, p, self.axis).astype(y.dtype)
+
+    def kept(self, y, number: str):
+        """A factor for each example, 0 or 2."""
+        return self.get(f"kept{number}", (y.shape[0], 1, 1, 1), "kept").astype(y.dtype)
+
+    def projected(self, y, number: str):
+        """The sum with a pointwise convolution of the layer's input, if that has y's positions."""
+        c, outer = self.image.shape[self.axis], (self.channels,)
+        spatial = [a for a in (1, 2, 3) if a != self.axis]
+        if any(self.image.shape[a] != y.shape[a] for a in spatial):
+            return y
+        shape = (1, 1, c, *outer) if self.axis == 3 else (*outer, c, 1, 1)
+        w = self.get(f"w{number}", shape, "filter")
+        numbers = LAYOUTS["NHWC" if self.axis == 3 else "NCHW"]
+        shortcut = lax.conv_general_dilated(
+            self.image, w, (1, 1), "SAME", dimension_numbers=numbers, precision="highest"
+        )
+        return y + shortcut.astype(y.dtype)
+
+    def with_input(self, name: str, y, number: str):
+        """A sum with the layer's input, of y's shape."""
+        image = self.image.astype(y.dtype)
+        match name:
+            case "y + input":
+                return y + image
+            case "y - -input":
+                return y - -image
+            case "input + y * scale":
+                return image + y * self.vector(y, f"scale{number}", "scale")
+            case "y + (input * scale + bias)":
+                scale, bias = (self.vector(y, f"{k}{number}", k) for k in ("scale", "bias"))
+                return y + (image * scale + bias)
+            case "input + y * kept":
+                return image + y * self.kept(y, number)
+            case "select(kept, 2 y, 0) + input":
+                mask = jnp.broadcast_to(self.kept(y, number) > 0, y.shape)
+                return lax.select(mask, 2 * y, jnp.zeros_like(y)) + image
+        raise ValueError(name)
 
     def pooled(self, y, start: float, reduce: Callable):
         size = [1 if a in (0, self.axis) else 2 for a in range(y.ndim)]
         return lax.reduce_window(y, np.array(start, y.dtype), reduce, size, size, "VALID")
 
 
-LINEAR = ("y * 2", "y * 0.3", "-y", "y / 2", "y * scale", "y / scale", "y + input", "y + y / 2")
+LINEAR = (
+    *("y * 2", "y * 0.3", "-y", "y / 2", "y * scale", "y / scale", "y + input", "y + y / 2"),
+    *("y * kept", "y + projection", "input + y * kept"),
+)
 AFFINE = (
-    *LINEAR,
+    *LINEAR[:8],
     *("y + 1", "1 - y", "y + bias", "y + bias", "bias - y", "batch norm", "batch norm, affine"),
 )
 TRAINED = ("training, squares", "training, centred", "training, var", "training, affine")
-SUMS = ("y + r", "y + r", "r + y", "y + input", "y + input")
+SUMS = (
+    *("y + r", "y + r", "r + y", "y + input", "y + input", "y - -input", "y + projection"),
+    *("input + y * scale", "y + (input * scale + bias)"),
+    *("input + y * kept", "select(kept, 2 y, 0) + input"),
+)
 EXTREME = ("y * 1e20 / 1e20", "(y - 1e20) * 1e20", "y * 1e-30 * 1e30")
 
 
@@ -269,26 +344,19 @@ def apply(program: Program, get: Get, x: jax.Array, seen: Callable | None = None
 
 # --- drawing ---
 
-TRANSFORMS = (
-    *("jit", "jit", "vmap", "vmap of both", "scan", "cond", "switch", "donation"),
-    *("grad", "grad", "grad", "grad", "value_and_grad with aux", "grad of remat", "grad of vmap"),
-    *("vmap of grad", "grad of scan", "custom_vjp", "jvp", "linearize", "hvp", "hvp"),
-    *("linear_transpose", "grad of jit"),
-)
-
 
 def draw(seed: int, index: int) -> Program:
     """The program with this number."""
     d = Draw(seed, index, 2)
     dtype, data = d.one_of(*DTYPES), d.one_of(*DATA)
-    transform = d.one_of(*TRANSFORMS)
+    transform, layout = d.one_of(*TRANSFORMS), d.one_of("NHWC", "NHWC", "NCHW")
     if dtype == "float16" and data == "large":
         data = "normal"
     shape = d.integer(1, 3), d.integer(3, 6), d.one_of(1, 2, 3, 4, 4, 5, 8)
     c, layers = shape[2], []
     for _ in range(d.one_of(1, 1, 1, 2, 2, 3, 4)):
         kind = d.one_of("dense", "dense", "dense", "dense", "pointwise", "depthwise", "other")
-        k = d.one_of(1, 2, 3, 4, 4, 5, 8)
+        k = d.one_of(1, 2, 3, 4, 4, 5, 8, 8)
         if kind == "depthwise":
             conv = Conv(c * d.one_of(1, 1, 2), groups=c)
         elif kind == "pointwise":
@@ -305,8 +373,8 @@ def draw(seed: int, index: int) -> Program:
                 groups=groups,
                 expansion=d.one_of(1, 1, 2),
             )
-        steps, wide = _steps(d, data, transform), d.chance(0.3)
-        if dtype != "float32" and not set(steps).isdisjoint(TRAINED):
+        steps, wide = _steps(d, data, transform, layout, kind), d.chance(0.3)
+        if dtype != "float32" and any(map(_takes_narrow_moments, steps)):
             wide = True  # as libraries do: in 16 bits the variance of few numbers has no digit
         layers.append(Layer(conv, steps, wide))
         c = conv.k
@@ -315,7 +383,7 @@ def draw(seed: int, index: int) -> Program:
         index,
         dtype,
         data,
-        d.one_of("NHWC", "NHWC", "NCHW"),
+        layout,
         shape,
         tuple(layers),
         transform,
@@ -324,18 +392,43 @@ def draw(seed: int, index: int) -> Program:
     )
 
 
-def _steps(d: Draw, data: str, transform: str) -> tuple[str, ...]:
+def _takes_narrow_moments(step: str) -> bool:
+    return step in TRAINED or (step.startswith("norm(") and parts_of(step).narrow)
+
+
+def _norm(d: Draw, layout: str) -> str:
+    """A norm's step, of a batch in three of four."""
+    if d.chance(0.15):
+        return d.one_of(*TRAINED)
+    if d.chance(0.2):
+        return d.one_of(*NORMS)
+    while True:
+        parts = spelling_norms.drawn(d, layout)
+        if parts.variance not in _VARIANCES:
+            return norm_step(parts)
+
+
+def _steps(d: Draw, data: str, transform: str, layout: str, kind: str) -> tuple[str, ...]:
     if transform == "linear_transpose":
         return tuple(d.one_of(*LINEAR) for _ in range(d.integer(1, 3)))
-    steps = [d.one_of(*AFFINE) for _ in range(d.integer(0, 2))]
+    steps: list[str] = []
+    normalised = data != "large" and d.chance(0.6 if kind == "depthwise" else 0.4)
+    if normalised:
+        steps += [d.one_of("y + bias", *AFFINE)] * d.chance(0.2)
+        steps.append(_norm(d, layout))
+    else:
+        steps += [d.one_of(*AFFINE) for _ in range(d.integer(0, 2))]
     if data == "large" and d.chance(0.5):
         steps.append(d.one_of(*EXTREME))
-    if data != "large" and d.chance(0.3):
-        steps.append(d.one_of(*TRAINED))
     if d.chance(0.4):
         steps.append(d.one_of(*SUMS))
     if d.chance(0.75):
-        steps.append(d.one_of(*ACTIVATIONS))
+        activation = d.one_of(*ACTIVATIONS)
+        if activation == _REVERSE_ONLY and transform in FORWARD_MODE:
+            activation = "jax.nn.relu"
+        steps.append(activation)
+    if data != "large" and d.chance(0.1):
+        steps.append(d.one_of(*SQUEEZES))
     if d.chance(0.15):
         steps.append(d.one_of("max pool", "max pool", "average pool"))
     if data != "large" and d.chance(0.1):
@@ -362,12 +455,14 @@ def arrays(program: Program) -> tuple[dict[str, np.ndarray], np.ndarray]:
     jax.eval_shape(lambda x: apply(program, get, x), jax.ShapeDtypeStruct(shape, np.float32))
 
     def drawn(shape: tuple[int, ...], kind: str) -> np.ndarray:
+        if kind == "kept":
+            return rng.choice([0.0, 2.0, 2.0], shape)
         if integers:
             match kind:
                 case "scale" | "variance":
                     numbers = rng.choice([0.5, 1.0, 1.0, 2.0], shape)
                     return numbers * rng.choice([1, 1, -1], shape) if kind == "scale" else numbers
-                case "filter":
+                case "filter" | "matrix":
                     return rng.integers(-1, 2, shape).astype(float)
             return rng.integers(-2, 3, shape).astype(float)
         normal = rng.standard_normal(shape)
@@ -381,6 +476,8 @@ def arrays(program: Program) -> tuple[dict[str, np.ndarray], np.ndarray]:
                 return (1 + 0.3 * normal) * (rng.choice([1, 1e-25, 1e5]) if large > 1 else 1)
             case "variance":
                 return rng.uniform(0.5, 2, shape)
+            case "matrix":
+                return normal / np.sqrt(shape[0])
             case "bias" | "mean":
                 return 0.5 * normal * large
         return normal * large
@@ -394,104 +491,3 @@ def arrays(program: Program) -> tuple[dict[str, np.ndarray], np.ndarray]:
         places = rng.integers(0, x.size, 2)
         x.flat[places] = rng.choice([np.nan, np.inf, -np.inf], 2)
     return parameters, rounded(x)
-
-
-# --- transformations ---
-
-
-def weights(y: jax.Array) -> jax.Array:
-    """Of a loss: small integers, exact in every type."""
-    return jnp.asarray((np.arange(y.size) % 5 - 2).reshape(y.shape), y.dtype)
-
-
-def transformed(name: str, f: Callable, inside: Callable = lambda f: f) -> Callable:
-    """A transformation of ``inside(f)``; f is a function of parameters and input."""
-    f = inside(f)
-
-    def loss(p, x, f=f):
-        y = f(p, x)
-        wide = y.astype(jnp.float32) if y.dtype.itemsize < 4 else y
-        return (wide * weights(wide)).sum()
-
-    def two(x):
-        return jnp.stack([x, -x])
-
-    def tangents(p, x):
-        return jax.tree.map(lambda a: weights(a) / 2, (p, x))
-
-    def scanned(p, x):
-        return lax.scan(lambda carry, x: (carry + 1, f(p, x)), 0, two(x))
-
-    def custom(p, x):
-        @jax.custom_vjp
-        def g(p, x):
-            return f(p, x)
-
-        def forward(p, x):
-            return jax.vjp(f, p, x)
-
-        g.defvjp(forward, lambda pullback, dy: pullback(dy))
-        return jax.grad(lambda p, x: loss(p, x, g), argnums=(0, 1))(p, x)
-
-    def linearized(p, x):
-        y, linear = jax.linearize(f, p, x)
-        return y, linear(*tangents(p, x))
-
-    def first_is_less(x):
-        return x.reshape(-1)[0] < x.reshape(-1)[1]
-
-    gradient = jax.grad(loss, argnums=(0, 1))
-
-    def both(p, x):
-        return jax.vmap(f)(jax.tree.map(lambda a: jnp.stack([a, a / 2]), p), two(x))
-
-    match name:
-        case "jit" | "donation":
-            return f
-        case "vmap":
-            return lambda p, x: jax.vmap(f, (None, 0))(p, two(x))
-        case "vmap of both":
-            return both
-        case "scan":
-            return scanned
-        case "cond":
-            return lambda p, x: lax.cond(first_is_less(x), f, lambda p, x: f(p, -x), p, x)
-        case "switch":
-            return lambda p, x: lax.switch(
-                first_is_less(x).astype(int), [f, lambda p, x: -f(p, x)], p, x
-            )
-        case "grad":
-            return gradient
-        case "grad of jit":
-            return jax.grad(lambda p, x: loss(p, x, jax.jit(f)), argnums=(0, 1))
-        case "value_and_grad with aux":
-
-            def with_aux(p, x):
-                return loss(p, x), {"y": f(p, x)}
-
-            return jax.value_and_grad(with_aux, argnums=(0, 1), has_aux=True)
-        case "grad of remat":
-            return jax.grad(lambda p, x: loss(p, x, jax.checkpoint(f)), argnums=(0, 1))
-        case "grad of vmap":
-            return jax.grad(lambda p, x: loss(p, two(x), jax.vmap(f, (None, 0))), argnums=(0, 1))
-        case "vmap of grad":
-            return lambda p, x: jax.vmap(gradient, (None, 0))(p, two(x))
-        case "grad of scan":
-            return jax.grad(lambda p, x: loss(p, x, lambda *a: scanned(*a)[1]), argnums=(0, 1))
-        case "custom_vjp":
-            return custom
-        case "jvp":
-            return lambda p, x: jax.jvp(f, (p, x), tangents(p, x))
-        case "linearize":
-            return linearized
-        case "hvp":
-            return lambda p, x: jax.jvp(gradient, (p, x), tangents(p, x))
-        case "linear_transpose":
-
-            def transpose(p, x):
-                y = jax.eval_shape(f, p, x)
-                dy = weights(jnp.zeros(y.shape, y.dtype))
-                return jax.linear_transpose(lambda x: f(p, x), x)(dy)
-
-            return transpose
-    raise ValueError(name)

@@ -40,7 +40,7 @@ def work(seed: int, indices: Sequence[int], options) -> dict:
     import conftest  # noqa: F401 (the tests' settings of JAX)
     import jax
     from program_draw import draw
-    from program_judge import judge
+    from program_judge import FUSED, judge
 
     if not options.gpu:
         jax.config.update("jax_disable_most_optimizations", True)  # on a GPU machine too
@@ -57,7 +57,8 @@ def work(seed: int, indices: Sequence[int], options) -> dict:
             failures += [f"{repro} shrunk: {judge(found)[0][0]}, {found}"]
         if len(counts) and index % 20 == 19:
             jax.clear_caches()
-    return fuzz_record.found(counts, failures, {"programs": len(indices)})
+    fused = counts.pop(FUSED, 0)
+    return fuzz_record.found(counts, failures, {"programs": len(indices), FUSED: fused})
 
 
 def shrunk(program, mode: str):

@@ -1,0 +1,153 @@
+"""What ``jaxconv.fuse`` makes of a spelling: its calls, and what no call computes.
+
+A spelling is one of ``spellings.Spelling``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxprs import equations
+
+ORDERS = ("outside", "inside")
+
+
+def gradient(spelling: Any, order: str, fuse: Callable | None = None, **options) -> Callable:
+    """``value_and_grad`` of the loss, fused before or after; without ``fuse``, neither.
+
+    Args:
+        spelling: the network.
+        order: "outside", the gradient of the fused loss, or "inside", the fused gradient.
+        fuse: ``jaxconv.fuse``, or None.
+        options: of ``value_and_grad``; with ``has_aux`` the features are given too.
+    """
+    loss = spelling.loss_and_features if options.get("has_aux") else spelling.loss
+    if fuse is None:
+        return jax.value_and_grad(loss, **options)
+    if order == "outside":
+        return jax.value_and_grad(fuse(loss), **options)
+    return fuse(jax.value_and_grad(loss, **options))
+
+
+@contextlib.contextmanager
+def target(name: str) -> Iterator[None]:
+    """Programs are lowered for this architecture ("" for the devices of this process)."""
+    before = os.environ.get("JAXCONV_TARGET")
+    os.environ["JAXCONV_TARGET"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("JAXCONV_TARGET")
+        if before is not None:
+            os.environ["JAXCONV_TARGET"] = before
+
+
+def _static(value: Any) -> str:
+    """A call's static half in words; what holds programs or functions is named by its type."""
+    if value is None or isinstance(value, str | int | float | bool | np.generic):
+        return repr(value)
+    if isinstance(value, np.dtype | type):
+        return np.dtype(value).name if not isinstance(value, type) else value.__name__
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(_static, value)) + ")"
+    if dataclasses.is_dataclass(value):
+        fields = [f for f in dataclasses.fields(value) if f.repr]
+        said = [
+            f"{f.name}={_static(getattr(value, f.name))}"
+            for f in fields
+            if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
+        ]
+        return f"{type(value).__name__}({', '.join(said)})"
+    return getattr(value, "name", type(value).__name__)
+
+
+def signature(eqn: Any) -> str:
+    """A call's primitive and static half."""
+    said = [f"{name}={_static(value)}" for name, value in sorted(eqn.params.items())]
+    return f"{eqn.primitive.name}[{', '.join(said)}]"
+
+
+Calls = collections.Counter
+
+
+def names(found: Calls[str]) -> Calls[str]:
+    """The calls by primitive alone."""
+    counted: Calls[str] = collections.Counter()
+    for said, count in found.items():
+        counted[said.partition("[")[0]] += count
+    return counted
+
+
+class Found(NamedTuple):
+    """What a program consists of.
+
+    Attributes:
+        calls: by primitive and static half.
+        sums: sums over whole activations that no call forms.
+        others: other operations on whole activations, those of shape alone not counted.
+    """
+
+    calls: Calls[str]
+    sums: int
+    others: int
+
+    @property
+    def left(self) -> str:
+        return f"left: {self.sums} sums, {self.others} others"
+
+
+_SUMS = ("reduce_sum", "reduce", "dot_general", "reduce_window_sum", "psum")
+_OF_SHAPE = ("reshape", "broadcast_in_dim", "transpose", "squeeze")
+
+
+def found(spelling: Any, order: str, fuse: Callable, of_target: str = "") -> Found:
+    """What the program of a spelling's gradient consists of, as ``fuse`` gives it."""
+    with target(of_target):
+        program = jax.make_jaxpr(gradient(spelling, order, fuse))(*spelling.values())
+    of_calls: Calls[str] = collections.Counter()
+    sums = others = 0
+    for eqn in equations(program):
+        name = eqn.primitive.name
+        if name.startswith("jaxconv_"):
+            of_calls[signature(eqn)] += 1
+            continue
+        whole = any(a.aval.shape and a.aval.size >= spelling.size for a in eqn.invars)
+        inner = any(hasattr(v, "eqns") for v in eqn.params.values())
+        if not whole or inner or name == "conv_general_dilated" or name in _OF_SHAPE:
+            continue
+        if name in _SUMS and all(v.aval.size < spelling.size for v in eqn.outvars):
+            sums += 1
+        else:
+            others += 1
+    return Found(of_calls, sums, others)
+
+
+def lowered_calls(spelling: Any, order: str, fuse: Callable, of_target: str) -> Calls[str]:
+    """The custom calls of a spelling's gradient, lowered for CUDA."""
+    with target(of_target):
+        stage = jax.jit(gradient(spelling, order, fuse)).trace(*spelling.values())
+        text = stage.lower(lowering_platforms=("cuda",)).as_text()
+    return collections.Counter(re.findall(r"custom_call @(jaxconv_\w+)", text))
+
+
+def difference(found: Calls[str], expected: Calls[str]) -> str:
+    """The calls that are too many and too few, or ""."""
+    more, less = found - expected, expected - found
+    said = [f"+{count} {name}" for name, count in sorted(more.items())]
+    return ", ".join(said + [f"-{count} {name}" for name, count in sorted(less.items())])
+
+
+def complaint(actual: Found, expected: Found, forms: bool = True) -> str:
+    """How a program's calls differ from another's, in their static halves too, or by name alone."""
+    both = [each.calls if forms else names(each.calls) for each in (actual, expected)]
+    more = actual.sums - expected.sums
+    said = [difference(*both), f"{more:+} sums" if more else ""]
+    return ", ".join(filter(None, said)).replace("jaxconv_", "")
