@@ -151,7 +151,7 @@ def test_a_source_stands_beside_its_header():
     headers = [name for name in names if name.endswith(".h")]
     wrong = declared_below(headers, [name for name in names if name.endswith((".cc", ".cu"))])
     assert not wrong, "\n".join(wrong)
-    below = declared_below(["cuda/registry.h"], ["cuda/registry.cc"])
+    below = declared_below(["cuda/common/registry.h"], ["cuda/registry.cc"])
     assert below == ["cuda/registry.cc: declared in cuda/common"]
 
 
