@@ -116,7 +116,7 @@ def _lower(platform: str, ctx, y, *, segments: int):
         count = counts(aval.size // aval.shape[-1] // segments, plan)
         leading = of_segments(segments)
         by_part = ShapedArray((*leading, plan.parts, 2, aval.shape[-1]), np.dtype(np.float32))
-        attributes = {"segments": np.int64(segments)} if segments > 1 else {}
+        attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
         found = custom_call.lowered(
             ctx, platform, TARGET, {"y": (y, aval)}, {"moments": by_part}, **attributes
         )
