@@ -148,7 +148,7 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
         }
         return expected;
       },
-      c.parts, c.segments, 4 * tolerance);
+      c.parts, c.segments, 16 * tolerance);
 }
 
 inline void MaskedSumsCases(PassTest& test) {
