@@ -274,9 +274,8 @@ def convolved(x, w, stride=1):
 
 def residual_network(p, x):
     x = jax.nn.relu(batch_norm(convolved(x, p["stem"], 2), *p["bn0"]))
-    x = lax.reduce_window(
-        x, jnp.asarray(-jnp.inf, x.dtype), lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
-    )
+    window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
+    x = lax.reduce_window(x, -jnp.inf, lax.max, window, strides, "SAME")
     y = jax.nn.relu(batch_norm(convolved(x, p["w1"]), *p["bn1"]))
     x = jax.nn.relu(batch_norm(convolved(y, p["w2"]), *p["bn2"]) + x)
     return x.astype(jnp.float32).mean((1, 2)) @ p["dense"]
