@@ -19,10 +19,9 @@ def _mish(u: jax.Array, slope: float) -> jax.Array:
     return (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
 
 
-def _between(u: jax.Array, low: float, high: float) -> jax.Array:
-    """1 between two numbers, a half at each, else 0."""
-    at_ends = jnp.where((u == low) | (u == high), np.float32(0.5), np.float32(0))
-    return jnp.where((u > low) & (u < high), np.float32(1), at_ends)
+def _clip6(u: jax.Array, slope: float) -> jax.Array:
+    at_ends = jnp.where((u == 0) | (u == 6), np.float32(0.5), np.float32(0))
+    return jnp.where((u > 0) & (u < 6), np.float32(1), at_ends)
 
 
 def _from_y(name: str) -> Callable[[jax.Array, float], jax.Array]:
@@ -49,8 +48,8 @@ DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "gelu_tanh": _from_operand("gelu_tanh"),
     "softplus": lambda u, slope: lax.logistic(u),
     "mish": _mish,
-    "maximum": lambda u, slope: _between(u, 0, np.inf),
-    "clip6": lambda u, slope: _between(u, 0, 6),
+    "maximum": lambda u, slope: jnp.where(u > 0, 1, jnp.where(u == 0, np.float32(0.5), 0)),
+    "clip6": _clip6,
 }
 
 

@@ -430,7 +430,7 @@ def _backward(
         arrays = [named[f"y{i}"] for i in told.arrays or summed]
         zeros = jnp.zeros(gradients[0].shape[-1:], np.float32)
         means = [named.get(f"mean{i}", zeros) for i in told.arrays or summed]
-        segments = arrays[0].shape[0] if examples else 1
+        segments = gradients[0].shape[0] if examples else 1
         call = Sums(
             len(gradients), len(arrays), told.masked_by, stores, *told.mask, *told.named, segments
         )
