@@ -29,6 +29,7 @@ from jaxconv._src.fuse import (
     fuse_normalise_add,
     fuse_normalised_gradient,
     fuse_pooling,
+    fuse_reasons,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
 from jaxconv._src.fuse.fuse_convolution import Convolution
@@ -129,6 +130,8 @@ def _with_calls_traced(
     """
     fusions: dict[int, Fusion] = {}
     notes = dict(refused.calls)
+    ends: dict[int, tuple[Var, int]] = {}
+    without: set[int] = set()
     taken: set[int] = set()
     # From the end: of two convolutions that are added, the later one's residual is the other.
     for position in reversed(range(len(graph.eqns))):
@@ -136,8 +139,11 @@ def _with_calls_traced(
         if name not in fuse_convolution.NAMES or position in refused.calls:
             continue
         conv = fuse_convolution.find(graph, position)
+        (whole,) = graph.eqns[position].outvars
+        ends[position] = whole, fuse_convolution.channel_axis(graph.eqns[position])
         if isinstance(conv, str):
             notes[position] = conv
+            without.add(position)
             continue
         fusion, notes[position] = fuse_chain.follow(graph, conv, taken)
         if (counted := fuse_chain.with_statistics(graph, conv, fusion)) is not None:
@@ -146,6 +152,10 @@ def _with_calls_traced(
         if fusion is not None:
             fusions[position] = fusion
             taken |= fusion.chain.taken
+            ends[position] = fusion.chain.out, fusion.chain.axis
+    for position, (end, axis) in ends.items():
+        alone = (graph, end, axis, taken, notes[position])
+        notes[position] = fuse_reasons.told(*alone, refused=position in without)
     rewritten: list[JaxprEqn] = []
     results = {fusion.chain.out for fusion in fusions.values()}
     for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):
