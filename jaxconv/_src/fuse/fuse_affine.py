@@ -111,9 +111,7 @@ def coefficient(
     if len(type_of(atom).shape) != len(axes):
         return None
     # Operations of lax repeat along axes of extent 1.
-    axes = tuple(
-        () if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True)
-    )
+    axes = tuple(() if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True))
     while (made := graph.producer(atom)) is not None:
         name, operand = made.primitive.name, made.invars[0] if made.invars else None
         if name == "convert_element_type" and is_float(type_of(operand).dtype):
@@ -290,8 +288,10 @@ class Reader:
         return math.prod(kinds[0]), math.prod(kinds[1])
 
     def _made(self, eqn: JaxprEqn, depth: int) -> Affine | None:
-        name, (out, *more) = eqn.primitive.name, eqn.outvars
-        if more or not is_float(getattr(type_of(out), "dtype", bool)):
+        if len(eqn.outvars) != 1:
+            return None
+        name, (out,) = eqn.primitive.name, eqn.outvars
+        if not is_float(getattr(type_of(out), "dtype", bool)):
             return None
         if name in IDENTITIES or (
             name == "convert_element_type" and is_float(type_of(eqn.invars[0]).dtype)

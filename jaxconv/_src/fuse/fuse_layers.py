@@ -323,8 +323,10 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Written | None]:
 def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var]) -> Var | None:
     """The result of an elementwise equation of an array and of numbers, or None."""
     eqn = graph.eqns[position]
-    name, (out, *more) = eqn.primitive.name, eqn.outvars
-    if more or name not in ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}:
+    if len(eqn.outvars) != 1:
+        return None
+    name, (out,) = eqn.primitive.name, eqn.outvars
+    if name not in ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}:
         return None
     if getattr(type_of(out), "shape", None) != type_of(operand).shape or eqn.effects:
         return None
@@ -392,9 +394,7 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         for use in uses[1:]:
             reader = result[use]
             result[use] = reader.replace(invars=[copy if a is z else a for a in reader.invars])
-        result[position] = eqn.replace(
-            outvars=[z, copy], params={**eqn.params, "form": form}
-        )
+        result[position] = eqn.replace(outvars=[z, copy], params={**eqn.params, "form": form})
     return result
 
 
@@ -429,7 +429,7 @@ def _stores(graph: Graph, reader: tuple[int, Var]) -> bool:
 
 
 def in_memory(graph: Graph, array: Any) -> bool:
-    """Whether an array is stored in any case: XLA computes elementwise results where it reads them."""
+    """Whether an array is stored; XLA computes elementwise results where it reads them."""
     made = graph.producer(array)
     while made is not None and made.primitive.name in _MOVING:
         made = graph.producer(made.invars[0])

@@ -26,9 +26,8 @@ from jax.extend.core import JaxprEqn, Var
 from jaxconv._src import compat
 from jaxconv._src.fuse import fuse_affine, fuse_axes
 from jaxconv._src.fuse.fuse_affine import Coefficient
-from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes, Digit
+from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
-from jaxconv._src.passes import moments
 
 # A factor of the program is 1 / n where it differs by no more than so many roundings of it.
 _ROUNDINGS = 4
@@ -140,8 +139,10 @@ class _Finder:
         while pending:
             position = pending.pop(0)
             eqn = self.graph.eqns[position]
-            (out, *more) = eqn.outvars
-            if more or not is_float(getattr(type_of(out), "dtype", bool)):
+            if len(eqn.outvars) != 1:
+                continue
+            (out,) = eqn.outvars
+            if not is_float(getattr(type_of(out), "dtype", bool)):
                 continue
             operands = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
             value = self._made(eqn, operands)
@@ -303,9 +304,7 @@ def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Momen
     return found if any(m.central or len(m.shifts) == 2 for m in found) else []
 
 
-def answered(
-    graph: Graph, moment: Moment, statistics: Var, count: int
-) -> list[JaxprEqn]:
+def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[JaxprEqn]:
     """The equations of a sum, from the moments of ``count`` numbers a channel.
 
     Raises:

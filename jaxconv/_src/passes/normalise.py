@@ -479,7 +479,9 @@ def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
         return _Told("none")
     if form.told_by in ("bits", "result"):
         assert act.mask is not None
-        return _Told("bits" if form.told_by == "bits" else "result", act.mask, operands=(form.told_by,))
+        return _Told(
+            "bits" if form.told_by == "bits" else "result", act.mask, operands=(form.told_by,)
+        )
     if form.form.summands == 2:
         return None
     affine = {"operands": ("scale0", "offset0"), "arrays": (0,)}

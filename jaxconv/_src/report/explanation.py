@@ -81,8 +81,8 @@ class Explanation:
 
         The reasons, each once with a count and the rows that have it, are those of convolutions
         that are left to XLA, that the algorithm of ``install`` or ``override`` does not compute, or
-        whose epilogue XLA computes; then what ``fuse`` left out. Passes that convolve nothing follow
-        in a table of their own.
+        whose epilogue XLA computes; then what ``fuse`` left out. Passes that convolve nothing
+        follow in a table of their own.
 
         Args:
             wide: one line a row with every column, instead of 100 columns at most.
