@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -38,19 +39,29 @@ class Coefficient:
         atoms: the arrays of the program that it is computed from.
         examples: whether it varies over examples.
         compute: it of these arrays, in float32: a scalar, (C,) or (N, C).
+        number: what it is, where the program has it as a number.
     """
 
     atoms: tuple[Any, ...]
     examples: bool
     compute: Callable[[Sequence[Any]], Any]
+    number: float | None = None
 
     def value(self, arrays: Mapping[Any, Any]) -> Any:
         """The coefficient, from the values of variables."""
         return self.compute([a.val if isinstance(a, Literal) else arrays[a] for a in self.atoms])
 
 
+def number(value: float) -> Coefficient:
+    return Coefficient((), False, lambda values: np.float32(value), value)
+
+
 def combined(function: Callable[..., Any], *operands: Coefficient) -> Coefficient:
     """A coefficient that is a function of others."""
+    numbers = [o.number for o in operands if o.number is not None]
+    if len(numbers) == len(operands):
+        with np.errstate(all="ignore"), jax.ensure_compile_time_eval():
+            return number(float(function(*map(np.float32, numbers))))
     ends, atoms = [0], []
     for operand in operands:
         atoms += operand.atoms
@@ -66,17 +77,19 @@ def combined(function: Callable[..., Any], *operands: Coefficient) -> Coefficien
 def _sum(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
     if a is None or b is None:
         return a if b is None else b
-    return combined(lambda x, y: x + y, a, b)
+    found = combined(lambda x, y: x + y, a, b)
+    return None if found.number == 0 else found
 
 
 def _product(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
     """A product in which None stands for 1."""
     if a is None or b is None:
         return a if b is None else b
-    return combined(lambda x, y: x * y, a, b)
+    found = combined(lambda x, y: x * y, a, b)
+    return None if found.number == 1 else found
 
 
-MINUS_ONE = Coefficient((), False, lambda values: np.float32(-1))
+MINUS_ONE = number(-1.0)
 
 
 # Elementwise operations of which coefficients may consist where a program broadcasts first.
@@ -103,9 +116,9 @@ def coefficient(
         counts: how many examples and channels there are.
         depth: of the operations that are read so far.
     """
-    number = graph.constant(atom)
-    if number is not None:
-        return Coefficient((), False, lambda values: np.float32(number))
+    known = graph.constant(atom)
+    if known is not None:
+        return number(known)
     casts: list[np.dtype] = []
     size = math.prod(fuse_axes.shape_of(axes))
     if len(type_of(atom).shape) != len(axes):
@@ -121,6 +134,8 @@ def coefficient(
             if before is None:
                 return None
             axes = before
+        elif name == "transpose":
+            axes = fuse_axes.untransposed(axes, made.params["permutation"])
         elif name == "broadcast_in_dim" and len(made.invars) == 1:
             places = made.params["broadcast_dimensions"]
             axes = tuple(
@@ -159,9 +174,8 @@ def _leaf(
     atom: Any, axes: Axes, casts: tuple[np.dtype, ...], counts: tuple[int, int]
 ) -> Coefficient | None:
     """An array of the program as a coefficient."""
-    digits = [d for axis in axes for d in axis]
-    if digits != sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride)):
-        return None
+    given = [d for axis in axes for d in axis]
+    digits = fuse_axes.in_order(given)
     kinds = [[d for d in digits if d.what == what] for what in (EXAMPLES, CHANNELS)]
     of_examples = bool(kinds[0])
     extents: list[int] = []
@@ -180,6 +194,9 @@ def _leaf(
         array = array.astype(np.float32)
         if not digits:
             return array.reshape(())
+        order = [given.index(d) for d in digits]
+        if order != sorted(order):
+            array = array.reshape([d.extent for d in given]).transpose(order)
         apart = [1 if again else e for again, e in zip(repeated, extents, strict=True)]
         return jnp.broadcast_to(array.reshape(apart), extents).reshape(shape)
 
@@ -270,8 +287,7 @@ class Reader:
         if found is not None and not root and self._computed_once(position, value):
             found = None
         if found is None:
-            axes = fuse_axes.of(type_of(value).shape, self._channels(value))
-            return Affine(axes, (Term(value),))
+            return self.array(value)
         return dataclasses.replace(found, inside=found.inside | {position})
 
     def _computed_once(self, position: int | None, value: Var) -> bool:
@@ -280,6 +296,10 @@ class Reader:
         eqn = self.graph.eqns[position]
         moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
         return not moves and len(self.graph.uses(value)) > 1
+
+    def array(self, value: Var) -> Affine:
+        """A value as one array."""
+        return Affine(fuse_axes.of(type_of(value).shape, self._channels(value)), (Term(value),))
 
     def counts(self, axes: Axes) -> tuple[int, int]:
         """The numbers of examples and of channels."""
@@ -301,6 +321,12 @@ class Reader:
             value = self._operand(eqn.invars[0], depth)
             axes = None if value is None else fuse_axes.reshaped(value.axes, type_of(out).shape)
             return None if axes is None or value is None else dataclasses.replace(value, axes=axes)
+        if name == "transpose":
+            value = self._operand(eqn.invars[0], depth)
+            if value is None:
+                return None
+            axes = fuse_axes.transposed(value.axes, eqn.params["permutation"])
+            return dataclasses.replace(value, axes=axes)
         if name == "neg":
             value = self._operand(eqn.invars[0], depth)
             return None if value is None else value.each(lambda t: t.scaled(MINUS_ONE))
@@ -340,10 +366,17 @@ class Reader:
             return None
         if type_of(left).shape != type_of(right).shape:
             return None
-        values = self._operand(left, depth), self._operand(right, depth)
-        if values[0] is None or values[1] is None or values[0].axes != values[1].axes:
+        first, second = self._operand(left, depth), self._operand(right, depth)
+        if first is None or second is None:
             return None
-        first, second = values
+        if first.axes != second.axes:
+            # The channels of an array in another layout are not known: it is taken as it comes.
+            first, second = (
+                self.array(a) if isinstance(a, Var) and v.terms[0].plain else v
+                for a, v in ((left, first), (right, second))
+            )
+        if first.axes != second.axes:
+            return None
         if name == "sub":
             second = second.each(lambda t: t.scaled(MINUS_ONE))
         arrays = [t.array for t in (*first.terms, *second.terms)]

@@ -378,7 +378,7 @@ def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
 ) -> list[JaxprEqn | _FusedCall | _Answer]:
     """The program with calls in the place of the chains, and notes at other convolutions."""
-    placed: dict[int, _FusedCall | _Answer] = {}
+    placed: dict[int, list[_FusedCall | _Answer]] = {}
     dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
     again: dict[int, JaxprEqn] = {}
@@ -386,11 +386,11 @@ def _with_calls(
         chain = fusion.chain
         pre = chain.pre if fusion.keeps_pre else None
         statistics = _statistics(graph, fusion.conv) if fusion.moments else None
-        placed[fusion.position] = _FusedCall(fusion, pre, statistics, notes[position])
+        placed[fusion.position] = [_FusedCall(fusion, pre, statistics, notes[position])]
         for moment in fusion.moments:
             made = graph.index(moment.out)
             assert made is not None and statistics is not None
-            placed[made] = _Answer(fusion, moment, statistics)
+            placed.setdefault(made, []).append(_Answer(fusion, moment, statistics))
             dropped.add(made)
         dropped |= {position, *chain.taken}
         if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
@@ -403,8 +403,7 @@ def _with_calls(
             redirected |= {i: (chain.out, of_pre) for i in fusion.compared}
     items: list[JaxprEqn | _FusedCall | _Answer] = []
     for position, eqn in enumerate(graph.eqns):
-        if position in placed:
-            items.append(placed[position])
+        items += placed.get(position, [])
         if position in again:
             items.append(again[position])
         if position in dropped:
