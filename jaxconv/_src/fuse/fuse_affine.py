@@ -62,7 +62,8 @@ def combined(function: Callable[..., Any], *operands: Coefficient) -> Coefficien
     if len(numbers) == len(operands):
         with np.errstate(all="ignore"), jax.ensure_compile_time_eval():
             return number(float(function(*map(np.float32, numbers))))
-    ends, atoms = [0], []
+    ends: list[int] = [0]
+    atoms: list[Any] = []
     for operand in operands:
         atoms += operand.atoms
         ends.append(len(atoms))
@@ -286,7 +287,7 @@ class Reader:
             found = self._made(self.graph.eqns[position], depth)
         if found is not None and not root and self._computed_once(position, value):
             found = None
-        if found is None:
+        if found is None or position is None:
             return self.array(value)
         return dataclasses.replace(found, inside=found.inside | {position})
 
@@ -331,7 +332,8 @@ class Reader:
             value = self._operand(eqn.invars[0], depth)
             return None if value is None else value.each(lambda t: t.scaled(MINUS_ONE))
         if name in ("add", "add_any", "sub", "mul", "div"):
-            return self._combined(name, *eqn.invars, type_of(out).shape, depth)
+            left, right = eqn.invars
+            return self._combined(name, left, right, type_of(out).shape, depth)
         return None
 
     def _operand(self, atom: Any, depth: int) -> Affine | None:
@@ -352,11 +354,11 @@ class Reader:
             by = coefficient(self.graph, other, value.axes, self.counts(value.axes))
             if by is None:
                 continue
-            if name == "mul":
-                return value.each(lambda t, by=by: t.scaled(by))
-            if name == "div":
-                inverse = combined(lambda x: 1 / x, by)
-                return value.each(lambda t, by=inverse: t.scaled(by))
+            if name in ("mul", "div"):
+                factor = by if name == "mul" else combined(lambda x: 1 / x, by)
+                return dataclasses.replace(
+                    value, terms=tuple(t.scaled(factor) for t in value.terms)
+                )
             if name == "sub" and turned:
                 value, name = value.each(lambda t: t.scaled(MINUS_ONE)), "add"
             first, *rest = value.terms

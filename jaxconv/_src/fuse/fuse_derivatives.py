@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-import scipy.special
+import scipy.special  # type: ignore[import-untyped]
 from jax.extend.core import Literal
 
 from jaxconv._src import compat
@@ -100,7 +100,7 @@ def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
 @functools.lru_cache(64)
 def _tabulated(name: str, slope: float) -> np.ndarray:
     one = jax.ShapeDtypeStruct(_NUMBERS.shape, np.float32)
-    closed = jax.make_jaxpr(functools.partial(DERIVATIVES[name], slope=slope))(one)
+    closed = jax.make_jaxpr(lambda u: DERIVATIVES[name](u, slope))(one)
     (found,) = _computed(compat.open_jaxpr(closed), closed.consts, [_NUMBERS])
     return np.broadcast_to(found, _NUMBERS.shape)
 

@@ -314,9 +314,9 @@ def _within_activations(graph: Graph) -> set[int]:
     """
     found: set[int] = set()
     for position, eqn in enumerate(graph.eqns):
-        (out, *more) = eqn.outvars or [None]
-        if more or out is None or position in found or eqn.primitive.name not in _AFFINE:
+        if position in found or eqn.primitive.name not in _AFFINE:
             continue
+        (out,) = eqn.outvars
         if len(graph.uses(out)) < 2 or not is_float(getattr(type_of(out), "dtype", bool)):
             continue
         end, function = _activated(graph, out)
@@ -429,7 +429,7 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         form = eqn.params["form"]
         arrays = eqn.invars[: form.summands] if isinstance(form, Form) else []
         stored = all(in_memory(graph, a) for a in arrays)
-        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers)
+        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers or ())
         form = dataclasses.replace(form, stored=stored)
         z = eqn.outvars[0]
         uses = sorted(set(graph.uses(z)))

@@ -210,7 +210,7 @@ class _Finder:
             axis = eqn.params["dimension"]
             if any(type_of(a).shape[axis] != 1 for a in eqn.invars):
                 return None
-            parts = (v and dataclasses.replace(v, axes=_without(v.axes, axis)) for v in operands)
+            parts = [v and dataclasses.replace(v, axes=_without(v.axes, axis)) for v in operands]
             return [_Stack(axis, tuple(parts))]
         value = self._made(eqn, operands)
         return None if value is None else [value]
@@ -220,8 +220,9 @@ class _Finder:
         name, params, axis = eqn.primitive.name, eqn.params, stack.axis
 
         def kept(value: _Value | None) -> _Value | None:
-            axes = value and (*value.axes[:axis], (), *value.axes[axis:])
-            return value and axes and dataclasses.replace(value, axes=axes)
+            if value is None:
+                return None
+            return dataclasses.replace(value, axes=(*value.axes[:axis], (), *value.axes[axis:]))
 
         if name in IDENTITIES or name == "convert_element_type":
             return [stack]
@@ -368,7 +369,8 @@ class _Finder:
             return None
         if not all(self._average(a, values, (None,)) for a in made.invars):
             return None
-        return values[made.invars[0]]
+        mean = made.invars[0]
+        return values[mean] if isinstance(mean, Var) else None
 
     def _average(self, atom: Any, values: dict[Var, _Value], shifts: tuple) -> bool:
         """Whether an atom is the mean of y, or of its squares."""

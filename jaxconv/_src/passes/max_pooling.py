@@ -342,7 +342,7 @@ def _jvp(primals, tangents, *, form: Pooling):
     kept = [named[name] for name in linear.kept]
     of_maxima = max_pool_tangent_p.bind(*compat.match_varying(*given.values(), *kept), form=linear)
     found = [*results[: form.copies], *[place] * form.places, *operands[: form.operands]]
-    zeros = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
+    zeros: list[Any] = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
     if form.operands:  # which only a derivative of a derivative differentiates
         of_x = given.get("x", jnp.zeros_like(primals[0]))
         zeros.append(_at_places(of_x, place, form.windows))
@@ -477,7 +477,7 @@ def tangent_in_jax(*operands: jax.Array, form: MaximaTangent) -> list[jax.Array]
 
 def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
     named = dict(zip((*form.given, *form.kept), operands, strict=True))
-    like = named.get("maxima", named.get("x"))
+    like = named["maxima" if "maxima" in named else "x"]
     return [named["place"].update(dtype=like.dtype, weak_type=False)] * form.form.copies
 
 
