@@ -140,8 +140,10 @@ class _Finder:
         while pending:
             position = pending.pop(0)
             eqn = self.graph.eqns[position]
-            (out, *more) = eqn.outvars
-            if more or not is_float(getattr(type_of(out), "dtype", bool)):
+            if len(eqn.outvars) != 1:
+                continue
+            (out,) = eqn.outvars
+            if not is_float(getattr(type_of(out), "dtype", bool)):
                 continue
             operands = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
             value = self._made(eqn, operands)
