@@ -78,7 +78,7 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _COMPUTING_TARGET = re.compile(
-    r"jaxconv_(?!masked_sums|max_pool|normalise_add)|__cudnn\$conv|__cublas\$|__onednn\$(conv|matmul)"
+    r"jaxconv_(?!masked_sums|moments|max_pool|normalise_add)|__cudnn\$conv|__cublas\$|__onednn\$(conv|matmul)"
 )
 # They contain other instructions: what one of their kernels does is not told by them.
 _CONTROL = {"call", "while", "conditional", "async-start"}
@@ -91,7 +91,7 @@ _COMPUTING_KERNEL = re.compile(
     re.IGNORECASE,
 )
 # Of jaxconv's, those of what other libraries leave to XLA: batch norm, max pooling.
-_OTHER_KERNEL = re.compile("SumMasked|NormaliseAndAdd|PoolMaxima|GatherGradient")
+_OTHER_KERNEL = re.compile("SumMasked|SumMoments|NormaliseAndAdd|PoolMaxima|GatherGradient")
 
 
 class Classifier:

@@ -3,7 +3,8 @@
 //
 //     pass_check check|hash [KERNEL...]
 //
-//     check  small integers, results filled with NaN before, compared exactly with the definition
+//     check  small integers, results filled with NaN before, compared with the definition: exactly,
+//            but for moments and derivatives of activations
 //     hash   normal operands; of the results' bits, to compare processes
 //
 // KERNEL: part of a name in kPasses below; without one, all.

@@ -12,6 +12,8 @@ from jax.interpreters import batching, mlir
 from jaxconv._src import compat
 from jaxconv._src.call import record
 from jaxconv._src.library import native
+from jaxconv._src.sharding import partition
+from jaxconv._src.sharding.split_pass import Pass
 
 
 def register(
@@ -57,8 +59,9 @@ def lowered_pass(
     key: str | None,
     by_kernel: Callable[[native.PassPlan], Sequence[Any]],
     in_jax: Callable[..., Sequence[Any]],
+    call: Pass,
 ) -> Sequence[Any]:
-    """Lowers a primitive with a CUDA kernel alone: on one device, by XLA, to its call.
+    """Lowers a primitive with a CUDA kernel alone: on each device to its call, else by XLA.
 
     Args:
         platform, ctx: as for a lowering rule.
@@ -66,11 +69,17 @@ def lowered_pass(
         key: of the pass, or None where the call cannot say what the primitive computes.
         by_kernel: emits the call, by a plan with a kernel.
         in_jax: lowers to operations of JAX.
+        call: the primitive's parameters, and how devices share its arrays.
     """
-    if platform != "cuda" or key is None or compat.device_axes(ctx):
+    on_cuda = platform == "cuda"
+    plan = planned(key) if on_cuda and key is not None else None
+    if key is None or (on_cuda and plan is None):
         return in_jax(ctx, *operands)
-    plan = planned(key)
-    if plan is None:
-        return in_jax(ctx, *operands)
-    results = in_jax(ctx, *operands) if plan.kernel is None else by_kernel(plan)
-    return record.emit_pass(ctx, key, plan, results)
+    results = None
+    if plan is None or plan.kernel is not None:
+        with record.paused():  # the parts on every device are this one pass
+            results = partition.lower(ctx, call, operands)
+    if results is None:
+        has_kernel = plan is not None and plan.kernel is not None
+        results = by_kernel(plan) if has_kernel else in_jax(ctx, *operands)
+    return results if plan is None else record.emit_pass(ctx, key, plan, results)

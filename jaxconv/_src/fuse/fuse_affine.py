@@ -269,13 +269,19 @@ class Reader:
         found = None
         if position is not None and depth <= _DEEPEST and (root or not self._stops(value)):
             found = self._made(self.graph.eqns[position], depth)
-        if found is not None and len(found.terms) > 1 and not root:
-            # XLA stores a sum that has several readers.
-            found = found if len(self.graph.uses(value)) == 1 else None
+        if found is not None and not root and self._computed_once(position, value):
+            found = None
         if found is None:
             axes = fuse_axes.of(type_of(value).shape, self._channels(value))
             return Affine(axes, (Term(value),))
         return dataclasses.replace(found, inside=found.inside | {position})
+
+    def _computed_once(self, position: int | None, value: Var) -> bool:
+        """Whether a value is computed for several readers: the operand of an activation is one."""
+        assert position is not None
+        eqn = self.graph.eqns[position]
+        moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
+        return not moves and len(self.graph.uses(value)) > 1
 
     def counts(self, axes: Axes) -> tuple[int, int]:
         """The numbers of examples and of channels."""

@@ -26,7 +26,15 @@ from jaxconv._src.conv import fused
 from jaxconv._src.fuse import fuse_activations, fuse_convolution, fuse_statistics
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.fuse.fuse_affine import Affine, Coefficient, Reader, Term
-from jaxconv._src.fuse.fuse_graph import ELEMENTWISE, REDUCTIONS, Graph, is_float, traced, type_of
+from jaxconv._src.fuse.fuse_graph import (
+    ELEMENTWISE,
+    IDENTITIES,
+    REDUCTIONS,
+    Graph,
+    is_float,
+    traced,
+    type_of,
+)
 from jaxconv._src.passes import max_pooling, moments, normalise
 from jaxconv._src.passes.normalise import Form
 
@@ -42,7 +50,7 @@ _STORING = {
 }
 
 # Operations that give their operand's elements.
-_MOVING = ("reshape", "transpose", "squeeze", "expand_dims")
+_MOVING = (*IDENTITIES, "reshape", "transpose", "squeeze", "expand_dims")
 
 # The most equations of an activation.
 _LONGEST = 40
@@ -241,6 +249,8 @@ def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) 
     counts = reader.counts(affine.axes)
     if type_of(value).size <= counts[0] * counts[1]:
         return None  # vectors
+    if not in_memory(graph, terms[0].array):
+        return None  # XLA computes the layer, and its derivative, in the passes that it has
     out, activation = _activated(graph, value)
     end = graph.index(out)
     assert end is not None

@@ -11,8 +11,8 @@ The mask's a is an activation's result, or u = (y_0 - mean_0) * scale + offset, 
 arrays' type, or bits tell the mask. The sums are over all positions, or over those of each segment
 of the leading axis.
 
-On NVIDIA GPUs one kernel reads every array once. Elsewhere, under vmap and where XLA partitions the
-program, it is the same in operations of JAX.
+On NVIDIA GPUs one kernel reads every array once, on each device those that it has. Elsewhere and
+under vmap it is the same in operations of JAX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -37,6 +37,9 @@ from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes.derivatives import DERIVATIVES, derivative
 from jaxconv._src.problem.spec import DTYPE_NAMES
+from jaxconv._src.sharding import explicit_mesh
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET = "jaxconv_masked_sums"
 
@@ -200,7 +203,9 @@ def along_segments(vector: jax.Array, shape: tuple[int, ...], segments: int) -> 
     """A vector (C,) or (segments, C), to be broadcast to an array's shape."""
     if vector.ndim == 1:
         return lax.expand_dims(vector, range(len(shape) - 1))
-    vector = jnp.repeat(vector, shape[0] // segments, 0, total_repeat_length=shape[0])
+    if segments < shape[0]:
+        repeated = [jnp.expand_dims(vector, 1)] * (shape[0] // segments)
+        vector = explicit_mesh.merge_axes(jnp.concatenate(repeated, 1), 0, 2)
     return lax.expand_dims(vector, range(1, len(shape) - 1))
 
 
@@ -208,7 +213,7 @@ def over_segments(reduce: Callable[..., jax.Array], array: jax.Array, segments: 
     """A reduction over positions, (C,), or over those of each segment, (segments, C)."""
     if segments == 1:
         return reduce(array, tuple(range(array.ndim - 1)))
-    split = array.reshape((segments, array.shape[0] // segments, *array.shape[1:]))
+    split = explicit_mesh.split_axis(array, 0, (segments, array.shape[0] // segments))
     return reduce(split, tuple(range(1, split.ndim - 1)))
 
 
@@ -220,7 +225,8 @@ def _abstract_eval(*operands: Any, form: Sums) -> list[Any]:
         weak_type=False,
         sharding=NamedSharding(gradient.sharding.mesh, PartitionSpec()),
     )
-    return [gradient, sums] if form.stores else [sums]
+    results = [gradient, sums] if form.stores else [sums]
+    return result_types(_MaskedSums(form), results, *operands)
 
 
 def _jvp(primals, tangents, *, form: Sums):
@@ -238,6 +244,49 @@ def _batch(operands, mapped_axes, *, form: Sums):
 def of_segments(segments: int) -> tuple[int, ...]:
     """The leading extents of what is formed for each segment."""
     return (segments,) if segments > 1 else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaskedSums(Pass):
+    """How devices share the arrays."""
+
+    form: Sums
+
+    primitive = masked_sums_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        form = self.form
+        gradients, arrays, means, of_mask = form.split(shapes)
+        dims = Dimensions(tuple(shapes[0]), form.segments, packed=form.masked_by == "bits")
+        operands = [
+            *(dims.array(f"gradient{i}_") for i in range(len(gradients))),
+            *(dims.array(f"y{i}_") for i in range(len(arrays))),
+            *(dims.vector(f"mean{i}_", shape) for i, shape in enumerate(means)),
+        ]
+        match form.masked_by:
+            case "result":
+                operands.append(dims.array("result"))
+            case "bits":
+                operands.append(dims.bits("bits"))
+            case "affine":
+                names = ("scale", "offset")
+                operands += map(dims.vector, names, of_mask)
+        masked = [dims.array("masked")] * form.stores
+        return operands, [*masked, dims.sums("sums", 1 + form.arrays)]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        form = self.form
+        if form.segments == 1:
+            return self.bind(*operands)
+        local = dataclasses.replace(form, segments=form.segments // parts("n"))
+        if local.segments > 1:
+            return _MaskedSums(local).bind(*operands)
+        gradients, arrays, means, of_mask = form.split(operands)
+        vectors = [*means, *(of_mask if form.masked_by == "affine" else ())]
+        rest = of_mask if form.masked_by != "affine" else []
+        vectors = [v[0] if v.ndim == 2 else v for v in vectors]
+        *masked, sums = _MaskedSums(local).bind(*gradients, *arrays, *vectors, *rest)
+        return [*masked, sums[None]]
 
 
 def _lower(platform: str, ctx, *operands, form: Sums):
@@ -276,7 +325,9 @@ def _lower(platform: str, ctx, *operands, form: Sums):
 
     in_jax_of_form = functools.partial(_lower_in_jax, form=form)
     asked = key(form, gradient.shape, gradient.dtype)
-    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_form)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _MaskedSums(form)
+    )
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

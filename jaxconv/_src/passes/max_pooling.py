@@ -13,8 +13,8 @@ is NO_PLACE, and the operand 0, where the maximum is not above 0: relu has no gr
 
 An element of the gradient is summed in float32, in the same order in every run, and rounded once.
 
-On NVIDIA GPUs a kernel computes either in one pass. Elsewhere, under vmap and where XLA partitions
-the program, it is the same in operations of JAX:
+On NVIDIA GPUs a kernel computes either in one pass, on each device of the examples and the channels
+that it has; of positions it has all. Elsewhere and under vmap it is the same in operations of JAX:
 
     forwards    maximum and place of a window, from the operand's slices, one for each position in
                 the window
@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,8 @@ from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes import masked_sums
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.problem.spec import DTYPE_NAMES
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
@@ -89,6 +91,11 @@ class Windows:
         """The extents of the pooled array."""
         axes = zip(self.shape, self.sizes, self.strides, self.padding, strict=True)
         return tuple((n + sum(pad) - size) // step + 1 for n, size, step, pad in axes)
+
+    def of_part(self, parts: Callable[[str], int]) -> Windows:
+        """Those of one device, where examples and channels are split into so many parts."""
+        n, *spatial, c = self.shape
+        return dataclasses.replace(self, shape=(n // parts("n"), *spatial, c // parts("c")))
 
     @property
     def overlaps(self) -> tuple[int, ...]:
@@ -317,7 +324,8 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
 def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
     maxima = x.update(shape=form.windows.counts, weak_type=False)
     places = maxima.update(dtype=np.dtype(np.uint8))
-    return [*[maxima] * form.copies, *[places] * form.places, *[maxima] * form.operands]
+    results = [*[maxima] * form.copies, *[places] * form.places, *[maxima] * form.operands]
+    return result_types(_MaxPool(form), results, x, *vectors)
 
 
 def _jvp(primals, tangents, *, form: Pooling):
@@ -354,6 +362,28 @@ def _attributes(windows: Windows) -> dict[str, Any]:
     return {name: np.asarray(each[spatial], np.int64) for name, each in named.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class _MaxPool(Pass):
+    """How devices share the arrays of ``max_pool``."""
+
+    form: Pooling
+
+    primitive = max_pool_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        form = self.form
+        dims = Dimensions(form.windows.shape, windows=True)
+        vectors = map(dims.vector, _VECTORS, shapes[1:])
+        names = [*(f"maxima{i}_" for i in range(form.copies)), *["places"] * form.places]
+        names += ["operands"] * form.operands
+        pooled = [dims.array(name, form.windows.counts) for name in names]
+        return [dims.array("x"), *vectors], pooled
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        windows = self.form.windows.of_part(parts)
+        return _MaxPool(dataclasses.replace(self.form, windows=windows)).bind(*operands)
+
+
 def _lower(platform: str, ctx, *operands, form: Pooling):
     """Lowers to one custom call, or to operations of JAX."""
     if not form.called:
@@ -376,7 +406,9 @@ def _lower(platform: str, ctx, *operands, form: Pooling):
     words = [n for n in ("affine", "places", "operands") if getattr(form, n)]
     asked = key("max_pool", form.windows, ctx.avals_in[0].dtype, words)
     in_jax_of_form = functools.partial(_lower_in_jax, form=form)
-    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_form)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _MaxPool(form)
+    )
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
@@ -504,7 +536,8 @@ rules.register(
 
 
 def _gradient_abstract_eval(dy: Any, *operands: Any, windows: Windows, gradients: int) -> Any:
-    return dy.update(shape=windows.shape, weak_type=False)
+    dx = dy.update(shape=windows.shape, weak_type=False)
+    return result_types(_MaxPoolGradient(windows, gradients), [dx], dy, *operands)[0]
 
 
 def _gradient_jvp(primals, tangents, *, windows: Windows, gradients: int):
@@ -525,6 +558,29 @@ def _gradient_jvp(primals, tangents, *, windows: Windows, gradients: int):
 def _gradient_batch(operands, mapped_axes, **parameters):
     gradient = functools.partial(gradient_in_jax, **parameters)
     return jax.vmap(gradient, in_axes=mapped_axes)(*operands), 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaxPoolGradient(Pass):
+    """How devices share the arrays of ``max_pool_gradient``."""
+
+    windows: Windows
+    gradients: int
+
+    primitive = max_pool_gradient_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        dims = Dimensions(self.windows.shape, windows=True)
+        names = [*(f"dy{i}_" for i in range(self.gradients)), "places"]
+        operands = [dims.array(name, self.windows.counts) for name in names]
+        if len(shapes) > len(operands):
+            operands.append(dims.array("y"))
+            names = ["scale", "y_scale", "offset"]
+            operands += map(dims.vector, names, shapes[len(operands) :])
+        return operands, [dims.array("dx")]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        return _MaxPoolGradient(self.windows.of_part(parts), self.gradients).bind(*operands)
 
 
 def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
@@ -548,7 +604,8 @@ def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: 
     in_jax_of_windows = functools.partial(
         _gradient_lower_in_jax, windows=windows, gradients=gradients
     )
-    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_windows)
+    call = _MaxPoolGradient(windows, gradients)
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_windows, call)
 
 
 _gradient_lower_in_jax = mlir.lower_fun(gradient_in_jax, multiple_results=False)

@@ -5,14 +5,15 @@
 in float32, over all positions of an array with channels last, or over those of each segment of its
 leading axis. On NVIDIA GPUs one kernel reads the array once, in parts, whose moments are merged
 (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-variances", 1979). Elsewhere, under vmap and where XLA partitions the program, it is two passes in
+variances", 1979), as are those of several devices. Elsewhere and under vmap it is two passes in
 operations of JAX.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,9 @@ from jaxconv._src.passes.masked_sums import (
     of_segments,
     over_segments,
 )
+from jaxconv._src.sharding import partition
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET = "jaxconv_moments"
 
@@ -75,12 +79,13 @@ def _jvp(primals, tangents, *, segments: int):
 
 
 def _abstract_eval(y: Any, *, segments: int) -> Any:
-    return y.update(
+    found = y.update(
         shape=(*of_segments(segments), 2, y.shape[-1]),
         dtype=np.dtype(np.float32),
         weak_type=False,
         sharding=NamedSharding(y.sharding.mesh, PartitionSpec()),
     )
+    return result_types(_Moments(segments), [found], y)[0]
 
 
 def _batch(operands, mapped_axes, *, segments: int):
@@ -108,6 +113,31 @@ def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
     return jnp.stack([(first + shift)[..., 0, :], found], -2)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Moments(Pass):
+    """How devices share the array."""
+
+    segments: int
+
+    primitive = moments_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        dims = Dimensions(tuple(shapes[0]), self.segments)
+        return [dims.array("y")], [dims.sums("moments", 2)]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        if self.segments == 1:
+            return self.bind(*operands)
+        local = self.segments // parts("n")
+        found = _Moments(local).bind(*operands)
+        return found if local > 1 else [found[0][None]]
+
+    def merged(
+        self, result: jax.Array, over: tuple[str, ...], parts: int, elements: int
+    ) -> jax.Array:
+        return partition.merge_moments(result, over, parts, elements)
+
+
 def _lower(platform: str, ctx, y, *, segments: int):
     """Lowers to one custom call and the merging of its parts, or to operations of JAX."""
     (aval,) = ctx.avals_in
@@ -116,7 +146,7 @@ def _lower(platform: str, ctx, y, *, segments: int):
         count = counts(aval.size // aval.shape[-1] // segments, plan)
         leading = of_segments(segments)
         by_part = ShapedArray((*leading, plan.parts, 2, aval.shape[-1]), np.dtype(np.float32))
-        attributes = {"segments": np.int64(segments)} if segments > 1 else {}
+        attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
         found = custom_call.lowered(
             ctx, platform, TARGET, {"y": (y, aval)}, {"moments": by_part}, **attributes
         )
@@ -125,7 +155,9 @@ def _lower(platform: str, ctx, y, *, segments: int):
 
     in_jax_of_segments = functools.partial(_lower_in_jax, segments=segments)
     asked = key_of_rows("moments", aval.shape, aval.dtype, segments)
-    return rules.lowered_pass(platform, ctx, [y], asked, by_kernel, in_jax_of_segments)
+    return rules.lowered_pass(
+        platform, ctx, [y], asked, by_kernel, in_jax_of_segments, _Moments(segments)
+    )
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=False)

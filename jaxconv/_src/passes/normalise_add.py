@@ -7,14 +7,16 @@ With one or two arrays y_i, of one type and shape, channels last, and float32 ve
     bits   = 0 < result < below, of 8 channels a byte, the first channel's the lowest
 
 The backward pass takes its mask from the bits (``masked_sums``), a sixteenth of the result. On
-NVIDIA GPUs one kernel reads every array once. Elsewhere, under vmap and where XLA partitions the
-program, it is the same in operations of JAX.
+NVIDIA GPUs one kernel reads every array once, on each device those that it has. Elsewhere and under
+vmap it is the same in operations of JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +25,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes.masked_sums import accepts_rows, key_of_rows
+from jaxconv._src.sharding.explicit_mesh import given_partitions, partition_spec
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET = "jaxconv_normalise_add"
 
@@ -69,12 +74,15 @@ def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
 
 def bits_type(array: Any) -> Any:
     """The type of the bits of an array of this type."""
-    *spec, _ = array.sharding.spec
+    *spec, of_channels = given_partitions(array)
+    mesh, channels = array.sharding.mesh, array.shape[-1]
+    parts = math.prod(mesh.shape[axis] for axis in of_channels)
+    split = partition_spec((*spec, () if channels % (_VECTOR * parts) else of_channels))
     return array.update(
         shape=(*array.shape[:-1], -(-array.shape[-1] // _VECTOR)),
         dtype=np.dtype(np.uint8),
         weak_type=False,
-        sharding=NamedSharding(array.sharding.mesh, PartitionSpec(*spec, None)),
+        sharding=NamedSharding(mesh, split),
     )
 
 
@@ -106,7 +114,8 @@ def _result(*operands: jax.Array, form: BlockEnd) -> jax.Array:
 
 
 def _abstract_eval(*operands: Any, form: BlockEnd) -> list[Any]:
-    return [operands[0].update(weak_type=False), bits_type(operands[0])]
+    results = [operands[0].update(weak_type=False), bits_type(operands[0])]
+    return result_types(_NormaliseAdd(form), results, *operands)
 
 
 def _jvp(primals, tangents, *, form: BlockEnd):
@@ -119,6 +128,21 @@ def _jvp(primals, tangents, *, form: BlockEnd):
 def _batch(operands, mapped_axes, *, form: BlockEnd):
     mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
     return mapped(*operands), [0, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _NormaliseAdd(Pass):
+    """How devices share the arrays."""
+
+    form: BlockEnd
+
+    primitive = normalise_add_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        dims = Dimensions(tuple(shapes[0]), packed=True)
+        arrays = [dims.array("first"), dims.array("second")]
+        vectors = [dims.vector(f"vector{i}_", shape) for i, shape in enumerate(shapes[2:])]
+        return [*arrays, *vectors], [dims.array("result"), dims.bits("bits")]
 
 
 def _lower(platform: str, ctx, *operands, form: BlockEnd):
@@ -141,7 +165,9 @@ def _lower(platform: str, ctx, *operands, form: BlockEnd):
 
     in_jax_of_form = functools.partial(_lower_in_jax, form=form)
     asked = key(form, y.shape, y.dtype)
-    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_form)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _NormaliseAdd(form)
+    )
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
