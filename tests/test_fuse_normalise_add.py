@@ -296,7 +296,7 @@ def test_a_backward_pass_in_another_program():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_over_devices(kind, without_bits):
-    """Partitioned by XLA, as operations of JAX."""
+    """Each device's own part, by operations of JAX."""
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=devices)
     step = gradient(blocks)
