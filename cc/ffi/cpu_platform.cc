@@ -1,6 +1,4 @@
 // XLA:CPU handlers over the oneDNN adapter.
-#include <algorithm>
-#include <functional>
 #include <memory>
 
 #include "cpu/epilogue_terms.h"
@@ -14,20 +12,6 @@
 namespace jaxconv {
 namespace {
 
-ParallelFor OnPool(ffi::ThreadPool& pool) {
-  return [&pool](int64_t tasks, const std::function<void(int64_t)>& body) {
-    if (tasks <= 1) {
-      for (int64_t task = 0; task < tasks; ++task) body(task);
-      return;
-    }
-    auto queue = std::make_shared<TaskQueue>(tasks, body);
-    int64_t others = std::min(tasks, pool.num_threads()) - 1;
-    for (int64_t i = 0; i < others; ++i) pool.Schedule([queue] { queue->Work(); });
-    queue->Work();
-    queue->Wait();
-  };
-}
-
 // Finds the plan of a call, lets `check` compare the call with the planned problem, and computes.
 template <class Check>
 Status Run(ffi::ThreadPool& pool, const Attributes& attributes, const Array& lhs, const Array& rhs,
@@ -39,7 +23,8 @@ Status Run(ffi::ThreadPool& pool, const Attributes& attributes, const Array& lhs
   JAXCONV_RETURN_IF_ERROR(cpu::FindPlan(named.problem, named.instance, named.slices, &plan));
   JAXCONV_RETURN_IF_ERROR(check(cpu::ProblemOf(*plan)));
   return cpu::Execute(*plan, lhs.data(), rhs.data(), terms, out.data(), workspace.data(),
-                      static_cast<int64_t>(workspace.buffer().size_bytes()), OnPool(pool));
+                      static_cast<int64_t>(workspace.buffer().size_bytes()),
+                      cpu::ParallelForOn(pool));
 }
 
 template <Op kOp>
