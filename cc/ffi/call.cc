@@ -97,14 +97,6 @@ Status Arrays::CheckCounts() const {
                                  "; the program is of another version of jaxconv");
 }
 
-Status PlanAttributes::Read(const Attributes& attributes) {
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("instance", &instance));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("problem", &problem));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("slices", &slices));
-  if (slices >= 1) return {};
-  return Mismatch("slices", "expected at least 1, got " + std::to_string(slices));
-}
-
 Status Mismatch(const char* name, const std::string& message) {
   return Status::InvalidArgument(std::string(name) + ": " + message);
 }
@@ -170,7 +162,8 @@ Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,
                     {statistics, terms.statistics, {arrays.statistics}}});
 }
 
-Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem) {
+Status CheckFused(const Int8Arrays& arrays, const Attributes& /*attributes*/,
+                  const ConvProblem& problem) {
   if (problem.op != Op::kFprop || problem.w_dtype != DType::kS8) {
     return Mismatch("problem", std::string("expected fprop of 8-bit operands, got ") +
                                    Name(problem.op) + " of " + Name(problem.x_dtype) + " and " +

@@ -40,21 +40,13 @@ struct Expected {
 
 Status CheckEach(std::initializer_list<Expected> expected);
 
-// What a convolution's call says of its plan.
-struct PlanAttributes {
-  std::string_view instance;
-  std::string_view problem;  // ConvProblem::ToString
-  int64_t slices;
-
-  Status Read(const Attributes& attributes);
-};
-
 // Compare the arrays with the problem that the call carries, and its operation with `op`.
 Status CheckConv(Op op, const ConvArrays& arrays, const Attributes& attributes,
                  const ConvProblem& problem);
 Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,
                   const ConvProblem& problem);
-Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem);
+Status CheckFused(const Int8Arrays& arrays, const Attributes& attributes,
+                  const ConvProblem& problem);
 
 }  // namespace jaxconv
 

@@ -3,6 +3,8 @@
 // recorded into a command buffer.
 #include <memory>
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 #include "cuda/common/query_gpu.h"
 #include "cuda/devices.h"
@@ -30,56 +32,50 @@ struct CudaContext {
 
 const float* Floats(const Array& array) { return array.data<const float>(); }
 
-// Finds the plan of a call, lets `bind` check the call against the planned problem and set its
-// operands, and launches. The workspace is the same in every call.
-template <class Bind>
+// Finds the plan of a call, lets `check` compare the call with the planned problem, and launches.
+template <class Check>
 Status Run(const CudaContext& context, const Attributes& attributes, const Array& workspace,
-           const Bind& bind) {
-  PlanAttributes named;
+           Operands* operands, const Check& check) {
+  PlanKey key;
+  key.device = context.device;
   std::shared_ptr<const PlannedCall> planned;
-  JAXCONV_RETURN_IF_ERROR(named.Read(attributes));
   JAXCONV_RETURN_IF_ERROR(
-      FindPlan({named.problem, named.instance, named.slices, context.device}, &planned));
-  Operands operands;
-  operands.workspace = workspace.buffer().untyped_data();
-  operands.workspace_bytes = static_cast<int64_t>(workspace.buffer().size_bytes());
-  JAXCONV_RETURN_IF_ERROR(bind(planned->problem, &operands));
-  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
-  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, context.stream);
+      attributes.Get("instance", &key.instance, "problem", &key.problem, "slices", &key.slices));
+  JAXCONV_RETURN_IF_ERROR(FindPlan(key, &planned));
+  JAXCONV_RETURN_IF_ERROR(check(planned->problem));
+  operands->workspace = workspace.buffer().untyped_data();
+  operands->workspace_bytes = static_cast<int64_t>(workspace.buffer().size_bytes());
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, *operands));
+  return FindLaunch(planned->plan.kernel->name)(planned->plan, *operands, context.stream);
 }
 
 template <Op kOp>
 Status Conv(const CudaContext& context, const ConvArrays& arrays, const Attributes& attributes) {
-  auto bind = [&](const ConvProblem& problem, Operands* operands) {
-    JAXCONV_RETURN_IF_ERROR(CheckConv(kOp, arrays, attributes, problem));
-    operands->lhs = arrays.lhs.data();
-    operands->rhs = arrays.rhs.data();
-    operands->out = arrays.out.data();
-    return Status();
-  };
-  return Run(context, attributes, arrays.workspace, bind);
+  Operands operands;
+  operands.lhs = arrays.lhs.data(), operands.rhs = arrays.rhs.data();
+  operands.out = arrays.out.data();
+  return Run(context, attributes, arrays.workspace, &operands, [&](const ConvProblem& problem) {
+    return CheckConv(kOp, arrays, attributes, problem);
+  });
 }
 
 // FusedArrays and Int8Arrays.
 template <class ArraysWithEpilogue>
 Status Fused(const CudaContext& context, const ArraysWithEpilogue& arrays,
              const Attributes& attributes) {
-  auto bind = [&](const ConvProblem& problem, Operands* operands) {
-    if constexpr (std::is_same_v<ArraysWithEpilogue, Int8Arrays>) {
-      JAXCONV_RETURN_IF_ERROR(CheckInt8(arrays, problem));
-      operands->offset = arrays.offset.template data<const int32_t>();
-      operands->residual_scale = Floats(arrays.residual_scale);
-    } else {
-      JAXCONV_RETURN_IF_ERROR(CheckFused(arrays, attributes, problem));
-      operands->pre = arrays.pre.data();
-      operands->statistics = arrays.statistics.template data<float>();
-    }
-    operands->lhs = arrays.x.data(), operands->rhs = arrays.w.data();
-    operands->scale = Floats(arrays.scale), operands->bias = Floats(arrays.bias);
-    operands->residual = arrays.residual.data(), operands->out = arrays.y.data();
-    return Status();
-  };
-  return Run(context, attributes, arrays.workspace, bind);
+  Operands operands;
+  operands.lhs = arrays.x.data(), operands.rhs = arrays.w.data();
+  operands.scale = Floats(arrays.scale), operands.bias = Floats(arrays.bias);
+  operands.residual = arrays.residual.data(), operands.out = arrays.y.data();
+  if constexpr (std::is_same_v<ArraysWithEpilogue, Int8Arrays>) {
+    operands.offset = arrays.offset.template data<const int32_t>();
+    operands.residual_scale = Floats(arrays.residual_scale);
+  } else {
+    operands.pre = arrays.pre.data();
+    operands.statistics = arrays.statistics.template data<float>();
+  }
+  return Run(context, attributes, arrays.workspace, &operands,
+             [&](const ConvProblem& problem) { return CheckFused(arrays, attributes, problem); });
 }
 
 // Of an array of floating-point numbers, which is checked afterwards.
@@ -147,14 +143,13 @@ Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
        {rows.bits, by_bits, {arrays.bits}},
        {rows.whole, one, {arrays.y}},
        {rows.whole, two, {arrays.y2}},
-       {rows.NumbersOf(arrays.mean.dimensions().size()), one, {arrays.mean}},
-       {rows.NumbersOf(arrays.mean2.dimensions().size()), two, {arrays.mean2}},
-       {rows.NumbersOf(arrays.scale.dimensions().size()), affine, {arrays.scale}},
-       {rows.NumbersOf(arrays.offset.dimensions().size()), affine, {arrays.offset}},
+       {rows.NumbersOf(arrays.mean.dimensions()), one, {arrays.mean}},
+       {rows.NumbersOf(arrays.mean2.dimensions()), two, {arrays.mean2}},
+       {rows.NumbersOf(arrays.scale.dimensions()), affine, {arrays.scale}},
+       {rows.NumbersOf(arrays.offset.dimensions()), affine, {arrays.offset}},
        {rows.whole, arrays.masked.present(), {arrays.masked}},
        {rows.PartsOf(arrays.sums.dimensions(), 1 + one + two, &sums.parts), true, {arrays.sums}}}));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sums.below));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above, "below", &sums.below));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("activation", &activation));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("slope", &sums.slope));
   JAXCONV_RETURN_IF_ERROR(ParseDerivative(activation, &sums.derivative));
@@ -191,9 +186,8 @@ Status ReadPooled(const Array& x, const Array& y, const Attributes& attributes, 
                     "expected elements and one to three spatial axes, got shape " + ToText(from));
   }
   Axes sizes, strides, padding;
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("sizes", &sizes));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("strides", &strides));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("padding", &padding));
+  JAXCONV_RETURN_IF_ERROR(
+      attributes.Get("sizes", &sizes, "strides", &strides, "padding", &padding));
   for (const Axes& each : {sizes, strides, padding}) {
     if (each.size() == axes) continue;
     return Mismatch("sizes, strides, padding",

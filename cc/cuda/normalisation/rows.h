@@ -34,9 +34,10 @@ struct RowsOfChannels {
     return true;
   }
 
-  // Numbers of the channels: a vector of all segments or, with two axes, one for each.
-  ArrayType NumbersOf(size_t axes) const {
-    if (axes != 2) return vector;
+  // Numbers of the channels: a vector of all segments or, where `shape` has two axes, one for each.
+  template <class Shape>
+  ArrayType NumbersOf(const Shape& shape) const {
+    if (shape.size() != 2) return vector;
     return {DType::kF32, Extents::Of({segments, channels})};
   }
 
