@@ -1,6 +1,6 @@
 // Selection and plans for the devices of this process or, by name, for others: `target` is an
-// architecture such as "sm_90a", a product such as "h200", or empty for this process's devices. Apart
-// from selection itself, which asks no driver.
+// architecture such as "sm_90a", a product such as "h200", or empty for this process's devices.
+// Apart from selection itself, which asks no driver.
 #ifndef JAXCONV_CUDA_DEVICES_H_
 #define JAXCONV_CUDA_DEVICES_H_
 

@@ -1,10 +1,10 @@
 // The arrays of every custom call: their names and their order.
 //
-// Each struct below is one call (ffi/call.cc says of which name). It reads its members, in the order
-// of their declaration, from a call's operands and results, and lists their names for the Python
-// side, which emits the call by these names (jaxconv/_src/library/custom_call.py). Names and order
-// are an interface of exported programs: a program that was exported keeps loading, so a call only
-// grows at its end, under a new name.
+// Each struct below is one call (ffi/call.cc says of which name). It reads its members, in the
+// order of their declaration, from a call's operands and results, and lists their names for the
+// Python side, which emits the call by these names (jaxconv/_src/library/custom_call.py). Names and
+// order are an interface of exported programs: a program that was exported keeps loading, so a call
+// only grows at its end, under a new name.
 //
 // An operand or a result that a call may leave out is there with no elements.
 #ifndef JAXCONV_FFI_ARRAYS_H_
