@@ -34,10 +34,24 @@ GPUS = "gpus_of_the_tests"  # over which they were spread, of those that "gpu" s
 SLOWEST, SLOWEST_COUNT = "slowest_seconds", 12  # tests, with other tests beside them
 
 
+# Strings, and comments, of C++ and CUDA sources.
+_CXX = (".h", ".cc", ".cu", ".cuh", ".def")
+_STRING_OR_COMMENT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def _without_layout(data: bytes) -> bytes:
+    """A C++ source without its comments and white space, which decide nothing of a kernel."""
+    parts = _STRING_OR_COMMENT.split(data)  # what lies between, and strings (None: a comment)
+    return b"".join(p or b"" if i % 2 else b"".join(p.split()) for i, p in enumerate(parts))
+
+
 def sources_sha256(
     root: pathlib.Path = REPOSITORY, folders: tuple[str, ...] = HASHED, names: str = "*"
 ) -> str:
-    """Hash over relative path, length and bytes of every hashed file, in the order of the paths."""
+    """Hash over relative path, length and content of every hashed file, in the order of the paths.
+
+    Comments and white space of C++ and CUDA sources do not count.
+    """
     digest = hashlib.sha256()
     files = sorted(
         path.relative_to(root).as_posix()
@@ -47,6 +61,8 @@ def sources_sha256(
     )
     for name in files:
         data = (root / name).read_bytes()
+        if name.endswith(_CXX):
+            data = _without_layout(data)
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
 

@@ -31,9 +31,8 @@ enum class Derivative : int32_t {
 };
 
 inline constexpr std::string_view kDerivativeNames[] = {
-    "none", "leaky_relu", "elu",  "hard_sigmoid", "hard_swish", "sigmoid",
-    "silu", "tanh",       "gelu", "gelu_tanh",    "softplus",   "mish",
-    "maximum", "clip6"};
+    "none", "leaky_relu", "elu",       "hard_sigmoid", "hard_swish", "sigmoid", "silu",
+    "tanh", "gelu",       "gelu_tanh", "softplus",     "mish",       "maximum", "clip6"};
 
 inline Status ParseDerivative(std::string_view name, Derivative* derivative) {
   for (size_t i = 0; i < std::size(kDerivativeNames); ++i) {
