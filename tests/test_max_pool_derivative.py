@@ -145,7 +145,10 @@ def _pool(*operands, form):
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_sums_of_windows(stored):
     form = form_of(True, stored=stored)
-    back = lambda *o: jax.vjp(functools.partial(_pool, form=form), *o)[1](cotangents(form))  # noqa: E731
+
+    def back(*operands):
+        return jax.vjp(functools.partial(_pool, form=form), *operands)[1](cotangents(form))
+
     found = equations(jax.make_jaxpr(back)(*drawn(True)))
     calls = [e.params["form"] for e in found if e.primitive.name == "jaxconv_masked_sums"]
     assert calls == [Sums(2, 1, "result", False, 0.0, None)] * stored
