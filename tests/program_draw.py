@@ -352,6 +352,8 @@ def draw(seed: int, index: int) -> Program:
     transform, layout = d.one_of(*TRANSFORMS), d.one_of("NHWC", "NHWC", "NCHW")
     if dtype == "float16" and data == "large":
         data = "normal"
+    if transform == "grad of grad" and data == "special":
+        data = "normal"  # filter gradients, in which XLA places NaN as it likes, reach all results
     shape = d.integer(1, 3), d.integer(3, 6), d.one_of(1, 2, 3, 4, 4, 5, 8)
     c, layers = shape[2], []
     for _ in range(d.one_of(1, 1, 1, 2, 2, 3, 4)):

@@ -190,6 +190,25 @@ def set_global(context, value) -> None:
     getattr(context, "set_global", context._obj.set_global)(value)  # JAX 0.9 has the inner one only
 
 
+def rewrite_before_lowering(rewrite) -> None:
+    """Puts a function from programs (jaxprs, not closed) to programs in front of their lowering.
+
+    It sees every program on its own: the whole one, and the functions, branches and loop bodies in
+    it. JAX has no interface for this; where the function that lowers a program has another name,
+    programs are lowered as they are.
+    """
+    name = "jaxpr_subcomp"
+    original = getattr(_mlir, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def lower(ctx, jaxpr, *args, **kwargs):
+        return original(ctx, rewrite(jaxpr), *args, **kwargs)
+
+    setattr(_mlir, name, lower)
+
+
 def lowering_rule(primitive, platform: str):
     """The lowering rule of a primitive on a platform."""
     entry = _mlir._platform_specific_lowerings[platform].get(primitive)

@@ -43,7 +43,8 @@ class Convolution:
         apart: of a convolution with an epilogue that no kernel computes with it, each refusing
             kernel and its reason; XLA then computes the epilogue from the float32 result.
         chain_end: of a forward convolution in a function that ``jaxconv.fuse`` gave, why the
-            operation behind it, or behind its epilogue, is not part of its call; "" elsewhere.
+            operation behind it, or behind its epilogue, is not part of its call, by the names of
+            JAX's primitives; "" elsewhere, and where a call would save no pass over the result.
         module: the named scopes around it, such as the path of Flax's and Haiku's modules,
             "ResNet/Block_2/Conv_0"; "" where there are none.
     """

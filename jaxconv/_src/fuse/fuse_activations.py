@@ -11,15 +11,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxconv._src import compat
+from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_graph import Graph, live, type_of
-from jaxconv._src.passes.derivatives import DERIVATIVES
 
 # A name of the contract, or the name and a slope.
 Activation = str | tuple[str, float]
@@ -118,31 +118,15 @@ class Written:
     Attributes:
         function: the operations, of an array of one shape and dtype, element by element.
         operand: that array's type.
-        activation: which activation it is, if it has a name.
-        corner: which derivative the program takes at corners, of one side or the mean.
+        activation: which activation it is, if it has a name of the contract.
+        mask, named: as of ``normalise.Activation``.
     """
 
     function: Callable[[jax.Array], jax.Array]
     operand: Any
-    activation: Activation | None
-    corner: Literal["half", "left", "right"] = "right"
-
-    @property
-    def mask(self) -> tuple[float, float | None] | None:
-        """Between which numbers the derivative is 1, where it is 0 elsewhere."""
-        bounds = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
-        return None if self.corner == "half" else bounds.get(name_of(self.activation or ""))
-
-    @property
-    def named(self) -> tuple[str, float] | None:
-        """Name and slope among ``derivatives.DERIVATIVES``, where the derivative is the same."""
-        name = name_of(self.activation or "")
-        if self.corner == "half":
-            name = {"relu": "maximum", "relu6": "clip6"}.get(name, name)
-        halved = self.corner == "half" and name not in ("maximum", "clip6")
-        if name not in DERIVATIVES or halved or (name, self.corner) == ("leaky_relu", "left"):
-            return None
-        return self.activation if isinstance(self.activation, tuple) else (name, 0.0)
+    activation: Activation | None = None
+    mask: fuse_derivatives.Mask | None = None
+    named: tuple[str, float] | None = None
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, whose elements have any shape."""

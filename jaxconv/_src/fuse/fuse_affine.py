@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -38,20 +39,31 @@ class Coefficient:
         atoms: the arrays of the program that it is computed from.
         examples: whether it varies over examples.
         compute: it of these arrays, in float32: a scalar, (C,) or (N, C).
+        number: what it is, where the program has it as a number.
     """
 
     atoms: tuple[Any, ...]
     examples: bool
     compute: Callable[[Sequence[Any]], Any]
+    number: float | None = None
 
     def value(self, arrays: Mapping[Any, Any]) -> Any:
         """The coefficient, from the values of variables."""
         return self.compute([a.val if isinstance(a, Literal) else arrays[a] for a in self.atoms])
 
 
+def number(value: float) -> Coefficient:
+    return Coefficient((), False, lambda values: np.float32(value), value)
+
+
 def combined(function: Callable[..., Any], *operands: Coefficient) -> Coefficient:
     """A coefficient that is a function of others."""
-    ends, atoms = [0], []
+    numbers = [o.number for o in operands if o.number is not None]
+    if len(numbers) == len(operands):
+        with np.errstate(all="ignore"), jax.ensure_compile_time_eval():
+            return number(float(function(*map(np.float32, numbers))))
+    ends: list[int] = [0]
+    atoms: list[Any] = []
     for operand in operands:
         atoms += operand.atoms
         ends.append(len(atoms))
@@ -66,17 +78,19 @@ def combined(function: Callable[..., Any], *operands: Coefficient) -> Coefficien
 def _sum(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
     if a is None or b is None:
         return a if b is None else b
-    return combined(lambda x, y: x + y, a, b)
+    found = combined(lambda x, y: x + y, a, b)
+    return None if found.number == 0 else found
 
 
 def _product(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
     """A product in which None stands for 1."""
     if a is None or b is None:
         return a if b is None else b
-    return combined(lambda x, y: x * y, a, b)
+    found = combined(lambda x, y: x * y, a, b)
+    return None if found.number == 1 else found
 
 
-MINUS_ONE = Coefficient((), False, lambda values: np.float32(-1))
+MINUS_ONE = number(-1.0)
 
 
 # Elementwise operations of which coefficients may consist where a program broadcasts first.
@@ -103,17 +117,15 @@ def coefficient(
         counts: how many examples and channels there are.
         depth: of the operations that are read so far.
     """
-    number = graph.constant(atom)
-    if number is not None:
-        return Coefficient((), False, lambda values: np.float32(number))
+    known = graph.constant(atom)
+    if known is not None:
+        return number(known)
     casts: list[np.dtype] = []
     size = math.prod(fuse_axes.shape_of(axes))
     if len(type_of(atom).shape) != len(axes):
         return None
     # Operations of lax repeat along axes of extent 1.
-    axes = tuple(
-        () if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True)
-    )
+    axes = tuple(() if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True))
     while (made := graph.producer(atom)) is not None:
         name, operand = made.primitive.name, made.invars[0] if made.invars else None
         if name == "convert_element_type" and is_float(type_of(operand).dtype):
@@ -123,6 +135,8 @@ def coefficient(
             if before is None:
                 return None
             axes = before
+        elif name == "transpose":
+            axes = fuse_axes.untransposed(axes, made.params["permutation"])
         elif name == "broadcast_in_dim" and len(made.invars) == 1:
             places = made.params["broadcast_dimensions"]
             axes = tuple(
@@ -161,9 +175,8 @@ def _leaf(
     atom: Any, axes: Axes, casts: tuple[np.dtype, ...], counts: tuple[int, int]
 ) -> Coefficient | None:
     """An array of the program as a coefficient."""
-    digits = [d for axis in axes for d in axis]
-    if digits != sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride)):
-        return None
+    given = [d for axis in axes for d in axis]
+    digits = fuse_axes.in_order(given)
     kinds = [[d for d in digits if d.what == what] for what in (EXAMPLES, CHANNELS)]
     of_examples = bool(kinds[0])
     extents: list[int] = []
@@ -182,6 +195,9 @@ def _leaf(
         array = array.astype(np.float32)
         if not digits:
             return array.reshape(())
+        order = [given.index(d) for d in digits]
+        if order != sorted(order):
+            array = array.reshape([d.extent for d in given]).transpose(order)
         apart = [1 if again else e for again, e in zip(repeated, extents, strict=True)]
         return jnp.broadcast_to(array.reshape(apart), extents).reshape(shape)
 
@@ -271,9 +287,8 @@ class Reader:
             found = self._made(self.graph.eqns[position], depth)
         if found is not None and not root and self._computed_once(position, value):
             found = None
-        if found is None:
-            axes = fuse_axes.of(type_of(value).shape, self._channels(value))
-            return Affine(axes, (Term(value),))
+        if found is None or position is None:
+            return self.array(value)
         return dataclasses.replace(found, inside=found.inside | {position})
 
     def _computed_once(self, position: int | None, value: Var) -> bool:
@@ -283,6 +298,10 @@ class Reader:
         moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
         return not moves and len(self.graph.uses(value)) > 1
 
+    def array(self, value: Var) -> Affine:
+        """A value as one array."""
+        return Affine(fuse_axes.of(type_of(value).shape, self._channels(value)), (Term(value),))
+
     def counts(self, axes: Axes) -> tuple[int, int]:
         """The numbers of examples and of channels."""
         digits = [d for axis in axes for d in axis]
@@ -290,8 +309,10 @@ class Reader:
         return math.prod(kinds[0]), math.prod(kinds[1])
 
     def _made(self, eqn: JaxprEqn, depth: int) -> Affine | None:
-        name, (out, *more) = eqn.primitive.name, eqn.outvars
-        if more or not is_float(getattr(type_of(out), "dtype", bool)):
+        if len(eqn.outvars) != 1:
+            return None
+        name, (out,) = eqn.primitive.name, eqn.outvars
+        if not is_float(getattr(type_of(out), "dtype", bool)):
             return None
         if name in IDENTITIES or (
             name == "convert_element_type" and is_float(type_of(eqn.invars[0]).dtype)
@@ -301,11 +322,18 @@ class Reader:
             value = self._operand(eqn.invars[0], depth)
             axes = None if value is None else fuse_axes.reshaped(value.axes, type_of(out).shape)
             return None if axes is None or value is None else dataclasses.replace(value, axes=axes)
+        if name == "transpose":
+            value = self._operand(eqn.invars[0], depth)
+            if value is None:
+                return None
+            axes = fuse_axes.transposed(value.axes, eqn.params["permutation"])
+            return dataclasses.replace(value, axes=axes)
         if name == "neg":
             value = self._operand(eqn.invars[0], depth)
             return None if value is None else value.each(lambda t: t.scaled(MINUS_ONE))
         if name in ("add", "add_any", "sub", "mul", "div"):
-            return self._combined(name, *eqn.invars, type_of(out).shape, depth)
+            left, right = eqn.invars
+            return self._combined(name, left, right, type_of(out).shape, depth)
         return None
 
     def _operand(self, atom: Any, depth: int) -> Affine | None:
@@ -326,11 +354,11 @@ class Reader:
             by = coefficient(self.graph, other, value.axes, self.counts(value.axes))
             if by is None:
                 continue
-            if name == "mul":
-                return value.each(lambda t, by=by: t.scaled(by))
-            if name == "div":
-                inverse = combined(lambda x: 1 / x, by)
-                return value.each(lambda t, by=inverse: t.scaled(by))
+            if name in ("mul", "div"):
+                factor = by if name == "mul" else combined(lambda x: 1 / x, by)
+                return dataclasses.replace(
+                    value, terms=tuple(t.scaled(factor) for t in value.terms)
+                )
             if name == "sub" and turned:
                 value, name = value.each(lambda t: t.scaled(MINUS_ONE)), "add"
             first, *rest = value.terms
@@ -340,10 +368,17 @@ class Reader:
             return None
         if type_of(left).shape != type_of(right).shape:
             return None
-        values = self._operand(left, depth), self._operand(right, depth)
-        if values[0] is None or values[1] is None or values[0].axes != values[1].axes:
+        first, second = self._operand(left, depth), self._operand(right, depth)
+        if first is None or second is None:
             return None
-        first, second = values
+        if first.axes != second.axes:
+            # The channels of an array in another layout are not known: it is taken as it comes.
+            first, second = (
+                self.array(a) if isinstance(a, Var) and v.terms[0].plain else v
+                for a, v in ((left, first), (right, second))
+            )
+        if first.axes != second.axes:
+            return None
         if name == "sub":
             second = second.each(lambda t: t.scaled(MINUS_ONE))
         arrays = [t.array for t in (*first.terms, *second.terms)]

@@ -10,8 +10,10 @@ between two convolutions can be read in the axes of the convolution's result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import jax
 
 EXAMPLES, POSITIONS, CHANNELS = "n", "s", "c"
 
@@ -76,6 +78,42 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
             wanted //= common
         result.append(tuple(axis))
     return None if pending else tuple(result)
+
+
+def transposed(axes: Axes, permutation: Sequence[int]) -> Axes:
+    """The axes of a transposed array."""
+    return tuple(axes[i] for i in permutation)
+
+
+def untransposed(axes: Axes, permutation: Sequence[int]) -> Axes:
+    """The axes of the array that a transpose turns into one with these axes."""
+    before = dict(zip(permutation, axes, strict=True))
+    return tuple(before[i] for i in range(len(axes)))
+
+
+def in_order(digits: Iterable[Digit]) -> list[Digit]:
+    """Examples before channels, each by falling stride."""
+    return sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride))
+
+
+def arranged(array: jax.Array, before: Axes, after: Axes) -> jax.Array:
+    """The elements of an array with the axes ``before`` as one with the axes ``after``.
+
+    Each digit of the latter is a part of one of the former.
+    """
+    wanted = [d for axis in after for d in axis]
+    extents: list[int] = []
+    places: dict[Digit, int] = {}
+    for digit in (d for axis in before for d in axis):
+        end = digit.stride * digit.extent
+        parts = [d for d in wanted if d.what == digit.what and digit.stride <= d.stride < end]
+        for part in sorted(parts, key=lambda d: -d.stride):
+            places[part] = len(extents)
+            extents.append(part.extent)
+    order = [places[d] for d in wanted]
+    if order != sorted(order):
+        array = array.reshape(extents).transpose(order)
+    return array.reshape(shape_of(after))
 
 
 def refined(digits: Sequence[Digit], count: int) -> list[int]:

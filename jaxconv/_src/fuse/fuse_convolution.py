@@ -43,6 +43,13 @@ class Convolution:
         return self.spec.axis("y", "k")
 
 
+def channel_axis(eqn: JaxprEqn) -> int:
+    """The axis of channels of a convolution's result."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return eqn.params["dimension_numbers"].out_spec[1]
+    return eqn.params["spec"].axis("y", "k")
+
+
 def find(graph: Graph, position: int) -> Convolution | str:
     """A convolution that a call with an epilogue computes, or why there is none."""
     eqn = graph.eqns[position]

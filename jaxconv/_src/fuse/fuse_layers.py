@@ -13,8 +13,8 @@ those of elementwise operations where they are read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,16 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
 from jaxconv._src.conv import fused
-from jaxconv._src.fuse import fuse_activations, fuse_convolution, fuse_statistics
+from jaxconv._src.fuse import (
+    fuse_activations,
+    fuse_axes,
+    fuse_convolution,
+    fuse_derivatives,
+    fuse_statistics,
+)
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.fuse.fuse_affine import Affine, Coefficient, Reader, Term
+from jaxconv._src.fuse.fuse_axes import Axes
 from jaxconv._src.fuse.fuse_graph import (
     ELEMENTWISE,
     IDENTITIES,
@@ -40,6 +47,7 @@ from jaxconv._src.passes.normalise import Form
 
 # Equations that may end the affine part of a layer.
 _AFFINE = {"add", "add_any", "sub", "mul", "div", "neg", "convert_element_type"}
+_AFFINE |= {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim"}
 
 # Operations that read their operands from memory and store the operands' gradients.
 _STORING = {
@@ -70,6 +78,7 @@ class _Layer:
         terms: the arrays with their coefficients, the shortcut last.
         activation: the function behind the sum.
         out: the result.
+        axes: its axes, in the arrays' digits.
     """
 
     position: int
@@ -78,6 +87,7 @@ class _Layer:
     terms: tuple[Term, ...]
     activation: Written | None
     out: Var
+    axes: Axes
 
     @property
     def form(self) -> Form:
@@ -100,7 +110,6 @@ class _Layer:
         arrays = [term.array for term in self.terms]
         shape = type_of(arrays[0]).shape
         counts = shape[0], shape[self.axis]
-        out = type_of(self.out)
 
         def call(arrays: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
             values = dict(zip(atoms, given, strict=True))
@@ -110,7 +119,8 @@ class _Layer:
                 vectors.append(jnp.broadcast_to(coefficient.value(values), wanted))
             last = [jnp.moveaxis(a, self.axis, -1) for a in arrays]
             (z,) = normalise.normalise(*last, *vectors, form=self.form)
-            return [jnp.moveaxis(z, -1, self.axis).reshape(out.shape)]
+            z = jnp.moveaxis(z, -1, self.axis)
+            return [fuse_axes.arranged(z, fuse_axes.of(shape, self.axis), self.axes)]
 
         return traced(call, (arrays, atoms), [self.out], graph, self.position)
 
@@ -128,7 +138,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     axes = _axes_of_channels(graph)
     reader = Reader(graph, lambda v: axes.get(v, _usual_axis(axes, v)), _Stops(graph))
     placed: dict[int, list[JaxprEqn]] = {}
-    inside: set[int] = set()
+    inside = _within_activations(graph)
     for position in reversed(range(len(graph.eqns))):
         if position in inside or graph.eqns[position].primitive.name not in _AFFINE:
             continue
@@ -200,13 +210,13 @@ def _moments(
 def _axes_of_channels(graph: Graph) -> dict[Var, int]:
     """The axis of channels of each convolution's result."""
     found: dict[Var, int] = {}
-    for position, eqn in enumerate(graph.eqns):
-        if eqn.primitive is fused.conv_fused_p:
+    for eqn in graph.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            found[eqn.outvars[0]] = eqn.params["dimension_numbers"].out_spec[1]
+            continue
+        convolves = eqn.primitive.name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
+        if convolves and not eqn.params["spec"].batched:
             found[eqn.outvars[0]] = eqn.params["spec"].axis("y", "k")
-        elif eqn.primitive.name in fuse_convolution.NAMES:
-            conv = fuse_convolution.find(graph, position)
-            if not isinstance(conv, str):
-                found[eqn.outvars[0]] = conv.channel_axis
     return found
 
 
@@ -223,7 +233,13 @@ class _Stops:
     def __init__(self, graph: Graph):
         self._graph = graph
         self._computed = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "reshape", "squeeze"}
-        self._computed |= {"expand_dims", "reduce_and", "reduce_or", *fuse_activations.CALLS}
+        self._computed |= {
+            "expand_dims",
+            "transpose",
+            "reduce_and",
+            "reduce_or",
+            *fuse_activations.CALLS,
+        }
 
     def __call__(self, value: Var) -> bool:
         uses = (self._graph.eqns[i].primitive.name for i in self._graph.uses(value))
@@ -231,8 +247,37 @@ class _Stops:
 
 
 def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) -> _Layer | None:
-    """The layer whose affine part an equation ends, or None."""
-    value = graph.eqns[position].outvars[0]
+    """The layer whose affine part an equation ends, or None.
+
+    What multiplies by numbers or adds them may belong to the affine part or to the activation; it
+    does to the latter where its derivative has a name then.
+    """
+    first = None
+    value: Any = graph.eqns[position].outvars[0]
+    while isinstance(value, Var):
+        layer = _ended(graph, reader, axes, value)
+        first = first or layer
+        if layer is None or layer.activation is None:
+            break
+        if layer.activation.mask or layer.activation.named:
+            return layer
+        value = _operand_beside_numbers(graph, value)
+    return first
+
+
+def _operand_beside_numbers(graph: Graph, value: Var) -> Var | None:
+    """The one operand of an elementwise equation that is no number, if nothing else reads it."""
+    made = graph.producer(value)
+    if made is None or made.primitive.name not in _AFFINE:
+        return None
+    operands = [a for a in made.invars if isinstance(a, Var) and graph.constant(a) is None]
+    if len(operands) != 1 or len(graph.uses(operands[0])) > 1 or operands[0] in graph.returned:
+        return None
+    return operands[0] if type_of(operands[0]).shape == type_of(value).shape else None
+
+
+def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) -> _Layer | None:
+    """The layer whose affine part gives a value, or None."""
     if not is_float(getattr(type_of(value), "dtype", bool)) or len(type_of(value).shape) < 2:
         return None
     affine = reader.read(value)
@@ -251,10 +296,33 @@ def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) 
         return None  # vectors
     if not in_memory(graph, terms[0].array):
         return None  # XLA computes the layer, and its derivative, in the passes that it has
-    out, activation = _activated(graph, value)
+    out, function = _activated(graph, value)
+    activation = None
+    if function is not None:
+        mask, named = fuse_derivatives.known(function, type_of(value))
+        activation = Written(function, type_of(value), mask=mask, named=named)
     end = graph.index(out)
     assert end is not None
-    return _Layer(end, affine.inside | {end}, axis, tuple(terms), activation, out)
+    inside = affine.inside | {end}
+    return _Layer(end, inside, axis, tuple(terms), activation, out, affine.axes)
+
+
+def _within_activations(graph: Graph) -> set[int]:
+    """Positions of the equations of activations whose operand is read several times.
+
+    What is affine among them ends no layer.
+    """
+    found: set[int] = set()
+    for position, eqn in enumerate(graph.eqns):
+        if position in found or eqn.primitive.name not in _AFFINE:
+            continue
+        (out,) = eqn.outvars
+        if len(graph.uses(out)) < 2 or not is_float(getattr(type_of(out), "dtype", bool)):
+            continue
+        end, function = _activated(graph, out)
+        if function is not None:
+            found |= {i for i in graph.computed_from(end, out) or () if i != position}
+    return found
 
 
 def _varies(affine: Affine) -> bool:
@@ -294,7 +362,7 @@ def _statistics(graph: Graph, array: Var) -> tuple[Var, bool] | None:
     return (made.outvars[-1], False) if made.params["epilogue"].statistics else None
 
 
-def _activated(graph: Graph, operand: Var) -> tuple[Var, Written | None]:
+def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | None]:
     """The result of the elementwise function that alone reads an array, and the function."""
     reached: list[Var] = [operand]
     pending = sorted(set(graph.uses(operand)))
@@ -313,10 +381,8 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Written | None]:
         if type_of(out).dtype.itemsize > type_of(operand).dtype.itemsize:
             continue  # what reads it converts by itself
         function = graph.function(out, operand)
-        if function is None:
-            continue
-        found = _named(graph, out, operand)
-        return out, Written(function, type_of(operand), found, _corner(graph, out, operand))
+        if function is not None:
+            return out, function
     return operand, None
 
 
@@ -347,25 +413,6 @@ def _alone(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool
     )
 
 
-def _named(graph: Graph, out: Var, operand: Var) -> fuse_activations.Activation | None:
-    """The name of an activation, conversions at its ends aside."""
-    while True:
-        found = fuse_activations.classify(graph, out, operand)
-        made = graph.producer(out)
-        if found is not None or made is None or made.primitive.name != "convert_element_type":
-            return found
-        out = made.invars[0]
-
-
-def _corner(graph: Graph, out: Var, operand: Var) -> Literal["half", "left", "right"]:
-    """The derivative of an activation at its corners, by the operations that make them."""
-    positions = graph.computed_from(out, operand) or ()
-    names = {graph.eqns[i].primitive.name for i in positions}
-    if not names.isdisjoint(("max", "min")):
-        return "half"
-    return "left" if not names.isdisjoint(("gt", "lt")) else "right"
-
-
 # --- the gradients of a call's result ---
 
 
@@ -381,7 +428,7 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         form = eqn.params["form"]
         arrays = eqn.invars[: form.summands] if isinstance(form, Form) else []
         stored = all(in_memory(graph, a) for a in arrays)
-        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers)
+        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers or ())
         form = dataclasses.replace(form, stored=stored)
         z = eqn.outvars[0]
         uses = sorted(set(graph.uses(z)))
@@ -393,9 +440,7 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         for use in uses[1:]:
             reader = result[use]
             result[use] = reader.replace(invars=[copy if a is z else a for a in reader.invars])
-        result[position] = eqn.replace(
-            outvars=[z, copy], params={**eqn.params, "form": form}
-        )
+        result[position] = eqn.replace(outvars=[z, copy], params={**eqn.params, "form": form})
     return result
 
 
@@ -430,7 +475,7 @@ def _stores(graph: Graph, reader: tuple[int, Var]) -> bool:
 
 
 def in_memory(graph: Graph, array: Any) -> bool:
-    """Whether an array is stored in any case: XLA computes elementwise results where it reads them."""
+    """Whether an array is stored; XLA computes elementwise results where it reads them."""
     made = graph.producer(array)
     while made is not None and made.primitive.name in _MOVING:
         made = graph.producer(made.invars[0])

@@ -70,7 +70,11 @@ def _normalised(graph: Graph, z: Any, windows: Windows) -> list[Any]:
     if not alone or form.summands > 1 or act is None or form.vectors[0] != normalise.VECTORS:
         return []
     y, *vectors = made.invars
-    if act.mask != (0.0, None) or type_of(y).dtype != form.dtype or any(len(type_of(v).shape) > 1 for v in vectors):
+    if (
+        act.mask != (0.0, None)
+        or type_of(y).dtype != form.dtype
+        or any(len(type_of(v).shape) > 1 for v in vectors)
+    ):
         return []
     return [*made.invars] if max_pooling.accepts(windows, form.dtype) else []
 

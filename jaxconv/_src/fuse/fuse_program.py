@@ -27,17 +27,18 @@ from jaxconv._src.fuse import (
     fuse_convolution,
     fuse_layers,
     fuse_pooling,
+    fuse_reasons,
     fuse_statistics,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
 from jaxconv._src.fuse.fuse_convolution import Convolution
 from jaxconv._src.fuse.fuse_graph import Graph, live, traced, type_of
 from jaxconv._src.fuse.fuse_statistics import Moment
+from jaxconv._src.lax import fold_padding
+from jaxconv._src.lax.inlining import JITTED, inlined
 from jaxconv._src.library import native
 from jaxconv._src.passes import masked_sums, normalise
 from jaxconv._src.problem import epilogue
-
-_JITTED = ("jit", "pjit")
 
 # A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
 # many equations.
@@ -97,7 +98,8 @@ def _fused(
     """
     if not _convolves(jaxpr):
         return jaxpr
-    eqns, outvars = _inlined(jaxpr)
+    eqns, outvars = inlined(jaxpr, _becomes_part)
+    eqns = fold_padding.folded(eqns, outvars, known)
     graph = Graph(live(eqns, outvars), outvars, known)
     refused = _Refused()
     while True:
@@ -143,6 +145,8 @@ def _with_calls_traced(
     """
     fusions: dict[int, Fusion] = {}
     notes = dict(refused.calls)
+    ends: dict[int, tuple[Var, int]] = {}
+    without: set[int] = set()
     taken: set[int] = set()
     # From the end: of two convolutions that are added, the later one's residual is the other.
     for position in reversed(range(len(graph.eqns))):
@@ -150,8 +154,11 @@ def _with_calls_traced(
         if name not in fuse_convolution.NAMES or position in refused.calls:
             continue
         conv = fuse_convolution.find(graph, position)
+        (whole,) = graph.eqns[position].outvars
+        ends[position] = whole, fuse_convolution.channel_axis(graph.eqns[position])
         if isinstance(conv, str):
             notes[position] = conv
+            without.add(position)
             continue
         fusion, notes[position] = fuse_chain.follow(graph, conv, taken)
         if (counted := fuse_chain.with_statistics(graph, conv, fusion)) is not None:
@@ -160,6 +167,10 @@ def _with_calls_traced(
         if fusion is not None:
             fusions[position] = fusion
             taken |= fusion.chain.taken
+            ends[position] = fusion.chain.out, fusion.chain.axis
+    for position, (end, axis) in ends.items():
+        alone = (graph, end, axis, taken, notes[position])
+        notes[position] = fuse_reasons.told(*alone, refused=position in without)
     rewritten: list[JaxprEqn] = []
     results = {fusion.chain.out for fusion in fusions.values()}
     for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):
@@ -367,39 +378,9 @@ def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
 # --- equations ---
 
 
-def _inlined(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a program with small jitted functions in place of their calls."""
-    eqns: list[JaxprEqn] = []
-    substitution: dict[Var, Any] = {}
-
-    def renamed(atom: Any, names: Mapping[Var, Any]) -> Any:
-        return names.get(atom, atom) if isinstance(atom, Var) else atom
-
-    def visit(inner: Any, names: dict[Var, Any], callers: tuple[JaxprEqn, ...]) -> None:
-        for eqn in inner.eqns:
-            invars = [renamed(a, names) for a in eqn.invars]
-            if _becomes_part(eqn):
-                called = compat.open_jaxpr(eqn.params["jaxpr"])
-                own = dict(zip(called.invars, invars, strict=True))
-                visit(called, own, (*callers, eqn))
-                for var, atom in zip(eqn.outvars, called.outvars, strict=True):
-                    names[var] = renamed(atom, own)
-                continue
-            outvars = eqn.outvars
-            if callers:
-                outvars = [compat.variable(type_of(v)) for v in eqn.outvars]
-                names.update(zip(eqn.outvars, outvars, strict=True))
-                for caller in reversed(callers):
-                    eqn = compat.within(caller, eqn)
-            eqns.append(eqn.replace(invars=invars, outvars=outvars))
-
-    visit(jaxpr, substitution, ())
-    return eqns, [renamed(atom, substitution) for atom in jaxpr.outvars]
-
-
 def _becomes_part(eqn: JaxprEqn) -> bool:
     """Whether a call is of a jitted function that may be part of an epilogue."""
-    if eqn.primitive.name not in _JITTED or not compat.inlinable(eqn):
+    if eqn.primitive.name not in JITTED or not compat.inlinable(eqn):
         return False
     called = compat.open_jaxpr(eqn.params["jaxpr"])
     return (
@@ -414,7 +395,7 @@ def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
 ) -> list[JaxprEqn | _FusedCall | _Answer]:
     """The program with calls in the place of the chains, and notes at other convolutions."""
-    placed: dict[int, _FusedCall | _Answer] = {}
+    placed: dict[int, list[_FusedCall | _Answer]] = {}
     dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
     again: dict[int, JaxprEqn] = {}
@@ -422,11 +403,11 @@ def _with_calls(
         chain = fusion.chain
         pre = chain.pre if fusion.keeps_pre else None
         statistics = _statistics(graph, fusion.conv) if fusion.moments else None
-        placed[fusion.position] = _FusedCall(fusion, pre, statistics, notes[position])
+        placed[fusion.position] = [_FusedCall(fusion, pre, statistics, notes[position])]
         for moment in fusion.moments:
             made = graph.index(moment.out)
             assert made is not None and statistics is not None
-            placed[made] = _Answer(fusion, moment, statistics)
+            placed.setdefault(made, []).append(_Answer(fusion, moment, statistics))
             dropped.add(made)
         dropped |= {position, *chain.taken}
         if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
@@ -439,8 +420,7 @@ def _with_calls(
             redirected |= {i: (chain.out, of_pre) for i in fusion.compared}
     items: list[JaxprEqn | _FusedCall | _Answer] = []
     for position, eqn in enumerate(graph.eqns):
-        if position in placed:
-            items.append(placed[position])
+        items += placed.get(position, [])
         if position in again:
             items.append(again[position])
         if position in dropped:

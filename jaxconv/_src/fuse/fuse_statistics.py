@@ -16,25 +16,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from typing import Literal as OneOf
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxconv._src import compat
 from jaxconv._src.fuse import fuse_affine, fuse_axes
 from jaxconv._src.fuse.fuse_affine import Coefficient
-from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes, Digit
+from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
-from jaxconv._src.passes import moments
 
 # A factor of the program is 1 / n where it differs by no more than so many roundings of it.
 _ROUNDINGS = 4
 
 # Over what moments are taken: all examples and positions, or an example's positions.
-Over = Literal["examples", "positions"]
+Over = OneOf["examples", "positions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +83,15 @@ class Moment:
         if self.factor != 1:
             total = total * self.factor
         aval = type_of(self.out)
-        return total.astype(aval.dtype).reshape(aval.shape)
+        digits = [d for axis in self.axes for d in axis]
+        total = total.reshape([d.extent for d in fuse_axes.in_order(digits)])
+        before = tuple((d,) for d in fuse_axes.in_order(digits))
+        return fuse_axes.arranged(total, before, self.axes).astype(aval.dtype)
 
     def _grouped(self, array: Any, reduce: Any, repeated: bool = False) -> Any:
         """A reduction of (..., C) over the channels that the result does not tell apart."""
-        kept = [d for axis in self.axes for d in axis if d.what == CHANNELS]
+        digits = fuse_axes.in_order(d for axis in self.axes for d in axis)
+        kept = [d for d in digits if d.what == CHANNELS]
         if math.prod(d.extent for d in kept) == self.counts[1]:
             return array
         extents = fuse_axes.refined(kept, self.counts[1])
@@ -106,12 +110,30 @@ class _Value:
         shifts: as of ``Moment``.
         factor: what it is multiplied by.
         precision: the relative error of the factor, from the types on the way.
+        absolute: whether it is the absolute value of the difference.
     """
 
     axes: Axes
     shifts: tuple[Coefficient | None, ...] = (None,)
     factor: float = 1.0
     precision: float = 0.0
+    absolute: bool = False
+
+    @property
+    def single(self) -> bool:
+        """Whether it is y, less a vector."""
+        return len(self.shifts) == 1 and not self.absolute
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """Values side by side along an axis that they do not have; None for what is no value."""
+
+    axis: int
+    parts: tuple[_Value | None, ...]
+
+    def each(self, change: Callable[[_Value], _Value | None]) -> _Stack:
+        return _Stack(self.axis, tuple(None if p is None else change(p) for p in self.parts))
 
 
 class _Finder:
@@ -135,28 +157,97 @@ class _Finder:
     def found(self) -> list[Moment]:
         """The sums, those of which others are made too."""
         values: dict[Var, _Value] = {self.y: _Value(self.axes)}
+        stacks: dict[Var, _Stack] = {}
         moments: dict[Var, Moment] = {}
         pending = sorted(set(self.graph.uses(self.y)))
         while pending:
             position = pending.pop(0)
             eqn = self.graph.eqns[position]
-            if len(eqn.outvars) != 1:
-                continue
-            (out,) = eqn.outvars
-            if not is_float(getattr(type_of(out), "dtype", bool)):
+            types = [getattr(type_of(v), "dtype", bool) for v in eqn.outvars]
+            if not types or not all(map(is_float, types)):
                 continue
             operands = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
-            value = self._made(eqn, operands)
-            if value is not None:
-                values[out] = value
-                pending = sorted({*pending, *self.graph.uses(out)})
-                known = [v for v in operands if v is not None]
-                if self._complete(value) and not any(map(self._complete, known)):
-                    moments[out] = Moment(out, value.axes, self.counts, value.factor, value.shifts)
-            elif (averages := self._variance(eqn, values)) is not None:
+            of_stacks = [stacks[a] for a in eqn.invars if isinstance(a, Var) and a in stacks]
+            stacked = of_stacks[0] if len(of_stacks) == 1 else None
+            known = [v for v in operands if v is not None]
+            made = self._parts(eqn, stacked) if stacked else self._results(eqn, operands)
+            if made is not None:
+                for out, value in zip(eqn.outvars, made, strict=True):
+                    if isinstance(value, _Stack):
+                        stacks[out] = value
+                        pending = sorted({*pending, *self.graph.uses(out)})
+                    elif value is not None:
+                        values[out] = value
+                        pending = sorted({*pending, *self.graph.uses(out)})
+                        if self._complete(value) and not any(map(self._complete, known)):
+                            moments[out] = self._moment(out, value)
+                continue
+            (out, *more) = eqn.outvars
+            if more:
+                continue
+            if (averages := self._variance(eqn, values)) is not None:
                 factor = self._share(averages.axes)
                 moments[out] = Moment(out, averages.axes, self.counts, factor, (), central=True)
         return list(moments.values())
+
+    def _moment(self, out: Var, value: _Value) -> Moment:
+        return Moment(out, value.axes, self.counts, value.factor, value.shifts)
+
+    def _results(
+        self, eqn: JaxprEqn, operands: list[_Value | None]
+    ) -> Sequence[_Value | _Stack | None] | None:
+        """What an equation gives of such values, or None."""
+        name = eqn.primitive.name
+        if name == "reduce":
+            found = [_sum(v, eqn.params["dimensions"]) if v else None for v in operands]
+            found = found[: len(eqn.outvars)]
+            # An equation is replaced as a whole.
+            return found if _adds(eqn) and all(v and self._complete(v) for v in found) else None
+        if len(eqn.outvars) > 1:
+            return None
+        if name == "stack":
+            return [_Stack(eqn.params["axis"], tuple(operands))]
+        if name == "concatenate":
+            axis = eqn.params["dimension"]
+            if any(type_of(a).shape[axis] != 1 for a in eqn.invars):
+                return None
+            parts = [v and dataclasses.replace(v, axes=_without(v.axes, axis)) for v in operands]
+            return [_Stack(axis, tuple(parts))]
+        value = self._made(eqn, operands)
+        return None if value is None else [value]
+
+    def _parts(self, eqn: JaxprEqn, stack: _Stack) -> Sequence[_Value | _Stack | None] | None:
+        """What an equation gives of a stack: the same of its parts, or some of them."""
+        name, params, axis = eqn.primitive.name, eqn.params, stack.axis
+
+        def kept(value: _Value | None) -> _Value | None:
+            if value is None:
+                return None
+            return dataclasses.replace(value, axes=(*value.axes[:axis], (), *value.axes[axis:]))
+
+        if name in IDENTITIES or name == "convert_element_type":
+            return [stack]
+        if name == "reduce_sum" and axis not in params["axes"]:
+            axes = [a - (a > axis) for a in params["axes"]]
+            after = axis - sum(a < axis for a in params["axes"])
+            return [_Stack(after, stack.each(lambda v: _sum(v, axes)).parts)]
+        if name in ("mul", "div"):
+            numbers = [self.graph.constant(a) for a in eqn.invars]
+            number, dtype = numbers[1] or numbers[0], type_of(eqn.outvars[0]).dtype
+            if not number or not math.isfinite(number) or (name == "div" and numbers[0]):
+                return None
+            factor = number if name == "mul" else 1 / number
+            return [stack.each(lambda v: _scaled(v, factor, dtype) if self._summed(v) else None)]
+        if name == "slice" and params["limit_indices"][axis] - params["start_indices"][axis] == 1:
+            others = [e for a, e in enumerate(type_of(eqn.outvars[0]).shape) if a != axis]
+            of_stack = [e for a, e in enumerate(type_of(eqn.invars[0]).shape) if a != axis]
+            part = stack.parts[params["start_indices"][axis]]
+            return [kept(part)] if others == of_stack else None
+        if name == "unstack" and params["axis"] == axis:
+            return stack.parts
+        if name == "split" and params["axis"] == axis and set(params["sizes"]) == {1}:
+            return [kept(v) for v in stack.parts]
+        return None
 
     def _summed(self, value: _Value) -> bool:
         return math.prod(fuse_axes.shape_of(value.axes)) < self.size
@@ -168,12 +259,13 @@ class _Finder:
     def _complete(self, value: _Value) -> bool:
         """Whether a value is a sum over all that the moments are over."""
         digits = [d for axis in value.axes for d in axis]
-        ordered = digits == sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride))
         kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
         extents = tuple(map(math.prod, kinds))
-        if not self._summed(value) or not ordered or any(d.what == POSITIONS for d in digits):
+        if not self._summed(value) or value.absolute or any(d.what == POSITIONS for d in digits):
             return False
         if self.over == "examples":
+            if any(s is not None and s.examples for s in value.shifts):
+                return False
             return extents == (1, self.counts[1])
         return self.counts[0] > 1 and extents[0] == self.counts[0]
 
@@ -191,8 +283,15 @@ class _Finder:
         if fuse_affine.reshapes(eqn):
             axes = fuse_axes.reshaped(value.axes, type_of(eqn.outvars[0]).shape)
             return None if axes is None else dataclasses.replace(value, axes=axes)
+        if name == "transpose":
+            axes = fuse_axes.transposed(value.axes, eqn.params["permutation"])
+            return dataclasses.replace(value, axes=axes)
+        if name == "abs" and not self._summed(value) and len(value.shifts) == 1:
+            return dataclasses.replace(value, absolute=True)
         if _squares(eqn) and not self._summed(value) and len(value.shifts) == 1:
-            return dataclasses.replace(value, shifts=value.shifts * 2)
+            return dataclasses.replace(value, shifts=value.shifts * 2, absolute=False)
+        if name == "reduce_window_sum":
+            return _pooled(eqn, value)
         if name == "reduce_sum" and eqn.params.get("out_sharding") is None:
             return _sum(value, eqn.params["axes"])
         # Over an axis that vmap has named: its rule makes the name a position.
@@ -220,16 +319,16 @@ class _Finder:
                 return None
             if not number or not math.isfinite(number):
                 return None
-            factor = value.factor * (number if name == "mul" else 1 / number)
-            precision = value.precision + float(jnp.finfo(type_of(out).dtype).eps)
-            return dataclasses.replace(value, factor=factor, precision=precision)
-        if name != "sub" or left is None or value.shifts != (None,):
+            return _scaled(value, number if name == "mul" else 1 / number, type_of(out).dtype)
+        if name != "sub" or left is None or value.shifts != (None,) or value.absolute:
             return None
         shift = fuse_affine.coefficient(self.graph, other, value.axes, self.counts)
         return None if shift is None else dataclasses.replace(value, shifts=(shift,))
 
     def _product(self, left: _Value, right: _Value) -> _Value | None:
-        single = all(not self._summed(v) and len(v.shifts) == 1 for v in (left, right))
+        single = all(not self._summed(v) and v.single for v in (left, right))
+        if left == right and left.absolute and len(left.shifts) == 1:
+            single, left = not self._summed(left), dataclasses.replace(left, absolute=False)
         if not single or left.axes != right.axes:
             return None
         return dataclasses.replace(left, shifts=left.shifts + right.shifts)
@@ -247,13 +346,17 @@ class _Finder:
         own = 0 if left is not None else 1
         value, ones = operands[own], eqn.invars[1 - own]
         contracted = sums[1 - own]
-        if value is None or self.graph.constant(ones) != 1.0 or batches[0]:
+        number = self.graph.constant(ones)
+        if value is None or not number or not math.isfinite(number) or batches[0]:
             return None
         if any(e > 1 for a, e in enumerate(type_of(ones).shape) if a not in contracted):
             return None
         found = _sum(value, sums[own])
         axes = fuse_axes.reshaped(found.axes, type_of(eqn.outvars[0]).shape) if found else None
-        return None if found is None or axes is None else dataclasses.replace(found, axes=axes)
+        if found is None or axes is None:
+            return None
+        value = dataclasses.replace(found, axes=axes)
+        return value if number == 1 else _scaled(value, number, type_of(ones).dtype)
 
     def _variance(self, eqn: JaxprEqn, values: dict[Var, _Value]) -> _Value | None:
         """The mean of y of an equation that is E[y y] - E[y] E[y], or None."""
@@ -267,7 +370,8 @@ class _Finder:
             return None
         if not all(self._average(a, values, (None,)) for a in made.invars):
             return None
-        return values[made.invars[0]]
+        mean = made.invars[0]
+        return values[mean] if isinstance(mean, Var) else None
 
     def _average(self, atom: Any, values: dict[Var, _Value], shifts: tuple) -> bool:
         """Whether an atom is the mean of y, or of its squares."""
@@ -277,11 +381,49 @@ class _Finder:
         return abs(value.factor / self._share(value.axes) - 1) <= _ROUNDINGS * value.precision
 
 
+def _scaled(value: _Value, number: float, dtype: np.dtype) -> _Value:
+    """A sum times a number of the program."""
+    precision = value.precision + float(jnp.finfo(dtype).eps)
+    return dataclasses.replace(value, factor=value.factor * number, precision=precision)
+
+
+def _pooled(eqn: JaxprEqn, value: _Value) -> _Value | None:
+    """The sum over windows, each of which is all of some axes."""
+    params = eqn.params
+    extents = fuse_axes.shape_of(value.axes)
+    window = params["window_dimensions"]
+    whole = all(w in (1, e) for w, e in zip(window, extents, strict=True))
+    same = [s for w, s in zip(window, params["window_strides"], strict=True) if w == 1]
+    dilations = (*params["base_dilation"], *params["window_dilation"])
+    if not whole or any(map(any, params["padding"])) or {*same, *dilations} - {1}:
+        return None
+    kept = [() if w == e else axis for w, e, axis in zip(window, extents, value.axes, strict=True)]
+    return dataclasses.replace(value, axes=tuple(kept))
+
+
 def _sum(value: _Value, axes: Sequence[Any]) -> _Value | None:
     if not all(isinstance(a, int | np.integer) for a in axes):
         return None
     kept = tuple(axis for at, axis in enumerate(value.axes) if at not in axes)
     return dataclasses.replace(value, axes=kept)
+
+
+def _without(axes: Axes, axis: int) -> Axes:
+    return (*axes[:axis], *axes[axis + 1 :])
+
+
+def _adds(eqn: JaxprEqn) -> bool:
+    """Whether a reduction sums each of its operands."""
+    inner, count = eqn.params["jaxpr"], len(eqn.outvars)
+    inner = compat.open_jaxpr(inner)
+    made = {e.outvars[0]: e for e in inner.eqns if e.primitive.name == "add"}
+    zeros = all(isinstance(a, Literal) and not np.any(a.val) for a in eqn.invars[count:])
+    return zeros and all(
+        isinstance(v, Var)
+        and v in made
+        and {id(a) for a in made[v].invars} == {id(inner.invars[i]), id(inner.invars[i + count])}
+        for i, v in enumerate(inner.outvars)
+    )
 
 
 def _squares(eqn: JaxprEqn) -> bool:
@@ -305,9 +447,7 @@ def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Momen
     return found if any(m.central or len(m.shifts) == 2 for m in found) else []
 
 
-def answered(
-    graph: Graph, moment: Moment, statistics: Var, count: int
-) -> list[JaxprEqn]:
+def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[JaxprEqn]:
     """The equations of a sum, from the moments of ``count`` numbers a channel.
 
     Raises:

@@ -63,8 +63,9 @@ def install(*, algorithm: Algorithm = "auto") -> Installation:
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
     is replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
-    recognized as forward pass, data gradient or weight gradient. What no kernel takes
-    stays XLA's (``jaxconv.explain`` says which and why).
+    recognized as forward pass, data gradient or weight gradient. Zeros that a program pads by hand
+    in front of a convolution become its padding. What no kernel takes stays XLA's
+    (``jaxconv.explain`` says which and why).
 
         jaxconv.install()  # until the process ends, or uninstall()
 

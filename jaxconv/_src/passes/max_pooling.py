@@ -342,7 +342,7 @@ def _jvp(primals, tangents, *, form: Pooling):
     kept = [named[name] for name in linear.kept]
     of_maxima = max_pool_tangent_p.bind(*compat.match_varying(*given.values(), *kept), form=linear)
     found = [*results[: form.copies], *[place] * form.places, *operands[: form.operands]]
-    zeros = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
+    zeros: list[Any] = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
     if form.operands:  # which only a derivative of a derivative differentiates
         of_x = given.get("x", jnp.zeros_like(primals[0]))
         zeros.append(_at_places(of_x, place, form.windows))
@@ -369,10 +369,11 @@ class _MaxPool(Pass):
     form: Pooling
 
     primitive = max_pool_p
+    pools = True
 
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
         form = self.form
-        dims = Dimensions(form.windows.shape, windows=True)
+        dims = Dimensions(form.windows.shape)
         vectors = map(dims.vector, _VECTORS, shapes[1:])
         names = [*(f"maxima{i}_" for i in range(form.copies)), *["places"] * form.places]
         names += ["operands"] * form.operands
@@ -477,7 +478,7 @@ def tangent_in_jax(*operands: jax.Array, form: MaximaTangent) -> list[jax.Array]
 
 def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
     named = dict(zip((*form.given, *form.kept), operands, strict=True))
-    like = named.get("maxima", named.get("x"))
+    like = named["maxima" if "maxima" in named else "x"]
     return [named["place"].update(dtype=like.dtype, weak_type=False)] * form.form.copies
 
 
@@ -568,9 +569,10 @@ class _MaxPoolGradient(Pass):
     gradients: int
 
     primitive = max_pool_gradient_p
+    pools = True
 
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
-        dims = Dimensions(self.windows.shape, windows=True)
+        dims = Dimensions(self.windows.shape)
         names = [*(f"dy{i}_" for i in range(self.gradients)), "places"]
         operands = [dims.array(name, self.windows.counts) for name in names]
         if len(shapes) > len(operands):

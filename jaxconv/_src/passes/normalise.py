@@ -57,8 +57,11 @@ class Activation(Protocol):
             None where the derivative is no such mask. The second number may be None.
     """
 
-    named: tuple[str, float] | None
-    mask: tuple[float, float | None] | None
+    @property
+    def named(self) -> tuple[str, float] | None: ...
+
+    @property
+    def mask(self) -> tuple[float, float | None] | None: ...
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, as the program computes it."""
@@ -479,13 +482,15 @@ def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
         return _Told("none")
     if form.told_by in ("bits", "result"):
         assert act.mask is not None
-        return _Told("bits" if form.told_by == "bits" else "result", act.mask, operands=(form.told_by,))
+        return _Told(
+            "bits" if form.told_by == "bits" else "result", act.mask, operands=(form.told_by,)
+        )
     if form.form.summands == 2:
         return None
-    affine = {"operands": ("scale0", "offset0"), "arrays": (0,)}
+    of_operand = _Told("affine", operands=("scale0", "offset0"), arrays=(0,))
     if act.mask is not None:
-        return _Told("affine", act.mask, **affine)
-    return None if act.named is None else _Told("affine", named=act.named, **affine)
+        return dataclasses.replace(of_operand, mask=act.mask)
+    return None if act.named is None else dataclasses.replace(of_operand, named=act.named)
 
 
 ad.primitive_jvps[normalise_p] = _jvp
