@@ -232,6 +232,8 @@ def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[A
         for position in graph.uses(array):
             eqn = graph.eqns[position]
             seen += 1
+            if not eqn.outvars:
+                continue
             (out, *_) = eqn.outvars
             if getattr(type_of(out), "size", size) < size:
                 names.add(eqn.primitive.name)
