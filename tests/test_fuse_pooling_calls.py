@@ -73,7 +73,7 @@ def counts(function, *args, names=CALLS) -> tuple[int, ...]:
 
 
 def forms(function, *args) -> list:
-    """Of each call of ``max_pool``: whether it normalises, its places and operands, its copies."""
+    """Each call of ``max_pool``: whether it normalises, gives places, operands; its copies."""
     of = [e.params["form"] for e in found(function, *args) if e.primitive.name == CALLS[0]]
     return [(f.affine, f.places, f.operands, f.copies) for f in of]
 

@@ -1,9 +1,9 @@
 """How passes over arrays of channels are split over devices, in the algebra of ``partition``.
 
 A pass says which dimensions its arrays have: n, the spatial axes s0, s1 and so on, and the channels
-c, last. Every dimension may be split, evenly; a device that pools gathers its positions. What a
-result lacks, its devices' parts are merged over, in one all-reduce: the sums over positions where n
-or spatial axes are split, and nothing where channels are.
+c, last. Every dimension may be split, evenly; a device that pools gathers its positions. Parts of
+the sums over positions are merged over devices in one all-reduce where n or spatial axes are split,
+and none where channels are.
 """
 
 from __future__ import annotations
