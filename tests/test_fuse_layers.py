@@ -406,6 +406,24 @@ def test_under_shard_map():
         assert_gradients(jax.jit(step)(PARAMETERS, X), expected, 0.1)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_effects_and_random_keys_beside_a_layer(way):
+    """A callback gives nothing, and a key has no NumPy type."""
+
+    def forward(p, x):
+        y = conv(x, p["w"])
+        jax.debug.callback(lambda *_: None, y, y.astype(jnp.float32).mean())
+        z = jax.nn.relu(batch_norm(y, p["gain"], p["offset"]))
+        jax.debug.callback(lambda _: None, z)
+        kept = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), 1), 0.5, z.shape)
+        return conv(jnp.where(kept, z, 0), p["v"])
+
+    step = WAYS[way](forward)
+    assert "1" in layers(step, PARAMETERS, X)
+    expected = jax.jit(gradient(forward))(PARAMETERS, X)
+    assert_gradients(jax.jit(step)(PARAMETERS, X), expected, 0.1)
+
+
 # --- libraries and networks -----------------------------------------------------------------------
 
 

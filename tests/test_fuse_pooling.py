@@ -54,9 +54,9 @@ def convolved(x):
 
 
 def step(pool, x, dy):
-    """Maxima, their gradient, and a convolution."""
-    y, back = jax.vjp(pool, x)
-    return y, back(dy(y) if callable(dy) else dy)[0], convolved(x)
+    """Maxima, their gradient, and a convolution, which has none."""
+    (y, z), back = jax.vjp(lambda x: (pool(x), convolved(x)), x)
+    return y, back((dy(y) if callable(dy) else dy, jnp.zeros_like(z)))[0], z
 
 
 def assert_same(actual, expected) -> None:
@@ -138,8 +138,9 @@ def test_two_gradients_of_one_pooling():
     pool, x, dy = case("2x2 stride 2")
 
     def function(x, dy):
-        y, back = jax.vjp(pool, x)
-        return y, back(dy), back(dy * y), convolved(x)
+        (y, z), back = jax.vjp(lambda x: (pool(x), convolved(x)), x)
+        none = jnp.zeros_like(z)
+        return y, back((dy, none)), back((dy * y, none)), z
 
     assert left(function, x, dy) == (1, 2, 0)
     assert left(jaxconv.fuse(function), x, dy) == (0, 0, 0)
@@ -164,15 +165,14 @@ def test_rematerialised_pooling():
 
 SMALL = (1, 2, 2, 1)
 LEFT = {
-    "no gradient": lambda x: (max_pool(x, SMALL, SMALL), convolved(x)),
     "no convolution": jax.grad(lambda x: max_pool(x, SMALL, SMALL).sum()),
     "minima": functools.partial(
         step,
         lambda x: lax.reduce_window(x, jnp.inf, lax.min, SMALL, SMALL, "SAME"),
         dy=jnp.ones_like,
     ),
-    "forward derivative": lambda x: (
-        jax.jvp(lambda x: max_pool(x, SMALL, SMALL), (x,), (x,)),
+    "a gradient of pooling alone": lambda x: (
+        jax.value_and_grad(lambda x: max_pool(x, SMALL, SMALL).astype(jnp.float32).sum())(x),
         convolved(x),
     ),
     "a large window": functools.partial(
@@ -192,13 +192,39 @@ def test_other_pooling_stays(name):
     assert left(jaxconv.fuse(function), x) == before
 
 
-def test_a_gradient_outside_is_not_seen():
+def test_a_gradient_outside():
     def loss(x):
         return (max_pool(x, SMALL, SMALL).sum() + convolved(x).sum()).astype(jnp.float32)
 
     x = integers(*NHWC)
-    assert left(jax.grad(jaxconv.fuse(loss)), x)[1] == 1
-    assert left(jaxconv.fuse(jax.grad(loss)), x)[1] == 0
+    assert left(jax.grad(loss), x)[1] == 1
+    for function in (jax.grad(jaxconv.fuse(loss)), jaxconv.fuse(jax.grad(loss))):
+        assert left(function, x) == (0, 0, 0)
+        assert_same(jax.jit(function)(x), jax.jit(jax.grad(loss))(x))
+
+
+def test_forward_derivatives():
+    pool, x, _ = case("3x3 stride 2")
+
+    def function(x):
+        return jax.jvp(lambda x: (pool(x), convolved(x)), (x,), (-x,))
+
+    assert left(function, x)[2] == 1 and left(jaxconv.fuse(function), x) == (0, 0, 0)
+    assert_same(jax.jit(jaxconv.fuse(function))(x), jax.jit(function)(x))
+
+
+def test_maxima_alone():
+    """Without a derivative XLA finds no places."""
+
+    def function(x):
+        return max_pool(x, SMALL, SMALL), convolved(x)
+
+    x = integers(*NHWC)
+    found = [e.primitive.name for e in equations(jax.make_jaxpr(jaxconv.fuse(function))(x))]
+    assert found.count("jaxconv_max_pool") == 1
+    text = jax.jit(jaxconv.fuse(function)).lower(x).as_text()
+    assert text.count("reduce_window") == 1 and "ui8" not in text
+    assert_same(jax.jit(jaxconv.fuse(function))(x), jax.jit(function)(x))
 
 
 def test_transformations_of_the_rewritten_program():

@@ -17,6 +17,7 @@ from jax.core import ShapedArray
 from jax.test_util import check_grads
 from jaxprs import equations
 
+from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.passes import normalise
 from jaxconv._src.passes.masked_sums import Sums
@@ -24,16 +25,15 @@ from jaxconv._src.passes.normalise import VECTORS, Form
 
 SHAPE = 2, 3, 5, 8
 
-# The function, its name, and the derivative at corners that its operations give.
 ACTIVATIONS = {
-    "relu": (jax.nn.relu, "relu", "right"),
-    "relu6": (jax.nn.relu6, "relu6", "right"),
-    "maximum": (lambda t: jnp.maximum(t, 0), "relu", "half"),
-    "clip": (lambda t: jnp.clip(t, 0, 6), "relu6", "half"),
-    "silu": (jax.nn.silu, "silu", "right"),
-    "gelu": (functools.partial(jax.nn.gelu, approximate=False), "gelu", "right"),
-    "leaky_relu": (jax.nn.leaky_relu, ("leaky_relu", 0.01), "right"),
-    "sin": (jnp.sin, None, "right"),
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "maximum": lambda t: jnp.maximum(t, 0),
+    "clip": lambda t: jnp.clip(t, 0, 6),
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "leaky_relu": functools.partial(jax.nn.leaky_relu, negative_slope=2.0**-6),
+    "sin": jnp.sin,
 }
 
 SUMMANDS = {
@@ -58,8 +58,10 @@ def form_of(summands, activation=None, dtype=np.float32, shape=SHAPE, **others) 
     vectors, shortcut = SUMMANDS[summands]
     written = None
     if activation is not None:
-        function, name, corner = ACTIVATIONS[activation]
-        written = Written(function, ShapedArray(shape, np.dtype(dtype)), name, corner)
+        function = ACTIVATIONS[activation]
+        operand = ShapedArray(shape, np.dtype(dtype))
+        mask, named = fuse_derivatives.known(function, operand)
+        written = Written(function, operand, mask=mask, named=named)
     return Form(vectors, shortcut, written, np.dtype(dtype), **others)
 
 
@@ -322,7 +324,7 @@ CALLS = {
     ("one array", "maximum"): Sums(2, 1, "affine", False, None, None, "maximum"),
     ("one array", "clip"): Sums(2, 1, "affine", False, None, None, "clip6"),
     ("one array", "silu"): Sums(2, 1, "affine", False, None, None, "silu"),
-    ("one array", "leaky_relu"): Sums(2, 1, "affine", False, None, None, "leaky_relu", 0.01),
+    ("one array", "leaky_relu"): Sums(2, 1, "affine", False, None, None, "leaky_relu", 2.0**-6),
     ("a shortcut", None): Sums(2, 1, "none", True, None, None),
     ("a shortcut", "relu"): Sums(2, 1, "bits", True, 0.0, None),
     ("a shortcut", "relu6"): Sums(2, 1, "bits", True, 0.0, 6.0),

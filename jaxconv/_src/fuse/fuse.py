@@ -36,9 +36,9 @@ def fuse(fun: Callable | None = None, *, fold: bool = False, gradients: bool = T
 
     becomes part of the convolution's call, ``conv(x, w, scale=, bias=, residual=, activation=)``,
     where each value on the way has one use. Mean and variance of its result, which batch norm in
-    training takes, come from the call too (``statistics=True``) where a kernel forms them, and in
-    16 bits its backward pass takes fewer passes over the activations. The gradient of max pooling
-    scatters nothing; for GPUs, in 16 bits, kernels pool. The arithmetic is float32, rounded once at
+    training takes, come from the call too (``statistics=True``) where a kernel forms them. Layers
+    of normalisation and max pooling become calls whose derivatives take fewer passes over the
+    activations, and scatter nothing. The arithmetic is float32, rounded once at
     the end, so that in 16 bits results are more accurate than the program's; scale and bias are
     collected in float32. docs/fusing.md lists what is recognised.
 

@@ -114,6 +114,8 @@ def _is_square(eqn: JaxprEqn) -> bool:
 
 
 def _elementwise(reader: _Reader) -> bool:
+    if not reader.eqn.outvars:
+        return False
     (out, *_) = reader.eqn.outvars
     shape = getattr(type_of(out), "shape", None)
     name = reader.eqn.primitive.name
@@ -145,8 +147,10 @@ def _relabelled(eqn: JaxprEqn, labels: tuple[str, ...]) -> tuple[str, ...] | Non
         return labels
     if name == "transpose":
         return tuple(labels[axis] for axis in eqn.params["permutation"])
+    if name not in _RESHAPES or len(eqn.invars) > 1:
+        return None
     before, after = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
-    if name not in _RESHAPES or len(eqn.invars) > 1 or math.prod(before) != math.prod(after):
+    if math.prod(before) != math.prod(after):
         return None
     return _reshaped(before, after, labels)
 
@@ -181,7 +185,8 @@ def _norm(graph: Graph, size: int, readers: Sequence[_Reader]) -> tuple[str, set
     """What the reductions among readers are part of, and the readers that are, by identity."""
     reductions = [r for r in readers if r.eqn.primitive.name in REDUCTIONS]
     operations, spread = _made_of([r.eqn.outvars[0] for r in reductions], graph, size)
-    applied = [r for r in readers if not spread.isdisjoint(_variables(r.eqn))]
+    given = (r for r in readers if r.eqn.outvars)  # a callback gives nothing
+    applied = [r for r in given if not spread.isdisjoint(_variables(r.eqn))]
     parts = {id(r.eqn) for r in (*reductions, *applied)}
     if not applied:
         return "", set()
@@ -232,6 +237,8 @@ def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[A
         for position in graph.uses(array):
             eqn = graph.eqns[position]
             seen += 1
+            if not eqn.outvars:
+                continue
             (out, *_) = eqn.outvars
             if getattr(type_of(out), "size", size) < size:
                 names.add(eqn.primitive.name)

@@ -182,9 +182,9 @@ class _Finder:
                         if self._complete(value) and not any(map(self._complete, known)):
                             moments[out] = self._moment(out, value)
                 continue
-            (out, *more) = eqn.outvars
-            if more:
+            if len(eqn.outvars) != 1:
                 continue
+            (out,) = eqn.outvars
             if (averages := self._variance(eqn, values)) is not None:
                 factor = self._share(averages.axes)
                 moments[out] = Moment(out, averages.axes, self.counts, factor, (), central=True)
