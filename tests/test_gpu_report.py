@@ -196,15 +196,19 @@ def test_changes_since_a_commit_are_listed(tmp_path, monkeypatch):
     assert "does not have the recorded commit" in gpu_report.changed_since("0" * 40)
 
 
-def test_the_hash_sees_every_source_and_every_byte(tmp_path):
+def test_the_hash_sees_every_source_and_every_token(tmp_path):
     for folder in gpu_report.HASHED:
         shutil.copytree(gpu_report.REPOSITORY / folder, tmp_path / folder)
     before = gpu_report.sources_sha256(tmp_path)
     assert before == gpu_report.sources_sha256()
     victim = sorted((tmp_path / "cc/core").iterdir())[0]
     data = victim.read_bytes()
-    victim.write_bytes(data + b"\n")
-    assert gpu_report.sources_sha256(tmp_path) != before
+    for ignored in (b"\n", b"// words", b"  /* more\n words */ "):
+        victim.write_bytes(data + ignored)
+        assert gpu_report.sources_sha256(tmp_path) == before
+    for counted in (b";", b'"// a string"', b'" "', b"int x;  // words"):
+        victim.write_bytes(data + counted)
+        assert gpu_report.sources_sha256(tmp_path) != before
     victim.write_bytes(data)
     assert gpu_report.sources_sha256(tmp_path) == before
     victim.rename(victim.with_name("renamed"))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from typing import Literal as OneOf
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -111,6 +112,7 @@ class _Value:
         factor: what it is multiplied by.
         precision: the relative error of the factor, from the types on the way.
         absolute: whether it is the absolute value of the difference.
+        of_means: whether y stands for the examples' means less the mean of all.
     """
 
     axes: Axes
@@ -118,6 +120,7 @@ class _Value:
     factor: float = 1.0
     precision: float = 0.0
     absolute: bool = False
+    of_means: bool = False
 
     @property
     def single(self) -> bool:
@@ -185,7 +188,8 @@ class _Finder:
             if len(eqn.outvars) != 1:
                 continue
             (out,) = eqn.outvars
-            if (averages := self._variance(eqn, values)) is not None:
+            averages = self._variance(eqn, values) or self._total_variance(eqn, values)
+            if averages is not None:
                 factor = self._share(averages.axes)
                 moments[out] = Moment(out, averages.axes, self.counts, factor, (), central=True)
         return list(moments.values())
@@ -250,7 +254,8 @@ class _Finder:
         return None
 
     def _summed(self, value: _Value) -> bool:
-        return math.prod(fuse_axes.shape_of(value.axes)) < self.size
+        size = math.prod(self.counts) if value.of_means else self.size
+        return math.prod(fuse_axes.shape_of(value.axes)) < size
 
     def _share(self, axes: Axes) -> float:
         """1 over the count of the numbers that are summed."""
@@ -261,7 +266,9 @@ class _Finder:
         digits = [d for axis in value.axes for d in axis]
         kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
         extents = tuple(map(math.prod, kinds))
-        if not self._summed(value) or value.absolute or any(d.what == POSITIONS for d in digits):
+        if not self._summed(value) or value.absolute or value.of_means:
+            return False
+        if any(d.what == POSITIONS for d in digits):
             return False
         if self.over == "examples":
             if any(s is not None and s.examples for s in value.shifts):
@@ -276,6 +283,9 @@ class _Finder:
             return self._combined(eqn, operands)
         if name == "dot_general":
             return self._contracted(eqn, operands)
+        if name == "select_n" and type_of(eqn.invars[0]).shape == ():
+            number = self._number(eqn.invars[0])
+            return None if number is None else operands[1 + int(number)]
         if not operands or (value := operands[0]) is None:
             return None
         if name in IDENTITIES or name == "convert_element_type":
@@ -303,6 +313,11 @@ class _Finder:
         """A product of two differences; a difference with a vector; a sum times a number."""
         name, (out,) = eqn.primitive.name, eqn.outvars
         left, right = operands
+        if name == "sub" and left is not None and self._of_examples(left):
+            of_all = right is not None and right.shifts == (None,) and self._averages(right)
+            if not of_all or type_of(out).shape != type_of(eqn.invars[0]).shape:
+                return None
+            return _Value(left.axes, of_means=True)
         if name == "sub" and left is not None and right is not None and self._summed(right):
             right = None  # the mean, as a vector
         if left is not None and right is not None:
@@ -314,7 +329,7 @@ class _Finder:
         if type_of(out).shape != type_of(own).shape:
             return None
         if self._summed(value):
-            number = self.graph.constant(other)
+            number = self._number(other)
             if name not in ("mul", "div") or number is None or (name == "div" and left is None):
                 return None
             if not number or not math.isfinite(number):
@@ -329,7 +344,7 @@ class _Finder:
         single = all(not self._summed(v) and v.single for v in (left, right))
         if left == right and left.absolute and len(left.shifts) == 1:
             single, left = not self._summed(left), dataclasses.replace(left, absolute=False)
-        if not single or left.axes != right.axes:
+        if not single or left.axes != right.axes or left.of_means != right.of_means:
             return None
         return dataclasses.replace(left, shifts=left.shifts + right.shifts)
 
@@ -376,9 +391,61 @@ class _Finder:
     def _average(self, atom: Any, values: dict[Var, _Value], shifts: tuple) -> bool:
         """Whether an atom is the mean of y, or of its squares."""
         value = values.get(atom) if isinstance(atom, Var) else None
-        if value is None or value.shifts != shifts or not self._complete(value):
-            return False
-        return abs(value.factor / self._share(value.axes) - 1) <= _ROUNDINGS * value.precision
+        return value is not None and value.shifts == shifts and self._averages(value)
+
+    def _averages(self, value: _Value) -> bool:
+        """Whether a value is a mean over all that the moments are over."""
+        return self._complete(value) and self._has_factor(value, self._share(value.axes))
+
+    def _has_factor(self, value: _Value, factor: float) -> bool:
+        return abs(value.factor / factor - 1) <= _ROUNDINGS * value.precision
+
+    def _of_examples(self, value: _Value) -> bool:
+        """Whether a value has the mean of every example, while the moments are those of all."""
+        digits = [d for axis in value.axes for d in axis]
+        whole = {(EXAMPLES, self.counts[0]), (CHANNELS, self.counts[1])}
+        return (
+            self.over == "examples"
+            and value.shifts == (None,)
+            and {(d.what, d.extent) for d in digits} == whole
+            and self._has_factor(value, self._share(value.axes))
+        )
+
+    def _total_variance(self, eqn: JaxprEqn, values: dict[Var, _Value]) -> _Value | None:
+        """The variance as the mean of the examples' variances and the variance of their means.
+
+        Returns:
+            The former, or None where an equation is no such sum.
+        """
+        if eqn.primitive.name not in ("add", "add_any") or self.over != "examples":
+            return None
+        known = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+        if known[0] is None or known[1] is None or known[0].of_means == known[1].of_means:
+            return None
+        between, within = sorted(known, key=lambda v: not (v and v.of_means))
+        assert between is not None and within is not None
+        shift, *others = within.shifts
+        if others != [shift] or shift is None or not shift.examples or len(shift.atoms) != 1:
+            return None
+        means, shape = values.get(shift.atoms[0]), fuse_axes.shape_of(within.axes)
+        shapes = {math.prod(shape), math.prod(fuse_axes.shape_of(between.axes)), self.counts[1]}
+        if means is None or not self._of_examples(means) or len(shapes) > 1:
+            return None
+        if between.shifts != (None, None) or between.absolute or within.absolute:
+            return None
+        right = self._has_factor(between, 1 / self.counts[0])
+        return within if right and self._has_factor(within, self._share(within.axes)) else None
+
+    def _number(self, atom: Any) -> float | None:
+        """The number that an atom is, computed of numbers or not."""
+        number = self.graph.constant(atom)
+        if number is not None or math.prod(type_of(atom).shape) != 1:
+            return number
+        compute = self.graph.function(atom)
+        if compute is None:
+            return None
+        with jax.ensure_compile_time_eval():
+            return float(compute().reshape(()))
 
 
 def _scaled(value: _Value, number: float, dtype: np.dtype) -> _Value:
