@@ -467,7 +467,7 @@ def bench_cases() -> Iterator[Case]:
         "--device-time without a GPU": ["--device-time"],
         "--regret with a peer": ["--regret", "--peer", "im2col"],
         "--name of no layer": ["--name", "no such layer"],
-        "--algorithm cudnn": ["--algorithm", "cudnn", "--set", "smoke"],
+        "--algorithm cudnn": ["--algorithm", "cudnn", "--layer", "1,4,4,4,4,1,1,1,0"],
         "--network none": ["--network", "none"],
         "--unknown": ["--unknown"],
     }
@@ -475,8 +475,6 @@ def bench_cases() -> Iterator[Case]:
         word = next((a for a in arguments if a.startswith("--")), "")
         if name in ("--name of no layer",):
             word = "no layer"
-        if name == "--algorithm cudnn":
-            arguments = ["--algorithm", "cudnn", "--layer", "n1 c4 k4 i4x4 f1x1"]
         yield Case(
             f"bench/{name}",
             functools.partial(run_bench, *arguments),

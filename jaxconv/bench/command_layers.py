@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
+from jaxconv._src.functions.arguments import algorithms
 from jaxconv._src.problem.spec import Op
 from jaxconv.bench import (
     compiled,
@@ -332,6 +333,10 @@ def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platform: str) -> None:
     """Ends the program with an error where the options do not go together or lack something."""
+    try:
+        algorithms(arguments.algorithm)
+    except ValueError as error:
+        parser.error(f"--{error}")
     if arguments.regret and (arguments.peer or arguments.plot):
         parser.error("--regret: compares kernels of this library; it takes no --peer and no --plot")
     if arguments.device_time and (arguments.regret or arguments.seconds is not None):
