@@ -233,7 +233,7 @@ def int8_network(
             padding=shape.padding,
             activation=None if last else "relu",
             out_dtype=jnp.float32 if last else jnp.int8,
-            layout="NHWC" if last else "NCHW32",
+            data_format="NHWC" if last else "NCHW32",
         )
 
     # One channel: the first layer reads it as it lies and writes NCHW32.

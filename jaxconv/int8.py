@@ -4,7 +4,7 @@
     y = int8.pack(images_q)                          # once
     y = int8.conv(y, w1, scale1, bias1, activation="relu")
     y = int8.conv(y, w2, scale2, bias2, residual=z, residual_scale=s, activation="relu")
-    logits = int8.conv(y, w3, scale3, bias3, out_dtype=jnp.float32, layout="NHWC")
+    logits = int8.conv(y, w3, scale3, bias3, out_dtype=jnp.float32, data_format="NHWC")
 
 A ``Packed`` array stays in NCHW32 from layer to layer.
 """

@@ -348,9 +348,44 @@ def parameter_cases() -> Iterator[Case]:
                 expected,
             )
     odd = {
-        "an unknown keyword": (lambda: jaxconv.conv(X, W, strides=2), kind("strides")),
-        "a positional stride": (lambda: jaxconv.conv(X, W, 2), kind("positional")),
+        "a positional stride": (lambda: jaxconv.conv(X, W, 2), kind("stride=", "3 arguments")),
+        "an unknown keyword": (lambda: jaxconv.conv(X, W, q=2), kind("'q'", "groups", "padding")),
+        "a misspelled keyword": (lambda: jaxconv.conv(X, W, paddding=2), kind("'padding'")),
         "no filter": (lambda: jaxconv.conv(X), kind("'w'")),
+    }
+    for name, own in {
+        "strides": "'stride'",
+        "window_strides": "'stride'",
+        "rhs_dilation": "'dilation'",
+        "dilations": "'dilation'",
+        "dilation_rate": "'dilation'",
+        "feature_group_count": "'groups'",
+        "layout": "'data_format'",
+        "dimension_numbers": "conv_general_dilated",
+        "lhs_dilation": "conv_transpose",
+        "kernel_size": "window",
+        "out_dtype": "'preferred_element_type'",
+        "weight": "'w'",
+    }.items():
+        run = lambda name=name: jaxconv.conv(X, W, **{name: 2})  # noqa: E731
+        odd[name] = (run, kind(f"'{name}'", own))
+    odd |= {
+        "stride of lax's": (
+            lambda: jaxconv.conv_general_dilated(X, W, stride=(1, 1), padding="SAME"),
+            kind("conv_general_dilated", "'window_strides'"),
+        ),
+        "bias of lax's": (
+            lambda: jaxconv.conv_general_dilated(X, W, (1, 1), "SAME", bias=1),
+            kind("'bias'", "jaxconv.conv"),
+        ),
+        "CAUSAL of lax's": (
+            lambda: jaxconv.conv_general_dilated(X, W, (1, 1), "CAUSAL", dimension_numbers=NHWC),
+            value("padding", "jaxconv.conv"),
+        ),
+        "stride of conv_transpose": (
+            lambda: jaxconv.conv_transpose(X, W, stride=(1, 1), padding="SAME"),
+            kind("conv_transpose", "'strides'"),
+        ),
         "CIRCULAR of no rows": (
             lambda: jaxconv.conv(X[:, :0], W, padding="CIRCULAR"),
             value("padding", "'CIRCULAR'", "axis 1"),

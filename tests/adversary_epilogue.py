@@ -39,9 +39,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
         | dict(preferred_element_type=np.float32),
         value("residual", "float32", "float16"),
     ),
-    "an unknown activation": (dict(activation="swish"), value("activation", "silu", "'swish'")),
-    "an activation in capitals": (dict(activation="ReLU"), value("activation", "'ReLU'")),
-    "a function as activation": (dict(activation=jax.nn.relu), value("activation", "custom_jvp")),
+    "an unknown activation": (dict(activation="mish"), value("activation", "silu", "'mish'")),
+    "a function as activation": (dict(activation=jnp.sin), value("activation", "sin", "fuse")),
     "an empty activation": (dict(activation=""), value("activation", "''")),
     "a number as activation": (dict(activation=1), value("activation", "1")),
     "leaky_relu without a slope": (dict(activation="leaky_relu"), value("slope", "'leaky_relu'")),
@@ -87,6 +86,19 @@ ANSWERED: dict[str, tuple[dict[str, Any], Answer]] = {
         dict(activation=("leaky_relu", -1)),
         Answer(lambda: jnp.abs(in_lax().reference())),
     ),
+    "an activation in capitals": (
+        dict(activation="ReLU"),
+        Answer(lambda: jnp.maximum(in_lax().reference(), 0)),
+    ),
+    "a function of jax.nn as activation": (
+        dict(activation=jax.nn.relu6),
+        Answer(lambda: jnp.clip(in_lax().reference(), 0, 6)),
+    ),
+    "another name of an activation": (
+        dict(activation="swish"),
+        Answer(lambda: jaxconv.conv(X, W, activation="silu")),
+    ),
+    "no activation by name": (dict(activation="linear"), in_lax()),
     "a slope of zero": (
         dict(activation=("leaky_relu", np.float64(0))),
         Answer(lambda: jnp.maximum(in_lax().reference(), 0)),

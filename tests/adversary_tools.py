@@ -50,7 +50,7 @@ def int8_cases() -> Iterator[Case]:
         )
 
     packed = lambda: int8.pack(X)  # noqa: E731
-    packed_filter = lambda: int8.pack_filter(W, layout="NHWC")  # noqa: E731
+    packed_filter = lambda: int8.pack_filter(W, data_format="NHWC")  # noqa: E731
     cases: dict[str, tuple[Callable[[], Any], Any]] = {
         "x: float32": (call(X.astype(np.float32)), kind("x", "int8 or uint8", "float32")),
         "x: None": (call(None), kind("x", "None")),
@@ -82,10 +82,44 @@ def int8_cases() -> Iterator[Case]:
             kind("residual", "int8", "float32"),
         ),
         "activation: gelu": (call(activation="gelu"), value("activation", "'gelu'")),
-        "activation: a function": (call(activation=jax.nn.relu), value("activation")),
+        "activation: a function": (call(activation=jnp.sin), value("activation", "sin", "fuse")),
+        "activation: of jax.nn": (
+            call(activation=jax.nn.relu),
+            Answer(lambda: int8.conv(X, W, SCALE, activation="relu")),
+        ),
+        "activation: in capitals": (
+            call(activation="ReLU6"),
+            Answer(lambda: int8.conv(X, W, SCALE, activation="relu6")),
+        ),
+        "strides": (call(strides=2), kind("strides", "'stride'")),
+        "groups": (call(groups=2), kind("groups", "pack_filter")),
+        "preferred_element_type": (call(preferred_element_type=np.int32), kind("'out_dtype'")),
+        "no scale": (call(scale=None), value("scale", "out_dtype=jnp.int32")),
+        "no scale, and int8": (
+            call(scale=None, out_dtype=np.int8),
+            Answer(lambda: np.asarray(sums(X, W)).astype(np.int8)),
+        ),
         "out_dtype: int16": (call(out_dtype=np.int16), kind("out_dtype", "int16")),
         "out_dtype: nonsense": (call(out_dtype="f5"), kind("out_dtype", "f5")),
-        "layout: CHWN": (call(layout="CHWN"), value("layout", "'CHWN'")),
+        "data_format: of three axes": (
+            call(data_format="NDHWC"),
+            value("data_format", "2 spatial"),
+        ),
+        "data_format: 3": (call(data_format=3), value("data_format", "3")),
+        "data_format: in small letters": (
+            lambda: int8.unpack(int8.conv(X, W, SCALE, data_format="nchw32")),
+            Answer(lambda: int8.conv(X, W, SCALE)),
+        ),
+        "data_format: channels_first": (
+            lambda: int8.conv(X.transpose(0, 3, 1, 2), W, SCALE, data_format="channels_first"),
+            Answer(lambda: jnp.moveaxis(int8.conv(X, W, SCALE), -1, 1)),
+        ),
+        "layout": (call(layout="NHWC"), Answer(lambda: int8.conv(X, W, SCALE))),
+        "layout: beside data_format": (
+            call(layout="NHWC", data_format="NHWC"),
+            kind("layout", "data_format"),
+        ),
+        "data_format: CHWN": (call(data_format="CHWN"), value("data_format", "'CHWN'")),
         "zero_point: 200": (call(zero_point=200), value("zero_point", "200")),
         "zero_point: 0.5": (call(zero_point=0.5), kind("zero_point", "0.5")),
         "zero_point: an array": (call(zero_point=np.zeros(3, int)), kind("zero_point")),
@@ -94,7 +128,12 @@ def int8_cases() -> Iterator[Case]:
             value("out_zero_point"),
         ),
         "stride: 0": (call(stride=0), value("stride", "at least 1")),
-        "padding: CIRCULAR": (call(padding="CIRCULAR"), value("padding", "'CIRCULAR'")),
+        "padding: CIRCULAR": (
+            call(scale=None, out_dtype=np.int32, padding="CIRCULAR"),
+            Answer(lambda: sums(np.pad(X, ((0, 0), (1, 1), (1, 1), (0, 0)), "wrap"), W, "VALID")),
+        ),
+        "padding: CAUSAL": (call(padding="CAUSAL"), value("padding", "one spatial axis")),
+        "padding: FULL": (call(padding="FULL"), value("padding", "'CAUSAL'", "'FULL'")),
         "padding: crops all": (call(padding=-9), value("padding", "crops more")),
         "algorithm: None": (call(algorithm=None), kind("algorithm", "None")),
         "algorithm: imma_wgmma": (call(algorithm="imma_wgmma"), value("imma_wgmma")),
@@ -105,7 +144,7 @@ def int8_cases() -> Iterator[Case]:
         "sums": (call(scale=None, out_dtype=np.int32), Answer(lambda: sums(X, W))),
         "sums of packed images": (
             lambda: int8.unpack(
-                int8.conv(packed(), int8.pack_filter(W, layout="NCHW32"), out_dtype=np.int32)
+                int8.conv(packed(), int8.pack_filter(W, data_format="NCHW32"), out_dtype=np.int32)
             ),
             Answer(lambda: sums(X, W)),
         ),
@@ -147,6 +186,36 @@ def int8_cases() -> Iterator[Case]:
             kind("x", "int8"),
         ),
         "calibrate: no batches": (lambda: int8.calibrate(lambda x: {"x": x}, []), value("batches")),
+        "calibrate: a fraction": (
+            lambda: int8.calibrate(lambda x: x, [XF], percentile=0.999),
+            value("percentile", "0.999", "percentile=99.9"),
+        ),
+        "calibrate: 10 per cent": (
+            lambda: int8.calibrate(lambda x: x, [XF], percentile=10),
+            value("percentile", "50 to 100", "10"),
+        ),
+        "calibrate: text": (
+            lambda: int8.calibrate(lambda x: x, [XF], percentile="99"),
+            kind("percentile", "'99'"),
+        ),
+        "pack_filter: data_format: HWIO": (
+            lambda: int8.pack_filter(W, data_format="HWIO"),
+            value("data_format", "'HWIO'"),
+        ),
+        "quantize_conv: data_format: 1-D": (
+            lambda: int8.quantize_conv(np.ones((3, 3, 4, 8), "f"), x_scale=1.0, data_format="NWC"),
+            value("data_format", "'NWC'"),
+        ),
+        "fake_quant_conv: padding: CAUSAL": (
+            lambda: int8.fake_quant_conv(XF[:, 0], WF[0], 1.0, 1.0, padding="CAUSAL"),
+            Answer(
+                lambda: int8.fake_quant_conv(XF[:, 0], WF[0], 1.0, 1.0, padding=[(2, 0)]),
+            ),
+        ),
+        "fake_quant_conv: strides": (
+            lambda: int8.fake_quant_conv(XF, WF, strides=2),
+            kind("strides", "'stride'"),
+        ),
     }
     for name, (run, expected) in cases.items():
         yield Case(f"int8/{name}", run, expected)
@@ -195,7 +264,23 @@ def tool_cases() -> Iterator[Case]:
         "explain/not a function": (lambda: jaxconv.explain(3), kind("fun", "function", "3")),
         "explain/a result for a function": (
             lambda: jaxconv.explain(plain(XF, WF)),
-            kind("fun", "function", "Array"),
+            kind("fun", "function", "array of shape"),
+        ),
+        "explain/a compiled function": (
+            lambda: jaxconv.explain(jax.jit(plain).lower(XF, WF).compile(), XF, WF),
+            kind("fun", "compiled", "explain(f, x)"),
+        ),
+        "explain/a lowered function": (
+            lambda: jaxconv.explain(jax.jit(plain).lower(XF, WF)),
+            kind("fun", "lowered", "explain(f, x)"),
+        ),
+        "explain/an exported function": (
+            lambda: jaxconv.explain(jax.export.export(jax.jit(plain))(XF, WF), XF, WF),
+            kind("fun", "exported", "explain(f, x)"),
+        ),
+        "explain/wide": (
+            lambda: "workspace MB" in str(jaxconv.explain(plain, XF, WF, wide=True)),
+            Answer(lambda: True),
         ),
         "explain/text": (
             lambda: jaxconv.explain(plain, "a", WF),
@@ -250,7 +335,12 @@ def tool_cases() -> Iterator[Case]:
             is_one(),
         ),
         "override/a class": (lambda: jaxconv.override(int), kind("enabled", "int")),
-        "install/by position": (lambda: installed(True), kind("positional")),
+        "install/by position": (
+            lambda: installed("native"),
+            kind("install", "algorithm='native'"),
+        ),
+        "install/True": (lambda: installed(True), kind("install")),
+        "install/a function": (lambda: installed(plain), kind("override")),
         "install/no algorithm": (lambda: installed(algorithm=None), kind("algorithm", "None")),
         "install/an unknown algorithm": (
             lambda: installed(algorithm="AUTO"),
@@ -377,7 +467,7 @@ def bench_cases() -> Iterator[Case]:
         "--device-time without a GPU": ["--device-time"],
         "--regret with a peer": ["--regret", "--peer", "im2col"],
         "--name of no layer": ["--name", "no such layer"],
-        "--algorithm cudnn": ["--algorithm", "cudnn", "--set", "smoke"],
+        "--algorithm cudnn": ["--algorithm", "cudnn", "--layer", "1,4,4,4,4,1,1,1,0"],
         "--network none": ["--network", "none"],
         "--unknown": ["--unknown"],
     }
@@ -385,8 +475,6 @@ def bench_cases() -> Iterator[Case]:
         word = next((a for a in arguments if a.startswith("--")), "")
         if name in ("--name of no layer",):
             word = "no layer"
-        if name == "--algorithm cudnn":
-            arguments = ["--algorithm", "cudnn", "--layer", "n1 c4 k4 i4x4 f1x1"]
         yield Case(
             f"bench/{name}",
             functools.partial(run_bench, *arguments),

@@ -34,10 +34,11 @@ def window(p: Problem) -> dict:
 def convolve(p: Problem, layout: str, x, w, *, residual=None, **options) -> np.ndarray:
     """``int8.conv`` of channels-last arrays in a layout, compiled; the result channels last."""
     packed = layout == "NCHW32"
+    data_format = layout if packed else "channels_last"
     filters = int8.pack_filter(
         w,
         groups=p.groups,
-        layout=layout,
+        data_format=data_format,
         filter_format={1: "WIO", 2: "HWIO", 3: "DHWIO"}[p.rank],
     )
 
@@ -54,7 +55,7 @@ def convolve(p: Problem, layout: str, x, w, *, residual=None, **options) -> np.n
             x = pack(x)
         if packed and residual is not None:
             residual = pack(residual)
-        y = int8.conv(x, w, residual=residual, layout=layout, **window(p), **options)
+        y = int8.conv(x, w, residual=residual, data_format=data_format, **window(p), **options)
         assert isinstance(y, int8.Packed) == packed
         return int8.unpack(y) if packed else y
 

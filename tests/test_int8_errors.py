@@ -20,7 +20,7 @@ X = np.zeros((2, 6, 5, 64), np.int8)
 W = np.zeros((3, 3, 64, 32), np.int8)
 S = np.ones(32, np.float32)
 PACKED, FILTERS = int8.pack(X), int8.pack_filter(W)
-NHWC = int8.pack_filter(W, layout="NHWC")
+NHWC = int8.pack_filter(W, data_format="NHWC")
 NAN = np.where(np.arange(32) == 7, np.nan, 1).astype(np.float32)
 
 
@@ -140,11 +140,12 @@ REFUSED = {
     ),
     "NCHW32 of one spatial axis": (
         (np.zeros((2, 6, 64), np.int8), W[0], S),
-        dict(layout="NCHW32"),
+        dict(data_format="NCHW32"),
         ValueError,
         "NCHW32 has two spatial axes",
     ),
-    "an unknown layout": ((X, W, S), dict(layout="CHWN"), ValueError, "layout: expected"),
+    "an unknown format": ((X, W, S), dict(data_format="CHWN"), ValueError, "data_format: expected"),
+    "a format of other axes": ((X, W, S), dict(data_format="NWC"), ValueError, "2 spatial axes"),
     # dtypes
     "float images": ((X.astype(np.float32), W, S), {}, TypeError, "x: expected int8 or uint8"),
     "float filters": ((X, W.astype(np.float32), S), {}, TypeError, "w: expected int8"),

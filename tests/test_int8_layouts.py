@@ -49,11 +49,11 @@ def test_arrays_with_the_channels_first(spatial):
     scale = np.full(32, 1e-3, np.float32)
 
     def layers(x, layout, to):
-        y = int8.conv(to(x), w, scale, activation="relu", layout=layout)
-        return int8.conv(y, w, scale, residual=y, residual_scale=0.5, layout=layout)
+        y = int8.conv(to(x), w, scale, activation="relu", data_format=layout)
+        return int8.conv(y, w, scale, residual=y, residual_scale=0.5, data_format=layout)
 
-    expected = layers(x, "NHWC", lambda a: a)
-    first = functools.partial(layers, layout="NCHW", to=lambda a: jnp.moveaxis(a, -1, 1))
+    expected = layers(x, "channels_last", lambda a: a)
+    first = functools.partial(layers, layout="channels_first", to=lambda a: jnp.moveaxis(a, -1, 1))
     np.testing.assert_array_equal(jax.jit(first)(x), np.moveaxis(expected, -1, 1))
     text = jax.jit(first).lower(x).compile().as_text()
     moved = [line for line in text.splitlines() if " transpose(" in line and "s8[2," in line]
@@ -63,9 +63,9 @@ def test_arrays_with_the_channels_first(spatial):
 def test_a_packed_operand_is_no_array_with_the_channels_first():
     x, w = images((1, 4, 4, 32)), images((3, 3, 32, 32))
     with pytest.raises(TypeError, match=r"x: expected an array .* got Packed"):
-        int8.conv(int8.pack(x), w, 1.0, layout="NCHW")
+        int8.conv(int8.pack(x), w, 1.0, data_format="NCHW")
     with pytest.raises(TypeError, match=r"residual: expected an array .* got Packed"):
-        int8.conv(x.transpose(0, 3, 1, 2), w, 1.0, residual=int8.pack(x), layout="NCHW")
+        int8.conv(x.transpose(0, 3, 1, 2), w, 1.0, residual=int8.pack(x), data_format="NCHW")
 
 
 def test_pack_fills_with_a_value():
@@ -77,7 +77,7 @@ def test_pack_fills_with_a_value():
 @pytest.mark.parametrize(("c", "k"), [(32, 32), (96, 64), (40, 10), (3, 64), (4, 32)])
 def test_a_packed_filter_holds_each_reduction_as_a_row(layout, c, k):
     w = images((3, 2, c, k))
-    packed = int8.pack_filter(w, layout=layout)
+    packed = int8.pack_filter(w, data_format=layout)
     stored = 4 if c <= 4 else c + -c % 32
     padded = np.pad(w, [(0, 0), (0, 0), (0, stored - c), (0, -k % 32)])
     np.testing.assert_array_equal(packed.data, rows(padded, layout.lower()))
@@ -90,7 +90,7 @@ def test_a_packed_filter_holds_each_reduction_as_a_row(layout, c, k):
 
 def test_few_channels_lie_the_same_for_both_layouts():
     w = images((7, 7, 3, 64))
-    packed = [int8.pack_filter(w, layout=layout).data for layout in ("NHWC", "NCHW32")]
+    packed = [int8.pack_filter(w, data_format=layout).data for layout in ("NHWC", "NCHW32")]
     np.testing.assert_array_equal(*packed)
 
 
@@ -107,7 +107,7 @@ def test_filter_formats(filter_format):
 )
 def test_filters_of_one_and_three_spatial_axes(shape, filter_format):
     w = images(shape)
-    packed = int8.pack_filter(w, layout="NHWC", filter_format=filter_format)
+    packed = int8.pack_filter(w, data_format="channels_last", filter_format=filter_format)
     np.testing.assert_array_equal(packed.data, rows(w, "nhwc"))
 
 
@@ -158,10 +158,10 @@ REFUSED = {
     "uint8 filters": (lambda: int8.pack_filter(W.astype(np.uint8)), TypeError, "got uint8"),
     "filters of 3 dimensions": (lambda: int8.pack_filter(W[0]), ValueError, "w: expected 4"),
     "an empty window": (lambda: int8.pack_filter(W[:0]), ValueError, "no empty dimension"),
-    "an unknown layout": (
-        lambda: int8.pack_filter(W, layout="NCHW"),
+    "an unknown format": (
+        lambda: int8.pack_filter(W, data_format="CHWN"),
         ValueError,
-        "layout: expected",
+        "data_format: expected",
     ),
     "an unknown filter format": (
         lambda: int8.pack_filter(W, filter_format="HWCK"),

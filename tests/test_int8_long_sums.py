@@ -109,13 +109,13 @@ def test_sums_by_every_path(platform, p, kind):
 
 
 def int8_sums(p: Problem, x, w, **options):
-    options = {"out_dtype": jnp.int32, "layout": "NHWC"} | options
+    options = {"out_dtype": jnp.int32, "data_format": "channels_last"} | options
     return int8.conv(
         x,
         int8.pack_filter(
             w,
             groups=p.groups,
-            layout="NHWC",
+            data_format="channels_last",
             filter_format={1: "WIO", 2: "HWIO", 3: "DHWIO"}[p.rank],
         ),
         stride=p.stride,

@@ -43,7 +43,7 @@ def chain(y, filters, scale):
 def chain_operands(layout: str):
     p = problem("chain", (8, 7), 3, c=64, k=64, padding=1)
     x, w = operands(p, np.int8)
-    filters = [int8.pack_filter(np.roll(w, i), layout=layout) for i in range(4)]
+    filters = [int8.pack_filter(np.roll(w, i), data_format=layout) for i in range(4)]
     return (int8.pack(x) if layout == "NCHW32" else x), filters, np.full(64, 2e-4, np.float32)
 
 
@@ -86,16 +86,17 @@ def test_every_problem_runs_on_a_kernel(platform, native_kernels, layout):
         if layout == "NCHW32" and p.rank != 2:
             continue
         x, w = operands(p, np.uint8)
+        data_format = "NCHW32" if layout == "NCHW32" else "channels_last"
         filters = int8.pack_filter(
             w,
             groups=p.groups,
-            layout=layout,
+            data_format=data_format,
             filter_format={1: "WIO", 2: "HWIO", 3: "DHWIO"}[p.rank],
         )
         if layout == "NCHW32" and p.c > 4:
             x = int8.pack(x)
 
-        def call(x, filters, p=p):
+        def call(x, filters, p=p, data_format=data_format):
             return int8.conv(
                 x,
                 filters,
@@ -103,7 +104,7 @@ def test_every_problem_runs_on_a_kernel(platform, native_kernels, layout):
                 stride=p.stride,
                 padding=p.padding,
                 dilation=p.dilation,
-                layout=layout,
+                data_format=data_format,
             )
 
         (convolution,) = jaxconv.explain(call, x, filters).convolutions
@@ -142,7 +143,7 @@ def test_explain_says_why_not(platform):
 
 def test_the_log_says_why_a_convolution_goes_to_xla(caplog):
     with caplog.at_level(logging.INFO, logger="jaxconv"):
-        jax.jit(lambda x, w: int8.conv(x, w, algorithm="xla")).lower(X, W)
+        jax.jit(lambda x, w: int8.conv(x, w, SCALE, algorithm="xla")).lower(X, W)
     assert any('algorithm="xla"' in record.getMessage() for record in caplog.records)
 
 

@@ -60,7 +60,7 @@ def arrays(layout: str, x, w, given) -> list:
     pack = int8.pack if packed else lambda a: jnp.asarray(a)
     return [
         pack(x),
-        int8.pack_filter(w, layout=layout),
+        int8.pack_filter(w, data_format=layout),
         given["scale"],
         given["bias"],
         pack(given["residual"]),
@@ -150,7 +150,7 @@ def test_what_does_not_divide_stays_whole(algorithm):
     scale = terms(p, np.int8)["scale"]
     expected = requantized(sums(p, x, w), np.int8, scale=scale)
     mesh = grid()
-    (filters,) = placed(mesh, [int8.pack_filter(w, layout="NHWC")], [Spec("model")])
+    (filters,) = placed(mesh, [int8.pack_filter(w, data_format="NHWC")], [Spec("model")])
     call = jax.jit(lambda x, w: int8.conv(x, w, scale, algorithm=algorithm))
     np.testing.assert_array_equal(call(x, filters), expected)
 

@@ -173,7 +173,9 @@ def test_an_image_is_computed_by_itself(algorithm):
 
 def test_explain_states_the_error():
     x, w = operands(PROBLEMS[0], np.dtype(np.int8))
-    explanation = jaxconv.explain(lambda x, w: int8.conv(x, w, algorithm="winograd_f4x4"), x, w)
+    explanation = jaxconv.explain(
+        lambda x, w: int8.conv(x, w, 1.0, algorithm="winograd_f4x4"), x, w
+    )
     (used,) = explanation.convolutions
     assert used.instance.startswith("fprop_winograd_int8_s8_4x4_")
     assert used.rms_error == 6.7e-2 and "(rms error about 6.7e-02 of std(y))" in str(explanation)
@@ -214,7 +216,7 @@ REFUSED = {
 def test_refusals_have_reasons(case):
     x, w, arguments, message = case
     with pytest.raises(ValueError, match=message):
-        int8.conv(x, w, **{"algorithm": "winograd_f4x4", **arguments})
+        int8.conv(x, w, 1.0, **{"algorithm": "winograd_f4x4", **arguments})
 
 
 def test_only_int8_conv_takes_it():

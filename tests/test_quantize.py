@@ -184,14 +184,15 @@ def test_a_quantised_layer_is_as_close_as_its_steps(name, layout, platform):
     expected = np.maximum(conv(x, w, **options) + bias, 0)
     x_scale, y_scale = np.asarray([int8.max_scale(x), int8.max_scale(expected)])
     groups = options.get("groups", 1)
+    data_format = "NCHW32" if layout == "NCHW32" else "channels_last"
     layer = int8.quantize_conv(
-        w, bias, x_scale=x_scale, y_scale=y_scale, groups=groups, layout=layout
+        w, bias, x_scale=x_scale, y_scale=y_scale, groups=groups, data_format=data_format
     )
     q = int8.quantize(x, x_scale)
     window = {key: value for key, value in options.items() if key != "groups"}
     few = x_shape[-1] <= 4
     image = int8.pack(q) if layout == "NCHW32" and not few else q
-    y = int8.conv(image, *layer, **window, activation="relu", layout=layout)
+    y = int8.conv(image, *layer, **window, activation="relu", data_format=data_format)
     y = int8.unpack(y) if layout == "NCHW32" else y
     # Rounded: x and w to 1 / 254 of their greatest, in every product; y once.
     terms = np.prod(w_shape[:-1]) ** 0.5
@@ -199,7 +200,9 @@ def test_a_quantised_layer_is_as_close_as_its_steps(name, layout, platform):
     error = np.abs(int8.dequantize(y, y_scale) - expected).max()
     assert error < 0.51 * y_scale + 4 * terms * products
 
-    float_layer = int8.quantize_conv(w, bias, x_scale=x_scale, groups=groups, layout="NHWC")
+    float_layer = int8.quantize_conv(
+        w, bias, x_scale=x_scale, groups=groups, data_format="channels_last"
+    )
     sums = int8.conv(q, *float_layer, **window, activation="relu", out_dtype=jnp.float32)
     unsaturated = np.minimum(sums, 127 * y_scale)
     np.testing.assert_allclose(int8.dequantize(y, y_scale), unsaturated, atol=0.5001 * y_scale)
@@ -228,7 +231,7 @@ def test_a_residual_is_added_in_units_of_the_result():
         (ValueError, "x_scale: expected a scalar", {"x_scale": np.ones(2)}),
         (ValueError, "w_scale: expected positive finite", {"w_scale": np.nan}),
         (ValueError, r"bias: expected shape \(32,\), got \(3,\)", {"bias": np.ones(3)}),
-        (ValueError, "layout: expected", {"layout": "NCHW"}),
+        (ValueError, "data_format: expected", {"data_format": "CHWN"}),
         (TypeError, "w: expected a floating-point filter", {"w": np.ones((1, 1, 32, 32), np.int8)}),
     ],
 )

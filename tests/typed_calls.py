@@ -24,6 +24,7 @@ def convolutions(x: jax.Array, w: np.ndarray, sharding: NamedSharding) -> None:
     jaxconv.conv(x, w, preferred_element_type="float32")
     jaxconv.conv(x, w, scale=x, bias=w, residual=x, activation="gelu_tanh")
     jaxconv.conv(x, w, activation=("leaky_relu", 0.1))
+    jaxconv.conv(x, w, activation=jax.nn.silu)
     assert_type(jaxconv.conv(x, w, bias=w, statistics=True), tuple[jax.Array, jax.Array, jax.Array])
     general = jaxconv.conv_general_dilated
     numbers = lax.conv_dimension_numbers((1, 2, 3, 4), (1, 2, 3, 4), None)
@@ -46,6 +47,8 @@ def convolutions(x: jax.Array, w: np.ndarray, sharding: NamedSharding) -> None:
 def tables(x: jax.Array, w: jax.Array) -> None:
     explanation = jaxconv.explain(jaxconv.conv, x, w)
     assert_type(explanation, jaxconv.Explanation)
+    assert_type(jaxconv.explain(jaxconv.conv, x, w, wide=True).text(wide=False), str)
+    assert_type(explanation.missed, tuple[jaxconv.Convolution, ...])
     assert_type(len(explanation), int)
     assert_type(explanation[0].instance, str | None)
     for convolution in explanation:
@@ -56,6 +59,7 @@ def tables(x: jax.Array, w: jax.Array) -> None:
 
 
 def installation() -> None:
+    jaxconv.install("native")  # type: ignore[arg-type]
     with jaxconv.install(algorithm="native"):
         assert_type(jaxconv.installed(), dict[str, str] | None)
     with jaxconv.override(False):

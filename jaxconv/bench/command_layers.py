@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
+from jaxconv._src.functions.arguments import algorithms
 from jaxconv._src.problem.spec import Op
 from jaxconv.bench import (
     compiled,
@@ -37,7 +38,15 @@ _CPU_BATCH = 4
 # Sides through cuDNN's frontend.
 _CUDNN = {"cudnn", "cudnn-winograd"}
 
-_EPILOG = f"""
+_EXAMPLES = """
+examples:
+  python -m jaxconv.bench --set resnet50 --op fprop --dtype bf16
+  python -m jaxconv.bench --layer 64,56,56,128,128,3,3,2,1,32
+  python -m jaxconv.bench --layers-of unet --device-time --json unet.json
+  python -m jaxconv.bench --network resnet50 --fuse
+"""
+
+_DETAILS = f"""
 A layer of your own: --layer {layers.FORM}; for example
 --layer 64,56,56,128,128,3,3,2,1,32 is 3x3 of stride 2 with 32 groups. stride, pad and dilation hold
 for every axis, pad on both sides.
@@ -98,43 +107,70 @@ def _layer(text: str) -> tuple[str, layers.Layer]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxconv.bench",
-        description=(
-            "Measures jaxconv's kernels beside lax.conv on JAX's default device. For whole "
-            "networks see: python -m jaxconv.bench --network --help; for the errors of Winograd: "
-            "--winograd-errors --help"
-        ),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _parser() -> options.Parser:
+    parser = options.Parser(
+        "Measures jaxconv's kernels beside lax.conv on JAX's default device: single\n"
+        "layers; whole networks with --network (see --network --help); the errors of\n"
+        "Winograd with --winograd-errors (see --winograd-errors --help).",
+        _EXAMPLES,
+        _DETAILS,
     )
-    add = parser.add_argument
-    add("--set", nargs="+", choices=layers.SETS, metavar="SET", help="layer sets (default: all)")
-    add("--layers-of", nargs="+", choices=NETWORKS, metavar="NETWORK", help="a network's layers")
-    add("--name", nargs="+", metavar="PATTERN", help="only layers whose name contains a pattern")
-    add("--layer", type=_layer, action="append", default=[], help="a layer, see below; repeatable")
+    add = parser.section("layers (default: all)")
+    add("--set", nargs="+", choices=layers.SETS, metavar="SET", help="layer sets, see --list")
+    add("--layers-of", nargs="+", choices=NETWORKS, metavar="NET", help="a network's layers")
+    add("--layer", type=_layer, action="append", default=[], help="a layer in numbers; repeatable")
+    add("--name", nargs="+", metavar="GLOB", help="only layers whose name matches")
+    add("--random", type=options.count, default=0, rare=True, help="random dense layers to add")
+    add("--list", action="store_true", help="print layers, sets and networks, measure nothing")
     add("--batch", type=options.count, help=f"largest batch (default on a CPU: {_CPU_BATCH})")
     ops = [op.value for op in Op]
-    add("--op", nargs="+", choices=ops, help="operations (default: all three)")
-    add("--dtype", nargs="+", choices=DTYPES, help="operands (default: f32 on a CPU, else bf16)")
+    add("--op", nargs="+", choices=ops, metavar="OP", help=f"{', '.join(ops)} (default: all)")
+    add(
+        "--dtype",
+        nargs="+",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)} (default: f32 on a CPU, else bf16)",
+    )
     levels = ["default", "high", "highest"]
-    add("--precision", nargs="+", choices=levels, help="for f32, of both libraries")
-    add("--algorithm", default="auto", help="auto, native, a family or an instance")
-    add("--only-kernels", action="store_true", help="no rows that are left to XLA, see below")
-    add("--device-time", action="store_true", help="the device's own time, see below; on GPUs")
-    add("--reps", type=options.count, help="least runs of each program (default: 10)")
-    add("--seconds", type=options.seconds, help="to spend on each program (default: 0.4, GPU 0.1)")
-    add("--compile-jobs", type=options.count, default=1, metavar="N", help="threads, see below")
-    add("--resume", action="store_true", help="take the rows that --json FILE has, see below")
-    add("--seed", type=int, default=0, help="of the random inputs")
+    add(
+        "--precision",
+        nargs="+",
+        choices=levels,
+        metavar="LEVEL",
+        rare=True,
+        help=f"of f32, in both libraries: {', '.join(levels)}",
+    )
+    add = parser.section("kernels")
+    add("--algorithm", default="auto", metavar="NAME", help="auto, native, a family or an instance")
     peers = ["torch", *sorted(_CUDNN), "im2col"]
-    add("--peer", nargs="+", choices=peers, default=[], help="further columns")
-    add("--every-variant", action="store_true", help="all kernels in --set winograd, see below")
-    add("--regret", action="store_true", help="the selected kernel beside all others, see below")
-    add("--random", type=options.count, default=0, help="random dense layers to add, from --seed")
-    add("--list", action="store_true", help="print layers, sets and networks, measure nothing")
-    options.add_outputs(parser, "the ratios")
+    add(
+        "--peer",
+        nargs="+",
+        choices=peers,
+        default=[],
+        metavar="PEER",
+        help=f"further columns: {', '.join(peers)}",
+    )
+    add("--regret", action="store_true", help="the selected kernel beside all others")
+    only = "no rows that are left to XLA, see below"
+    add("--only-kernels", action="store_true", rare=True, help=only)
+    every = "all kernels in --set winograd, see below"
+    add("--every-variant", action="store_true", rare=True, help=every)
+    add = parser.section("measurement")
+    add("--device-time", action="store_true", help="the device's own time, on GPUs")
+    reps = "least runs of each program (default: 10)"
+    add("--reps", type=options.count, rare=True, help=reps)
+    seconds = "to spend on each program (default: 0.4, GPU 0.1)"
+    add("--seconds", type=options.seconds, rare=True, help=seconds)
+    jobs = "threads, see below"
+    add("--compile-jobs", type=options.count, default=1, metavar="N", rare=True, help=jobs)
+    add("--seed", type=int, default=0, rare=True, help="of the random inputs and layers")
+    add = parser.section("results and help")
+    options.add_outputs(add, "the ratios")
+    resume = "take the rows that --json FILE has, see below"
+    add("--resume", action="store_true", rare=True, help=resume)
+    parser.add_help_to(add)
     return parser
 
 
@@ -297,6 +333,10 @@ def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platform: str) -> None:
     """Ends the program with an error where the options do not go together or lack something."""
+    try:
+        algorithms(arguments.algorithm)
+    except ValueError as error:
+        parser.error(f"--{error}")
     if arguments.regret and (arguments.peer or arguments.plot):
         parser.error("--regret: compares kernels of this library; it takes no --peer and no --plot")
     if arguments.device_time and (arguments.regret or arguments.seconds is not None):

@@ -20,7 +20,14 @@ _STEPS = {"cpu": 3, "cuda": 20}
 # Those for which filters can be prepared.
 _WINOGRAD = ("winograd", *(f"winograd_{tile}" for tile in LAYOUTS))
 
-_EPILOG = """
+_EXAMPLES = """
+examples:
+  python -m jaxconv.bench --network resnet50 --fuse
+  python -m jaxconv.bench --network unet --mode infer --winograd
+  python -m jaxconv.bench --network mobilenet_v2 --dtype bf16 --json rows.json
+"""
+
+_DETAILS = """
 A network is plain JAX on lax's convolutions; no line of it knows of jaxconv. Each step is compiled
 twice, once under jaxconv.override(), and both programs are run in turns. Parameters are float32,
 activations --dtype. A training step is a step of gradient descent with momentum; its state is
@@ -50,22 +57,24 @@ outputs from lax's, its last column lax's time over its own.
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxconv.bench",
-        description="Measures networks on lax's convolutions and on jaxconv's.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _parser() -> options.Parser:
+    parser = options.Parser(
+        "Measures networks on lax's convolutions and on jaxconv's.",
+        _EXAMPLES,
+        _DETAILS,
     )
-    add = parser.add_argument
+    add = parser.section("networks")
     names = ", ".join(NETWORKS)
     add("--network", nargs="*", choices=NETWORKS, metavar="NAME", help=f"of {names} (default: all)")
-    add("--mode", nargs="+", choices=MODES, default=MODES, help="default: both")
+    modes = f"{' or '.join(MODES)} (default: both)"
+    add("--mode", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=modes)
     add("--batch", type=options.count, help=f"examples (default: usual, on a CPU {_CPU_BATCH})")
     add("--size", type=options.count, help="extent of every spatial axis (default: usual)")
-    add("--dtype", choices=DTYPES, help="activations (default: f32 on a CPU, else bf16)")
-    add("--int8", action="store_true", help="inference of the quantised network too, see below")
+    dtypes = f"of activations: {', '.join(DTYPES)} (default: f32 on a CPU, else bf16)"
+    add("--dtype", choices=DTYPES, metavar="DTYPE", help=dtypes)
+    add = parser.section("programs")
     add("--fuse", action="store_true", help="the program that jaxconv.fuse makes of it too")
+    add("--int8", action="store_true", help="inference of the quantised network too")
     add(
         "--winograd",
         nargs="?",
@@ -73,14 +82,19 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         choices=_WINOGRAD,
         metavar="ALGORITHM",
-        help=f"with Winograd too, see below; of {', '.join(_WINOGRAD)}",
+        help=f"with Winograd too; of {', '.join(_WINOGRAD)}",
     )
-    add("--algorithm", choices=["auto", "native"], default="auto", help="of jaxconv.override")
-    add("--steps", type=options.count, help="steps in a row (default: 20, on a CPU 3)")
-    add("--rounds", type=options.count, default=3, help="runs of so many steps (default: 3)")
-    add("--seed", type=int, default=0, help="of parameters and examples")
+    algorithms = "of jaxconv.override: auto or native"
+    add("--algorithm", choices=["auto", "native"], default="auto", metavar="NAME", help=algorithms)
+    add = parser.section("measurement")
+    add("--steps", type=options.count, rare=True, help="steps in a row (default: 20, on a CPU 3)")
+    rounds = "runs of so many steps (default: 3)"
+    add("--rounds", type=options.count, default=3, rare=True, help=rounds)
+    add("--seed", type=int, default=0, rare=True, help="of parameters and examples")
     add("--verbose", action="store_true", help="list each program's ten largest kernels")
-    options.add_outputs(parser, "both libraries' time of a step")
+    add = parser.section("results and help")
+    options.add_outputs(add, "both libraries' time of a step")
+    parser.add_help_to(add)
     return parser
 
 

@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=_DTYPES, default=_DTYPES, help="operands (default: all)")
     add("--channels", nargs="+", type=options.count, default=_CHANNELS, help="default: 64 256 1280")
     add("--seed", type=int, default=0, help="of the random inputs")
-    options.add_outputs(parser, "the errors by channels")
+    options.add_outputs(parser.add_argument, "the errors by channels")
     return parser
 
 

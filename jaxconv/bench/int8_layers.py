@@ -55,14 +55,15 @@ def scale_and_bias(layer: Layer, key: jax.Array) -> tuple[jax.Array, jax.Array]:
 def ours(problem: Problem) -> Library:
     """``jaxconv.int8.conv`` on packed operands."""
     layer, nchw32 = problem.layer, problem.dtype == "int8_nchw32"
-    layout = "NCHW32" if nchw32 else "NHWC"
+    data_format = "NCHW32" if nchw32 else "channels_last"
     form = "DHW"[3 - layer.rank :] + "IO"
 
     def prepare(x, w, scale, bias):
         if layer.groups == 1 and layer.c < _FEW:  # an image is stored with four channels
             missing = [(0, 0)] * layer.rank + [(0, _FEW - layer.c)]
             x, w = jnp.pad(x, [(0, 0), *missing]), jnp.pad(w, [*missing, (0, 0)])
-        packed = int8.pack_filter(w, groups=layer.groups, layout=layout, filter_format=form)
+        given = dict(groups=layer.groups, data_format=data_format, filter_format=form)
+        packed = int8.pack_filter(w, **given)
         return int8.pack(x) if nchw32 and layer.c > _FEW else x, packed, scale, bias
 
     def compute(x, w, scale, bias):
@@ -75,7 +76,7 @@ def ours(problem: Problem) -> Library:
             padding=[(p, p) for p in layer.padding],
             dilation=layer.dilation,
             activation="relu",
-            layout=layout,
+            data_format=data_format,
             algorithm=problem.algorithm,
         )
 

@@ -7,9 +7,73 @@ import importlib.util
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 _PLOT_FORMATS = (".png", ".pdf", ".svg")
+
+
+class Parser(argparse.ArgumentParser):
+    """Options in sections, of which ``--help`` shows a screen and ``--help-all`` everything."""
+
+    def __init__(self, about: str, examples: str, details: str):
+        """A parser without options.
+
+        Args:
+            about: what the command does.
+            examples: command lines, below the options of ``--help``.
+            details: what the results mean, below the options of ``--help-all``.
+        """
+        super().__init__(
+            prog="python -m jaxconv.bench",
+            usage="%(prog)s [options]",
+            description=about,
+            epilog=examples,
+            formatter_class=_Formatter,
+            add_help=False,
+        )
+        self._details = details
+        self._rare: list[tuple[argparse.Action, str]] = []
+
+    def section(self, title: str) -> Callable[..., None]:
+        """Begins a section; what it returns adds an option to it.
+
+        That takes the arguments of ``add_argument``, and ``rare=True`` of an option that
+        ``--help-all`` alone shows.
+        """
+        group = self.add_argument_group(title)
+
+        def add(*names: str, rare: bool = False, help: str, **rest: Any) -> None:
+            shown = argparse.SUPPRESS if rare else help
+            action = group.add_argument(*names, help=shown, **rest)
+            if rare:
+                self._rare.append((action, help))
+
+        return add
+
+    @staticmethod
+    def add_help_to(add: Callable[..., None]) -> None:
+        """Adds ``--help`` and ``--help-all`` to a section."""
+        add("-h", "--help", action="help", help="this text")
+        add("--help-all", action=_HelpAll, nargs=0, help="every option, and what results mean")
+
+    def show_everything(self) -> None:
+        """Makes the help that of ``--help-all``."""
+        for action, text in self._rare:
+            action.help = text
+        self.epilog = f"{self.epilog}\n{self._details}"
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser, *_: Any) -> None:
+        parser.show_everything()
+        parser.print_help()
+        parser.exit()
 
 
 def count(text: str) -> int:
@@ -34,10 +98,15 @@ def seconds(text: str) -> float:
     return value
 
 
-def add_outputs(parser: argparse.ArgumentParser, plot: str) -> None:
-    """Adds ``--json`` and ``--plot``; ``plot`` says what is drawn."""
-    parser.add_argument("--json", metavar="FILE", help="write all results")
-    parser.add_argument("--plot", metavar="FILE.png", help=f"draw {plot} (needs matplotlib)")
+def add_outputs(add: Callable[..., Any], plot: str) -> None:
+    """Adds ``--json`` and ``--plot``.
+
+    Args:
+        add: a parser's ``add_argument``, or what ``Parser.section`` returns.
+        plot: what is drawn.
+    """
+    add("--json", metavar="FILE", help="write all results")
+    add("--plot", metavar="FILE.png", help=f"draw {plot} (needs matplotlib)")
 
 
 def check_outputs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

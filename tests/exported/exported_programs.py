@@ -45,7 +45,7 @@ def _int8(x, w, scale, bias, residual):
 
 
 def _int8_blocked(x, w, scale, bias):
-    y = jaxconv.int8.conv(jaxconv.int8.pack(x), w, scale, bias, layout="NCHW32")
+    y = jaxconv.int8.conv(jaxconv.int8.pack(x), w, scale, bias, data_format="NCHW32")
     return jaxconv.int8.unpack(jaxconv.int8.conv(y, w, scale, bias, y))
 
 

@@ -27,6 +27,21 @@ DimensionNumbers = lax.ConvGeneralDilatedDimensionNumbers
 PrecisionLike = lax.PrecisionLike
 OutSharding = jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None
 
+# What other libraries call the arguments of a convolution by a filter.
+OF_WINDOW = {
+    **dict.fromkeys(("strides", "window_strides", "step"), "stride"),
+    **dict.fromkeys(("dilations", "rhs_dilation", "dilation_rate", "kernel_dilation"), "dilation"),
+    **dict.fromkeys(("pad", "pads", "pad_mode"), "padding"),
+    **dict.fromkeys(("input", "inputs", "lhs", "features"), "x"),
+    **dict.fromkeys(("weight", "weights", "kernel", "filter", "filters", "rhs"), "w"),
+    "kernel_size": "the window is that of w",
+    "out_channels": "the output channels are those of w",
+}
+OF_EPILOGUE = {
+    **dict.fromkeys(("act", "activation_fn", "nonlinearity"), "activation"),
+    **dict.fromkeys(("b", "use_bias"), "bias"),
+}
+
 
 def checked_padding(
     x: jax.Array | jax.ShapeDtypeStruct,
@@ -209,6 +224,10 @@ def per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...
 # What the input is continued by, in the words of ``jax.numpy.pad``.
 _CONTINUATIONS = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 
+# The names of padding that ``jax.lax`` knows, and those that Flax adds.
+_OF_LAX = ("SAME", "SAME_LOWER", "VALID")
+_OF_FLAX = ("CAUSAL", *_CONTINUATIONS)
+
 
 def continued(
     x: jax.Array,
@@ -229,6 +248,9 @@ def continued(
         filter_spatial, dilation: extents of the filter, and the step between its taps.
     """
     name = padding.upper() if isinstance(padding, str) else ""
+    if name and name not in (*_OF_LAX, *_OF_FLAX):
+        expected = ", ".join(map(repr, (*_OF_LAX, *_OF_FLAX)))
+        raise ValueError(f"padding: expected {expected}, a number or pairs, got {padding!r}")
     reach = [max(dilated_extent(r, d), 1) for r, d in zip(filter_spatial, dilation, strict=True)]
     if name == "CAUSAL":
         if len(reach) != 1:
@@ -280,10 +302,11 @@ def padding_pairs(
         name = padding.upper()
         if name == "VALID":
             return ((0, 0),) * rank
-        if name not in ("SAME", "SAME_LOWER"):
+        if name not in _OF_LAX:
+            hint = f"; jaxconv.conv knows {name!r}" if name in _OF_FLAX else ""
+            expected = ", ".join(map(repr, _OF_LAX))
             raise ValueError(
-                "padding: expected 'SAME', 'SAME_LOWER', 'VALID', a number or pairs, "
-                f"got {padding!r}"
+                f"padding: expected {expected}, a number or pairs, got {padding!r}{hint}"
             )
         pairs = []
         for i, r, s, d in zip(in_spatial, filter_spatial, stride, dilation, strict=True):

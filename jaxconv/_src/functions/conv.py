@@ -26,11 +26,28 @@ from jaxconv._src.int8 import int8_lax
 from jaxconv._src.problem import epilogue, layouts
 from jaxconv._src.problem.epilogue import Activation
 from jaxconv._src.problem.spec import Op
+from jaxconv._src.problem.spelling import knows
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.winograd import winograd_prepared
 from jaxconv._src.winograd.winograd_filter import PreparedFilter
 
 selection.INTEGERS["cuda"] = int8_lax  # whose kernels of 8-bit operands are conv_int8_p's alone
+
+
+_NAMES = {
+    **arguments.OF_WINDOW,
+    **arguments.OF_EPILOGUE,
+    "feature_group_count": "groups",
+    "layout": "data_format",
+    **dict.fromkeys(("out_dtype", "dtype"), "preferred_element_type"),
+    "dimension_numbers": "'data_format' has two orders, jaxconv.conv_general_dilated has any",
+    **dict.fromkeys(
+        ("lhs_dilation", "input_dilation", "transposed"),
+        "jaxconv.conv_transpose and jaxconv.conv_general_dilated dilate the input",
+    ),
+    "batch_group_count": "jaxconv.conv_general_dilated has it",
+    "out_sharding": "jaxconv.conv_general_dilated has it",
+}
 
 
 @overload
@@ -75,6 +92,7 @@ def conv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
+@knows(**_NAMES)
 def conv(
     x: ArrayLike,
     w: ArrayLike | PreparedFilter,
@@ -145,7 +163,8 @@ def conv(
             elsewhere XLA computes it from float32 sums. scale and bias are (K,), read as float32;
             residual has the shape and the dtype of the result. The activation is "relu", "relu6",
             ("leaky_relu", slope), "gelu" (exact), "gelu_tanh", "silu", "sigmoid", "tanh" or
-            "hard_swish". For its derivative the backward pass keeps the result alone or, of gelu,
+            "hard_swish", in any case, or the function of ``jax.nn`` (whose ``gelu`` is
+            "gelu_tanh"). For its derivative the backward pass keeps the result alone or, of gelu,
             gelu_tanh, silu, hard_swish and leaky_relu without a positive slope, also the
             activation's argument, which the same call stores in the result's dtype.
         statistics: also return mean and variance of every output channel, what batch normalisation
@@ -246,6 +265,21 @@ def conv(
     return y, results[-1][0], results[-1][1] / count
 
 
+_LAX_NAMES = {
+    **dict.fromkeys(("dilation", "dilations"), "rhs_dilation"),
+    **dict.fromkeys(("x", "input", "inputs"), "lhs"),
+    **dict.fromkeys(("w", "weight", "kernel", "filter"), "rhs"),
+    **dict.fromkeys(("data_format", "layout"), "dimension_numbers"),
+    **dict.fromkeys(("out_dtype", "dtype"), "preferred_element_type"),
+}
+
+
+@knows(
+    **_LAX_NAMES,
+    **dict.fromkeys(("stride", "strides"), "window_strides"),
+    **dict.fromkeys(("scale", "bias", "residual", "activation"), "jaxconv.conv has it"),
+    groups="feature_group_count",
+)
 def conv_general_dilated(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -349,6 +383,12 @@ def conv_with_general_padding(
     )
 
 
+@knows(
+    **_LAX_NAMES,
+    **arguments.OF_EPILOGUE,
+    **dict.fromkeys(("stride", "window_strides"), "strides"),
+    feature_group_count="groups",
+)
 def conv_transpose(
     lhs: ArrayLike,
     rhs: ArrayLike,

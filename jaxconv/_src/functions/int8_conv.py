@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,26 @@ from jaxconv._src import compat
 from jaxconv._src.functions import arguments
 from jaxconv._src.functions.arguments import Padding
 from jaxconv._src.int8 import int8_layout
-from jaxconv._src.int8.int8_layout import FEW, LAYOUTS, OUT_DTYPES, Packed, PackedFilter
+from jaxconv._src.int8.int8_layout import FEW, OUT_DTYPES, Packed, PackedFilter
 from jaxconv._src.int8.int8_primitive import Int8Spec, bind, canonical_conv
-from jaxconv._src.problem import operand
+from jaxconv._src.problem import epilogue, layouts, operand
+from jaxconv._src.problem.epilogue import Activation
+from jaxconv._src.problem.spelling import knows, renamed
 
-ACTIVATIONS = (None, "relu", "relu6")
+_ACTIVATIONS = (None, "relu", "relu6")
 
 
+@knows(
+    **arguments.OF_WINDOW,
+    **arguments.OF_EPILOGUE,
+    **dict.fromkeys(
+        ("groups", "feature_group_count"),
+        "an array w has C / groups input channels, and jaxconv.int8.pack_filter takes groups",
+    ),
+    preferred_element_type="out_dtype",
+    dtype="out_dtype",
+    x_zero_point="zero_point",
+)
 def conv(
     x: Packed | ArrayLike,
     w: PackedFilter | ArrayLike,
@@ -33,12 +45,13 @@ def conv(
     stride: int | Sequence[int] = 1,
     padding: Padding = "SAME",
     dilation: int | Sequence[int] = 1,
-    activation: Literal["relu", "relu6"] | None = None,
-    out_dtype: DTypeLike = jnp.int8,
-    layout: Literal["NHWC", "NCHW", "NCHW32"] | None = None,
+    activation: Activation = None,
+    out_dtype: DTypeLike | None = None,
+    data_format: str | None = None,
     zero_point: int = 0,
     out_zero_point: int = 0,
     algorithm: str = "auto",
+    layout: str | None = None,
 ) -> Packed | jax.Array:
     """Convolves 8-bit images with int8 filters, exactly, and requantises the sums in one kernel.
 
@@ -52,8 +65,8 @@ def conv(
     in float32, each line rounded once, absent terms left out. An int8 or uint8 result is t rounded
     to the nearest integer, ties to even, plus ``out_zero_point``, saturated (NaN counts as 0);
     int32 is that without a zero point; a float result is t rounded to it. All bits are the same on
-    every device. Without a ``scale`` the result is the sums: as int32, rounded to a float dtype, or
-    their low 8 bits, as ``jax.lax`` gives them.
+    every device. Without a ``scale`` the result is the sums, in the ``out_dtype`` that is then
+    given: as int32, rounded to a float dtype, or their low 8 bits, as ``jax.lax`` gives them.
 
     For y = s_y * y_q with real values x = s_x * x_q, w = s_w * w_q, z = s_z * z_q: scale is
     s_x * s_w / s_y, bias is b / s_y, residual_scale is s_z / s_y. Negative scales, which a folded
@@ -78,42 +91,51 @@ def conv(
         stride: step of the window, one number or one for each spatial axis.
         padding: as in ``jaxconv.conv``; padding holds ``zero_point``.
         dilation: step between the taps of a filter, one number or one for each spatial axis.
-        activation: None, "relu" or "relu6".
-        out_dtype: int8, uint8, int32, float32, bfloat16 or float16.
-        layout: of the result, "NHWC" for an array or "NCHW32" for a ``Packed``; by default that of
-            x. An image of at most 4 channels is read as it lies for either. "NCHW" is said of
-            arrays x, residual and result with the channels before the positions; XLA transposes
-            them, and cancels what it transposes between layers.
+        activation: None, "relu" or "relu6", as in ``jaxconv.conv``.
+        out_dtype: int8, uint8, int32, float32, bfloat16 or float16; with a ``scale`` int8 by
+            default.
+        data_format: of the result, in any case: "channels_last" for an array ("NWC", "NHWC" or
+            "NDHWC", by its axes), or "NCHW32" for a ``Packed``; by default that of x. An image of
+            at most 4 channels is read as it lies for either. "channels_first" ("NCW", "NCHW" or
+            "NCDHW") is said of arrays x, residual and result with the channels before the
+            positions; XLA transposes them, and cancels what it transposes between layers.
         zero_point: the value of x that stands for 0.
         out_zero_point: the value of an int8 or uint8 result that stands for 0.
         algorithm: "auto", "native", a kernel family, an instance, or "xla", as in
             ``jaxconv.conv``; or "winograd_f2x2" or "winograd_f4x4" of int8 images, 3x3 filters,
             stride 1 and one group, which is not exact: the sums above are then those of
             docs/winograd.md, which states their error.
+        layout: what ``data_format`` was called before; it warns.
 
     Returns:
-        (N, *out_spatial, K), with "NCHW" (N, K, *out_spatial), or a ``Packed`` of K channels.
+        (N, *out_spatial, K), channels first (N, K, *out_spatial), or a ``Packed`` of K channels.
 
     Raises:
         TypeError: an operand has the wrong dtype, or is packed where an array is meant or the
             reverse.
-        ValueError: shapes, channels, layouts or window parameters do not fit; a scale, bias or
-            residual_scale of the wrong shape, or one that is known and not finite; other terms
-            without a scale; or a demanded algorithm that cannot serve.
+        ValueError: shapes, channels, formats or window parameters do not fit; a scale, bias or
+            residual_scale of the wrong shape, or one that is known and not finite; other terms, or
+            no ``out_dtype``, without a scale; or a demanded algorithm that cannot serve.
     """
-    channels_first = layout == "NCHW"
+    data_format = renamed("layout", layouts.from_layout(layout), "data_format", data_format)
+    if data_format is not None:
+        rank = 2 if isinstance(x, Packed) else np.ndim(x) - 2
+        data_format = layouts.int8_format(data_format, min(max(rank, 1), 3))
+    channels_first = data_format == "NCHW"
     if channels_first:
         x = _channels_last("x", x)
         residual = residual if residual is None else _channels_last("residual", residual)
-        layout = "NHWC"
-    images = _Images(x, w, layout)
+        data_format = "NHWC"
+    images = _Images(x, w, data_format)
     filters = images.filters
     n, k, out_layout = images.n, filters.features, images.out_layout
     rank = len(images.spatial)
-    out_dtype = _out_dtype(out_dtype)
+    unsaid = out_dtype is None
+    out_dtype = _out_dtype(jnp.int8 if out_dtype is None else out_dtype)
     zero_point = _zero_point("zero_point", zero_point, images.data.dtype)
     out_zero_point = _out_zero_point(out_zero_point, out_dtype)
-    if activation not in ACTIVATIONS:
+    activation, _ = epilogue.parse_activation(activation)
+    if activation not in _ACTIVATIONS:
         raise ValueError(f"activation: expected None, 'relu' or 'relu6', got {activation!r}")
     if scale is None:
         for name, present in (
@@ -124,6 +146,12 @@ def conv(
         ):
             if present:
                 raise ValueError(f"{name}: needs a scale; give scale=1.0 for sums as they are")
+        if unsaid:
+            raise ValueError(
+                "scale: int8 does not hold the sums. Give the scale that makes them int8, "
+                "out_dtype=jnp.int32 for the sums as they are, or out_dtype=jnp.int8 for their low "
+                "8 bits, as jax.lax gives them"
+            )
     window = dict(
         stride=arguments.per_axis("stride", stride, rank),
         dilation=arguments.per_axis("dilation", dilation, rank),
@@ -131,13 +159,18 @@ def conv(
     for name, values in window.items():
         if any(v < 1 for v in values):
             raise ValueError(f"{name}: expected at least 1 on every axis, got {values}")
-    pairs = arguments.padding_pairs(
-        padding, images.spatial, filters.window, window["stride"], window["dilation"]
+    first = 2 if images.kernel_layout == "nchw32" else 1
+    spatial = range(first, first + rank)
+    data, padding = arguments.continued(
+        images.data, spatial, padding, filters.window, window["dilation"]
     )
-    for extent, (lo, hi) in zip(images.spatial, pairs, strict=True):
+    in_spatial = tuple(data.shape[axis] for axis in spatial)
+    pairs = arguments.padding_pairs(
+        padding, in_spatial, filters.window, window["stride"], window["dilation"]
+    )
+    for extent, (lo, hi) in zip(in_spatial, pairs, strict=True):
         if extent + lo + hi < 0:
             raise ValueError(f"padding: {(lo, hi)} crops more than {extent}, all of x")
-    data, in_spatial = images.data, images.spatial
     if zero_point and any(pair != (0, 0) for pair in pairs):
         data, in_spatial = _padded(data, images.kernel_layout, pairs, zero_point)
         pairs = ((0, 0),) * rank
@@ -191,7 +224,9 @@ def conv(
 def _channels_last(name: str, value) -> jax.Array:
     """An array (N, C, *spatial) as (N, *spatial, C)."""
     if isinstance(value, Packed):
-        raise TypeError(f"{name}: expected an array (N, C, *spatial) for layout='NCHW', got Packed")
+        raise TypeError(
+            f"{name}: expected an array (N, C, *spatial) for channels_first, got Packed"
+        )
     array = int8_layout.array_of(name, value)
     return jnp.moveaxis(array, 1, -1) if array.ndim > 2 else array
 
@@ -208,8 +243,6 @@ class _Images:
     """
 
     def __init__(self, x, w, layout: str | None):
-        if layout not in (None, *LAYOUTS):
-            raise ValueError(f"layout: expected 'NHWC', 'NCHW' or 'NCHW32', got {layout!r}")
         packed = isinstance(x, Packed)
         self.out_layout = layout or ("NCHW32" if packed else "NHWC")
         if packed:
@@ -224,8 +257,6 @@ class _Images:
                 )
             self.n, *spatial, channels = self.data.shape
         self.spatial = tuple(spatial)
-        if self.out_layout == "NCHW32" and len(spatial) != 2:
-            raise ValueError(f"layout: NCHW32 has two spatial axes, x has {len(spatial)}")
         self.filters = _filters(w, packed, self.spatial, channels)
         few = self.filters.channels_stored == FEW
         blocked = packed or (few and self.out_layout == "NCHW32")
@@ -241,14 +272,14 @@ class _Images:
 
 def _filters(w, packed: bool, spatial: tuple[int, ...], channels: int) -> PackedFilter:
     """w as a ``PackedFilter`` that fits images of these extents and channels."""
-    rank, layout = len(spatial), "NCHW32" if packed else "NHWC"
+    rank, layout = len(spatial), "NCHW32" if packed else "channels_last"
     if isinstance(w, PackedFilter):
         w = int8_layout.checked_filter("w", w)
-        if w.layout != layout and w.channels_stored != FEW:
+        if (w.layout == "NCHW32") != packed and w.channels_stored != FEW:
             hint = (
-                "pack it with layout='NCHW32'"
+                "pack it with data_format='NCHW32'"
                 if packed
-                else "pack x with jaxconv.int8.pack, or w with layout='NHWC'"
+                else "pack x with jaxconv.int8.pack, or w with data_format='NHWC'"
             )
             raise ValueError(
                 f"w: packed for {w.layout} images, x is {'a Packed' if packed else 'an array'}; "
@@ -267,7 +298,9 @@ def _filters(w, packed: bool, spatial: tuple[int, ...], channels: int) -> Packed
                 f"shape {w.shape}"
             )
         letters = {1: "W", 2: "HW", 3: "DHW"}[rank]
-        w = int8_layout.pack_filter(w, groups=groups, layout=layout, filter_format=f"{letters}IO")
+        w = int8_layout.pack_filter(
+            w, groups=groups, data_format=layout, filter_format=f"{letters}IO"
+        )
     if len(w.window) != rank:
         raise ValueError(f"w: packed for windows {w.window}, x has {rank} spatial axes {spatial}")
     if w.channels * w.groups != channels:

@@ -21,7 +21,9 @@ from jaxconv._src.conv import canonical, primitives
 from jaxconv._src.functions import arguments, int8_conv
 from jaxconv._src.functions.arguments import Padding
 from jaxconv._src.int8 import int8_layout, int8_primitive
+from jaxconv._src.problem import layouts
 from jaxconv._src.problem.spec import ConvSpec, Op
+from jaxconv._src.problem.spelling import knows, renamed
 
 # Least and greatest quantised value.
 _RANGE: dict[np.dtype, tuple[int, int]] = {
@@ -165,8 +167,8 @@ def calibrate(
         activations: batch -> a pytree of the floating-point arrays that are to be quantised. It is
             traced by ``jax.jit``.
         batches: inputs of ``activations``, at least one; each is used once.
-        percentile: None takes the greatest magnitude, so that nothing is clipped. A number in
-            (0, 100], usually 99.9 to 99.999, takes the magnitude that so many per cent of all
+        percentile: None takes the greatest magnitude, so that nothing is clipped. A number from 50
+            to 100, usually 99.9 to 99.999, takes the magnitude that so many per cent of all
             elements of all batches do not exceed, and clips the others. It is read off a histogram
             of 65,536 bins in proportion to the magnitude, and is at most 0.4 % too large.
 
@@ -175,11 +177,12 @@ def calibrate(
         that magnitude becomes 127; 1 where every element was 0.
 
     Raises:
+        TypeError: the percentile is no number.
         ValueError: there is no batch, the percentile is out of range, or an activation has an
             infinity or a NaN (the message has its path in the pytree).
     """
-    if percentile is not None and not 0 < percentile <= 100:
-        raise ValueError(f"percentile: expected a number in (0, 100], got {percentile!r}")
+    if percentile is not None:
+        percentile = _percentile(percentile)
     # Of each array the greatest magnitude, and the histogram where it is asked for.
     measured = _greatest if percentile is None else _histogram
 
@@ -203,6 +206,20 @@ def calibrate(
         return np.float32(1.0 if greatest <= _LEAST_MAX else greatest / _LIMIT)
 
     return jax.tree.map(scale, total, is_leaf=_is_magnitudes)
+
+
+def _percentile(value: Any) -> float:
+    """A percentile, as a number that may be meant as one.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"percentile: expected a number from 50 to 100, or None, got {value!r}")
+    if not 50 <= value <= 100:
+        hint = f"; a fraction of {value} is percentile={100 * value:.6g}" if 0 < value <= 1 else ""
+        raise ValueError(f"percentile: expected per cent, from 50 to 100, got {value}{hint}")
+    return float(value)
 
 
 class _Magnitudes(NamedTuple):
@@ -270,6 +287,7 @@ class QuantizedConv(NamedTuple):
     bias: jax.Array | None
 
 
+@knows(x="x_scale", y="y_scale", feature_group_count="groups", b="bias")
 def quantize_conv(
     w: ArrayLike,
     bias: ArrayLike | None = None,
@@ -278,7 +296,8 @@ def quantize_conv(
     y_scale: ArrayLike | None = None,
     w_scale: ArrayLike | None = None,
     groups: int = 1,
-    layout: str = "NCHW32",
+    data_format: str | None = None,
+    layout: str | None = None,
 ) -> QuantizedConv:
     """Quantises a convolution's constants for given scales of its input and output.
 
@@ -293,7 +312,9 @@ def quantize_conv(
         y_scale: scale of the int8 output, (); None for a floating-point output.
         w_scale: scale of the filter, () or (K,); by default ``max_scale`` of each output channel.
         groups: of the convolution.
-        layout: of the packed filter, "NCHW32" or "NHWC": that of the input that it will meet.
+        data_format: of the input that the packed filter will meet, as in ``pack_filter``; "NCHW32"
+            by default.
+        layout: what ``data_format`` was called before; it warns.
 
     Raises:
         TypeError: the filter is not floating-point.
@@ -312,18 +333,20 @@ def quantize_conv(
         _check_positive(name, value)
     if w_scale is not None:
         _check_positive("w_scale", w_scale)
-    return _quantize_conv(w, bias, x_scale, y_scale, w_scale, groups=groups, layout=layout)
+    data_format = renamed("layout", layouts.from_layout(layout), "data_format", data_format)
+    given = (w, bias, x_scale, y_scale, w_scale)
+    return _quantize_conv(*given, groups=groups, data_format=data_format)
 
 
-@functools.partial(jax.jit, static_argnames=("groups", "layout"))
-def _quantize_conv(w, bias, x_scale, y_scale, w_scale, *, groups, layout) -> QuantizedConv:
+@functools.partial(jax.jit, static_argnames=("groups", "data_format"))
+def _quantize_conv(w, bias, x_scale, y_scale, w_scale, *, groups, data_format) -> QuantizedConv:
     q, w_scale = quantize_weight(w, w_scale)
     x_scale, y_scale = (jnp.asarray(s, jnp.float32) for s in (x_scale, y_scale))
     scale = jnp.broadcast_to(x_scale * w_scale / y_scale, q.shape[-1:])
     if bias is not None:
         bias = jnp.asarray(bias, jnp.float32) / y_scale
     form = "DHW"[5 - q.ndim :] + "IO"
-    packed = int8_layout.pack_filter(q, groups=groups, layout=layout, filter_format=form)
+    packed = int8_layout.pack_filter(q, groups=groups, data_format=data_format, filter_format=form)
     return QuantizedConv(packed, scale, bias)
 
 
@@ -353,6 +376,7 @@ def fake_quantize(x: ArrayLike, scale: ArrayLike) -> jax.Array:
     return (rounded * jnp.asarray(scale, jnp.float32)).astype(x.dtype)
 
 
+@knows(**arguments.OF_WINDOW)
 def fake_quant_conv(
     x: ArrayLike,
     w: ArrayLike,
@@ -392,6 +416,8 @@ def fake_quant_conv(
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     _check_operands(x, w)
+    step = arguments.per_axis("dilation", dilation, x.ndim - 2)
+    x, padding = arguments.continued(x, range(1, x.ndim - 1), padding, w.shape[:-2], step)
     spec = _spec(x, w, stride, padding, dilation, groups)
     spec = dataclasses.replace(spec, precision=canonical.precision_name(None))  # of the gradients
     if x_scale is None:

@@ -17,14 +17,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxconv._src.problem import operand
+from jaxconv._src.problem import layouts, operand
+from jaxconv._src.problem.spelling import knows, renamed
 
 # Channels that lie side by side in NCHW32, and the multiple of bytes in a packed filter's row.
 BLOCK = 32
 # An image of at most this many channels is padded to so many: it lies the same in both layouts.
 FEW = 4
 
-LAYOUTS = ("NHWC", "NCHW32")
 _EIGHT_BITS = (np.dtype(np.int8), np.dtype(np.uint8))
 # Of a convolution's result.
 OUT_DTYPES: tuple[np.dtype, ...] = (
@@ -269,8 +269,14 @@ def checked_packed(name: str, packed: Packed, *dtypes: DTypeLike) -> Packed:
     return Packed(data, packed.channels)
 
 
+@knows(feature_group_count="groups", order="filter_format", format="data_format")
 def pack_filter(
-    w: ArrayLike, *, groups: int = 1, layout: str = "NCHW32", filter_format: str = "HWIO"
+    w: ArrayLike,
+    *,
+    groups: int = 1,
+    data_format: str | None = None,
+    filter_format: str = "HWIO",
+    layout: str | None = None,
 ) -> PackedFilter:
     """Packs a filter for ``conv``, once.
 
@@ -279,8 +285,10 @@ def pack_filter(
             layers with one or three spatial axes "WIO" and "DHWIO".
         groups: groups of channels; C / groups and K / groups are then multiples of 32, or, of NHWC,
             both 1.
-        layout: of the activations, "NHWC" (of any number of spatial axes) or "NCHW32".
+        data_format: of the activations, as in ``conv``: "NCHW32" (the default), or one of those of
+            arrays, for all of which filters are packed alike.
         filter_format: the letters I and O, and the spatial letters in the order D, H, W.
+        layout: what ``data_format`` was called before; it warns.
 
     Returns:
         The filter as an int8 matrix. Input channels are padded with zeros to a multiple of 32, or
@@ -288,11 +296,10 @@ def pack_filter(
 
     Raises:
         TypeError: w is not int8.
-        ValueError: shape, format, layout or groups do not fit.
+        ValueError: shape, formats or groups do not fit.
     """
     w = array_of("w", w, np.int8)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected 'NHWC' or 'NCHW32', got {layout!r}")
+    data_format = renamed("layout", layouts.from_layout(layout), "data_format", data_format)
     spatial = "".join(letter for letter in filter_format if letter not in "IO")
     if sorted(filter_format) != sorted("IO" + spatial) or spatial not in ("W", "HW", "DHW"):
         raise ValueError(
@@ -306,8 +313,8 @@ def pack_filter(
         )
     if 0 in w.shape:
         raise ValueError(f"w: expected no empty dimension, got shape {w.shape}")
-    if layout == "NCHW32" and spatial != "HW":
-        raise ValueError(f"layout: NCHW32 has two spatial axes, filter_format is {filter_format!r}")
+    layout = layouts.int8_format(data_format or "NCHW32", len(spatial))
+    layout = "NHWC" if layout == "NCHW" else layout
     w = lax.transpose(w, [filter_format.index(letter) for letter in f"O{spatial}I"])
     k, *window, c = w.shape
     if groups < 1 or k % groups:
@@ -317,7 +324,7 @@ def pack_filter(
     if groups > 1 and not whole and not (made.depthwise and layout == "NHWC"):
         raise ValueError(
             f"w: expected input and output channels of a group in multiples of {BLOCK}, got {c} "
-            f"and {k // groups}, groups is {groups}; of layout 'NHWC' one of each is taken too"
+            f"and {k // groups}, groups is {groups}; of NHWC one of each is taken too"
         )
     w = pad_axis(pad_axis(w, len(window) + 1, made.channels_stored), 0, made.features_stored)
     return dataclasses.replace(made, data=pack_rows(w, layout.lower()))

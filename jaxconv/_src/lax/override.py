@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, Never, TypeVar, overload
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def _by_direction(algorithms: tuple[str, str, str]) -> dict[str, str]:
     return dict(zip((op.value for op in Op), algorithms, strict=True))
 
 
-def install(*, algorithm: Algorithm = "auto") -> Installation:
+def install(*misplaced: Never, algorithm: Algorithm = "auto") -> Installation:
     """Computes every ``jax.lax`` convolution of this process with this library's kernels.
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
@@ -90,9 +90,20 @@ def install(*, algorithm: Algorithm = "auto") -> Installation:
     Raises:
         TypeError, ValueError: there is no such algorithm.
     """
+    if misplaced:
+        raise TypeError(f"install: expected no argument without a name{_hint(misplaced[0])}")
     algorithms = arguments.algorithms(algorithm)
     lax_lowering.register()
     return Installation(algorithms, _set_global(algorithms))
+
+
+def _hint(given: Any) -> str:
+    """What to write instead of ``install(given)``."""
+    if isinstance(given, bool | np.bool_):
+        return "; jaxconv.uninstall() undoes it" if not given else ", install() does it"
+    if callable(given):
+        return "; a function is decorated with jaxconv.override"
+    return f", got {given!r}; an algorithm is install(algorithm={given!r})"
 
 
 def uninstall() -> None:

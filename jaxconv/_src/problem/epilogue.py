@@ -39,7 +39,27 @@ ACTIVATIONS = (
     "tanh",
     "hard_swish",
 )
-Activation = str | tuple[str, float] | None
+Activation = str | tuple[str, float] | Callable[[jax.Array], jax.Array] | None
+
+# Other names of these, and of none, written without underscores.
+_SPELLINGS: dict[str, str | None] = {name.replace("_", ""): name for name in ACTIVATIONS}
+_SPELLINGS |= {"swish": "silu", "hardsilu": "hard_swish", "logistic": "sigmoid"}
+_SPELLINGS |= dict.fromkeys(("none", "linear", "identity"))
+_DEFAULT_SLOPE = 0.01  # of jax.nn.leaky_relu
+_FUNCTIONS: dict[Any, Any] = {
+    jax.nn.relu: "relu",
+    jax.nn.relu6: "relu6",
+    jax.nn.leaky_relu: ("leaky_relu", _DEFAULT_SLOPE),
+    jax.nn.gelu: "gelu_tanh",
+    jax.nn.silu: "silu",
+    jax.nn.sigmoid: "sigmoid",
+    jax.nn.hard_swish: "hard_swish",
+    jax.nn.tanh: "tanh",
+    jnp.tanh: "tanh",
+    lax.tanh: "tanh",
+    lax.logistic: "sigmoid",
+    jax.nn.identity: None,
+}
 
 # The derivative of these is known from y; of the others, from t.
 _KNOWN_FROM_Y = ("relu", "relu6", "sigmoid", "tanh")
@@ -160,14 +180,18 @@ def parse_activation(activation: Activation) -> tuple[str | None, float]:
         TypeError, ValueError: it is none.
     """
     slope = None
-    name: Any = activation
-    if isinstance(activation, tuple | list) and len(activation) == 2:
-        name, slope = activation
-    known = name is None or (isinstance(name, str) and name in ACTIVATIONS)
+    name: Any = _of_function(activation) if callable(activation) else activation
+    if isinstance(name, tuple | list) and len(name) == 2:
+        name, slope = name
+    known = name is None
+    if isinstance(name, str):
+        squashed = name.lower().replace("_", "").replace("-", "")
+        known, name = squashed in _SPELLINGS, _SPELLINGS.get(squashed)
     if not known or (slope is not None) != (name == "leaky_relu"):
         raise ValueError(
             'activation: expected None, ("leaky_relu", slope) or one of '
             f"{', '.join(n for n in ACTIVATIONS if n != 'leaky_relu')}; got {activation!r}"
+            + (f"; jax.nn's is {_FUNCTIONS[jax.nn.leaky_relu]}" if name == "leaky_relu" else "")
         )
     if slope is None:
         return name, 0.0
@@ -181,6 +205,32 @@ def parse_activation(activation: Activation) -> tuple[str | None, float]:
     if not math.isfinite(slope):
         raise ValueError(f"activation: expected a finite slope of leaky_relu, got {activation!r}")
     return name, slope
+
+
+def _of_function(function: Callable) -> Any:
+    """The activation that a function of ``jax.nn`` or ``jax.numpy`` is.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    inner, options = function, {}
+    if isinstance(function, functools.partial) and not function.args:
+        inner, options = function.func, function.keywords
+    try:
+        found = _FUNCTIONS.get(inner, "")
+    except TypeError:  # it has no hash
+        found = ""
+    if inner is jax.nn.gelu and options.keys() <= {"approximate"}:
+        return "gelu_tanh" if options.get("approximate", True) else "gelu"
+    if inner is jax.nn.leaky_relu and options.keys() <= {"negative_slope"}:
+        return ("leaky_relu", options.get("negative_slope", _DEFAULT_SLOPE))
+    if found == "" or options:
+        name = getattr(inner, "__name__", type(inner).__name__)
+        raise ValueError(
+            f"activation: the function {name} is none of {', '.join(ACTIVATIONS)} as jax.nn has "
+            "them. Apply it to the result; jaxconv.fuse makes what it knows a part of the call"
+        )
+    return found
 
 
 def accumulator_dtype(out_dtype: np.dtype) -> np.dtype:

@@ -39,6 +39,39 @@ def data_format(value: Any, w_shape: tuple[int, ...]) -> str:
     return named
 
 
+def int8_format(value: Any, rank: int) -> str:
+    """A ``data_format`` argument of 8-bit convolutions: "NHWC", "NCHW" or "NCHW32".
+
+    The first two stand for channels last and first, whatever the number of spatial axes.
+
+    Args:
+        value: one of the formats of ``data_format`` in any case, or "NCHW32".
+        rank: spatial axes.
+
+    Raises:
+        ValueError: it is none of the formats, or of another number of spatial axes.
+    """
+    named = str(value).upper()
+    if named in (_LAST[rank - 1], "CHANNELS_LAST"):
+        return "NHWC"
+    if named in (_FIRST[rank - 1], "CHANNELS_FIRST"):
+        return "NCHW"
+    if named == "NCHW32" and rank != 2:
+        raise ValueError(f"data_format: NCHW32 has two spatial axes, got {rank}")
+    if named != "NCHW32":
+        formats = [_LAST[rank - 1], _FIRST[rank - 1], *["NCHW32"] * (rank == 2)]
+        raise ValueError(
+            f"data_format: expected {', '.join(formats)}, 'channels_last' or 'channels_first' for "
+            f"{rank} spatial axes, got {value!r}"
+        )
+    return named
+
+
+def from_layout(layout: Any) -> Any:
+    """A ``layout`` argument, as it was called before, as a ``data_format``: of any rank."""
+    return {"NHWC": "channels_last", "NCHW": "channels_first"}.get(layout, layout)
+
+
 def hint(
     x_shape: tuple[int, ...],
     w_shape: tuple[int, ...],

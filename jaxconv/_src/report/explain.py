@@ -7,6 +7,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.export
+
 from jaxconv._src import compat
 from jaxconv._src.call import record, selection
 from jaxconv._src.call.record import Convolution as Convolution
@@ -48,6 +51,25 @@ def _occurrences(module) -> collections.Counter[tuple[str, int]]:
     return counts
 
 
+def _check_function(fun: Any) -> None:
+    """Refuses what is no function, and a program whose kernels are chosen already."""
+    stage = isinstance(fun, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced)
+    if stage or isinstance(fun, jax.export.Exported):
+        raise TypeError(
+            f"fun: expected a function, got a program that JAX has {type(fun).__name__.lower()} "
+            "already. Give the function that it was made of, jitted or not, and the arguments: "
+            "explain(f, x), not explain(jax.jit(f).lower(x).compile(), x)"
+        )
+    if callable(fun):
+        return
+    if hasattr(fun, "shape") and hasattr(fun, "dtype"):
+        raise TypeError(
+            f"fun: expected a function and then its arguments, got an array of shape {fun.shape}: "
+            "explain(f, x), not explain(f(x))"
+        )
+    raise TypeError(f"fun: expected a function and then its arguments, got {fun!r:.80}")
+
+
 def explain(
     fun: Callable, *args: Any, platform: str | None = None, wide: bool = False, **kwargs: Any
 ) -> Explanation:
@@ -74,13 +96,12 @@ def explain(
         devices the shapes are the whole arrays', and the kernels those they would take.
 
     Raises:
-        TypeError: ``fun`` cannot be called.
+        TypeError: ``fun`` is no function, or a program that JAX has compiled, lowered or traced.
         ValueError: ``platform`` is another one.
     """
     if platform not in (None, *selection.PLATFORMS):
         raise ValueError(f"platform: expected 'cpu' or 'cuda', got {platform!r}")
-    if not callable(fun):
-        raise TypeError(f"fun: expected a function and then its arguments, got {fun!r}")
+    _check_function(fun)
     lax_lowering.register()
     traced = staging.trace(fun, args, kwargs)
     options = {} if platform is None else {"lowering_platforms": (platform,)}

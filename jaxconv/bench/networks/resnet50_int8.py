@@ -126,7 +126,7 @@ def quantized(state: State, images: list[jax.Array]) -> Parameters:
             *weights[layer.name],
             x_scale=scales[layer.source],
             y_scale=scales[layer.name] if layer.name != "logits" else None,
-            layout="NHWC" if layer.name == "logits" else "NCHW32",
+            data_format="NHWC" if layer.name == "logits" else "NCHW32",
         )
         for layer in (STEM, *blocks(), CLASSIFIER)
     }
@@ -157,7 +157,7 @@ def forward(parameters: Parameters, image: jax.Array) -> jax.Array:
         )
 
     of = {"image": int8.quantize(image, parameters.image_scale)}
-    of["stem"] = _max_pool(convolve(STEM, layout="NCHW32"))
+    of["stem"] = _max_pool(convolve(STEM, data_format="NCHW32"))
     for layer in blocks():
         of[layer.name] = convolve(layer)
     of["pooled"] = _mean_pool(of[layer.name], parameters.pooled_scale)
