@@ -20,6 +20,7 @@ A whole program, without a change of its code
     override                      in the body of a ``with`` statement, in one thread
     installed                     which of them is in force
     fuse                          a function with batch norm, residual and activation in the calls
+    grad, value_and_grad          JAX's, of the fused function
 
 What happens
     explain                       the kernel of each convolution of a function, or why it has none
@@ -41,7 +42,7 @@ from jaxconv._src.functions.conv import (
     conv_with_general_padding,
 )
 from jaxconv._src.functions.patches import conv_general_dilated_local, conv_general_dilated_patches
-from jaxconv._src.fuse.fuse import fuse
+from jaxconv._src.fuse.fuse import fuse, grad, value_and_grad
 from jaxconv._src.lax.override import install, installed, override, uninstall
 from jaxconv._src.report.explain import Convolution, Explanation, explain
 from jaxconv._src.report.kernel_table import Kernel, Kernels, kernels
@@ -64,6 +65,7 @@ __all__ = [
     "explain",
     "export",
     "fuse",
+    "grad",
     "install",
     "installed",
     "int8",
@@ -71,5 +73,6 @@ __all__ = [
     "override",
     "register",
     "uninstall",
+    "value_and_grad",
     "winograd",
 ]

@@ -6,7 +6,12 @@ A table has one call per design of kernel:
     PADDED(FPROP_DGRAD, BF16_F16, 256x64x64_swap_ab)  // and each with padded channels
     FUSED(FPROP, BF16_F16, 256x64x64_swap_ab)  // and these with the fused epilogue
 
-The folder is the family. An instance is named ``<op>_<family>_<type>_<variant>``, and with padded
+The folder is the family. Tables of passes have other calls (cc/cuda/common/pass.h):
+
+    PASS(masked_sums, F32_BF16_F16, bits_g1_y1, ...)  // 1 pass x 3 types
+    PASS_SM90(max_pool, BF16_F16, affine_1kept_row_sm90, ...)
+
+An instance is named ``<op>_<family>_<type>_<variant>``, and with padded
 channels ``<op>_<family>_<type>_<variant>_padded``, with an epilogue ``..._fused``.
 """
 
@@ -26,6 +31,7 @@ INT8_FAMILIES = (*EXACT_INT8_FAMILIES, "winograd_int8")
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 CALL = re.compile(r"\b(KERNEL|PADDED|FUSED)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+PASS = re.compile(r"^PASS(?:_SM90)?\((\w+), +(\w+), +(\w+), +\((.*)\)\)$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 
 
@@ -44,6 +50,19 @@ class Instance(NamedTuple):
     def name(self) -> str:
         suffix = "_padded" * self.padded + "_fused" * self.fused
         return f"{self.op}_{self.family}_{self.dtype}_{self.variant}{suffix}"
+
+
+class Pass(NamedTuple):
+    """One kernel of a pass."""
+
+    op: str
+    family: str
+    dtype: str
+    variant: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.dtype}_{self.variant}"
 
 
 def parse(family: str, text: str) -> list[Instance]:
@@ -81,7 +100,17 @@ def all_instances(tables: pathlib.Path = TABLES) -> list[Instance]:
     return [
         instance
         for table in sorted(tables.glob("*/kernels.def"))
-        for instance in parse(table.parent.name, table.read_text())
+        for instance in parse(table.parent.name, PASS.sub("", table.read_text()))
+    ]
+
+
+def passes(tables: pathlib.Path = TABLES) -> list[Pass]:
+    """Every kernel of a pass, family by family."""
+    return [
+        Pass(op, table.parent.name, dtype, variant)
+        for table in sorted(tables.glob("*/kernels.def"))
+        for op, types, variant, _ in PASS.findall(table.read_text())
+        for dtype in types.lower().split("_")
     ]
 
 

@@ -54,13 +54,25 @@ class SelectionProgram(types.ModuleType):
         """Nothing."""
         return {}
 
-    def select(self, key: str, algorithm: str, target: str) -> tuple:
-        """What selection takes, and why nothing else; ``native.Platform.select`` says how."""
-        self.process.stdin.write(f"{target}\t{key}\t{algorithm}\n")
+    def pass_kernels(self) -> list[list[str]]:
+        """Every kernel of a pass."""
+        return [[kernel.name, kernel.family, kernel.op] for kernel in kernel_tables.passes()]
+
+    def _answer(self, *question: str) -> list[str]:
+        self.process.stdin.write("\t".join(question) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline().rstrip("\n")
         if not answer or answer.startswith("!"):
             raise ValueError(answer[1:] or f"{self.process.args} ended")
-        instance, workspace, slices, ours, xla, *reasons = answer.split("\t")
+        return answer.split("\t")
+
+    def plan_pass(self, key: str, target: str) -> tuple:
+        """The plan of a pass; ``native.Platform.plan_pass`` says how."""
+        kernel, reason, parts, block_rows, microseconds = self._answer(target, key, "pass")
+        return kernel, reason, int(parts), int(block_rows), float(microseconds)
+
+    def select(self, key: str, algorithm: str, target: str) -> tuple:
+        """What selection takes, and why nothing else; ``native.Platform.select`` says how."""
+        instance, workspace, slices, ours, xla, *reasons = self._answer(target, key, algorithm)
         refusals = list(zip(reasons[::2], reasons[1::2], strict=True))
         return instance, int(workspace), int(slices), float(ours), float(xla), refusals

@@ -53,7 +53,7 @@ def _relu_of_gradient(y: Array) -> Array:
 
 def _selu(y: Array) -> Array:
     alpha, scale = 1.6732632423543772, 1.0507009873554805
-    return scale * jnp.where(y > 0, y, alpha * jnp.expm1(jnp.minimum(y, 0)))
+    return scale * jnp.where(y > 0, y, alpha * jnp.expm1(jnp.where(y > 0, 0, y)))
 
 
 _HALF = np.sqrt(0.5)
@@ -146,7 +146,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "selu by where": Activation("selu", "selu", _selu, _ZERO),
     "jax.nn.elu": Activation("elu", "elu", jax.nn.elu, _ZERO),
     "where(y > 0, y, expm1(y))": Activation(
-        "elu", "elu", lambda y: jnp.where(y > 0, y, jnp.exp(jnp.minimum(y, 0)) - 1), _ZERO
+        "elu", "elu", lambda y: jnp.where(y > 0, y, jnp.exp(jnp.where(y > 0, 0, y)) - 1), _ZERO
     ),
     "jax.nn.leaky_relu": Activation(
         "leaky >= 0", "leaky_relu", lambda y: jax.nn.leaky_relu(y, 0.1), _ZERO

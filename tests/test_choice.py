@@ -95,7 +95,7 @@ def test_auto_leaves_to_xla_what_it_predicts_to_be_faster(predicting):
         (refusal,) = c.refusals
         assert refusal.kernel == "xla" and refusal.reason.startswith("predicted 2.0 us, ")
     text = str(jaxconv.explain(step, X, W))
-    assert "0 of 3" in text and "row 1: xla: predicted 2.0 us, fprop_onednn_f32 5.0 us" in text
+    assert "0 of 3" in text and "  1  xla: predicted 2.0 us, fprop_onednn_f32 5.0 us" in text
     predicting.xla_microseconds = 9.0
     assert calls(step, X, W) == ["dgrad", "fprop", "wgrad"]
     (c, *_) = jaxconv.explain(step, X, W).convolutions

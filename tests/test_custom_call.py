@@ -21,6 +21,7 @@ CALLS = {
     "jaxconv_masked_sums": (
         "gradient gradient2 result bits y y2 mean mean2 scale offset -> masked sums"
     ),
+    "jaxconv_moments": "y -> moments",
     "jaxconv_max_pool": "x mean scale offset -> maxima places operands",
     "jaxconv_max_pool_gradient": "dy dy2 places y scale y_scale offset -> dx",
 }

@@ -72,6 +72,8 @@ def test_the_cuda_kernels_of_this_build_are_those_of_the_tables():
     cuda = native.load("cuda")
     assert not isinstance(cuda, native.Refusal), cuda
     assert sorted(cuda.kernels()) == sorted(each.name for each in kernel_tables.all_instances())
+    passes = [[each.name, each.family, each.op] for each in kernel_tables.passes()]
+    assert sorted(cuda.pass_kernels()) == sorted(passes)
 
 
 @pytest.mark.parametrize(("platform_name", "instance"), instances())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -254,16 +255,15 @@ def test_shares_add_up(counts):
 
     (c,) = jaxconv.explain(program, X, W)
     rows = tuple(
-        dataclasses.replace(c, count=n, instance=c.instance if i else None)
+        dataclasses.replace(c, count=n, instance=c.instance if i else None, source=f"line {i}")
         for i, n in enumerate(counts)
     )
-    lines = str(jaxconv.Explanation(rows)).splitlines()
-    column = lines[0].index("share")
-    shares = [float(line[column:].split("%")[0]) for line in lines[2 : 2 + len(rows)]]
-    assert sum(shares) == pytest.approx(100)
+    text = jaxconv.Explanation(rows).text(wide=True)
+    shares = [float(found) for found in re.findall(r" ([\d.]+)%.* line \d", text)]
+    assert sum(shares) == pytest.approx(100) and len(shares) == len(counts)
     for share, n in zip(shares, counts, strict=True):
         assert share == pytest.approx(100 * n / sum(counts), abs=0.1)
-    total = float(lines[2 + len(rows)].split("kernels, ")[1].split("%")[0])
+    total = float(text.split("kernels, ")[1].split("%")[0])
     assert total == pytest.approx(sum(shares[1:]))
 
 

@@ -168,7 +168,7 @@ def test_kernels_that_are_missing_are_named_before_a_run(native_cpu, monkeypatch
         assert told.keys() == {"cuda"} and "CUDA kernels" in told["cuda"]
 
 
-def test_the_number_of_partial_sums_stays():
+def test_the_number_of_partial_sums_stays(selecting):
     """The bits of the sums depend on it, in exported programs too."""
     shapes = {
         (256, 112, 112, 64): 264,
@@ -178,5 +178,9 @@ def test_the_number_of_partial_sums_stays():
         (8, 14, 14, 24): 2,
         (64, 64): 1,
     }
-    assert {shape: masked_sums.parts(shape) for shape in shapes} == shapes
+    form = masked_sums.Sums(1, 1, "result", False, 0.0, None)
+    for target in ("sm_80", "h200"):
+        keys = {shape: masked_sums.key(form, shape, np.dtype(np.float16)) for shape in shapes}
+        plan = native.load("cuda").plan_pass
+        assert {shape: plan(key, target).parts for shape, key in keys.items()} == shapes
     assert jaxconv.export.disabled_checks()

@@ -296,7 +296,7 @@ def test_a_backward_pass_in_another_program():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_over_devices(kind, without_bits):
-    """Partitioned by XLA, as operations of JAX, of which none computes bits."""
+    """Partitioned by XLA, as operations of JAX."""
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=devices)
     step = gradient(blocks)
@@ -305,7 +305,6 @@ def test_over_devices(kind, without_bits):
         p = jax.device_put(PARAMETERS, NamedSharding(mesh, P()))
         assert calls(jaxconv.fuse(step), p, x) == FORWARD["blocks"][1]
         compiled = jax.jit(jaxconv.fuse(step)).lower(p, x).compile()
-        assert not re.search(r"u8\[\d+,", compiled.as_text())  # workspaces have one axis
         actual, expected = compiled(p, x), jax.jit(without_bits(step))(p, x)
     assert_close(actual, expected, 0.02)
 

@@ -423,6 +423,19 @@ def test_transposed_convolution(platform, dtype):
     assert text.count("jaxconv_dgrad") == 1 and text.count("jaxconv_fprop") == 1
 
 
+def test_terms_are_taken_by_name():
+    """Scale and bias have one shape and type: their order must not matter."""
+    p = PROBLEMS[0]
+    values = operands(p)
+    spec, form = spec_of(p, values), epilogue.Epilogue(scale=True, bias=True, residual=True)
+    for order in itertools.permutations(TERMS):
+        terms = {name: jnp.asarray(values[name]) for name in order}
+        y, *_ = bind(
+            values["x"], values["w"], terms, spec=spec, epilogue=form, out_dtype=np.float32
+        )
+        assert_exact(y, before_activation(p, values, TERMS).astype(np.float32), str(order))
+
+
 def test_statistics():
     """Mean and squared deviations of y as rounded, and their gradient."""
     p = PROBLEMS[0]

@@ -53,7 +53,7 @@ def rows(array: np.ndarray, start: int, count: int) -> np.ndarray:
     return padded[:, at : at + count]
 
 
-def on_every_device(op: Op, p: Problem, plan: halo.Plan, lhs, rhs) -> np.ndarray:
+def on_every_device(op: Op, p: Problem, plan: halo.HaloPlan, lhs, rhs) -> np.ndarray:
     """What the devices compute together, of the rows that the plan says they read.
 
     Rows that a device is not sent are NaN, but for wgrad, where a row of dy that there is not still

@@ -18,7 +18,7 @@ CC = REPOSITORY / "cc"
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
 # Kernels of operations around convolutions, which the handlers launch themselves.
-AROUND = {"cuda/batch_norm", "cuda/pooling"}
+AROUND = {"cuda/normalisation", "cuda/pooling"}
 
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {
@@ -27,9 +27,9 @@ MAY_INCLUDE = {
     "cuda/ptx": {"core", "cuda/ptx"},
     "cuda/common": {"core", "cuda/ptx", "cuda/common"},
     **{own: {"core", "cuda/ptx", "cuda/common", own} for own in FAMILIES | AROUND},
-    # The registry and the launch table: the files of cc/cuda itself.
+    # The files of cc/cuda itself: what looks among all families, for a choice, a plan or a launch.
     "cuda": {"core", "cuda", "cuda/common", *FAMILIES},
-    "ffi": {"core", "cpu", "cuda/common", *AROUND, "ffi"},
+    "ffi": {"core", "cpu", "cuda", "cuda/common", *AROUND, "ffi"},
     # The Python module sees the interface of a platform and nothing behind it.
     "bindings": {"ffi"},
 }
@@ -110,6 +110,7 @@ def test_every_include_follows_the_layers():
         ("cuda/common/a.cc", "<cuda_runtime.h>"),
         ("cuda/igemm_simt/a.cuh", '"cuda/igemm_wmma/b.cuh"'),
         ("cuda/igemm_simt/a.cuh", '"cuda/launch_table.h"'),
+        ("cuda/igemm_simt/plan.cc", '"cuda/select.h"'),
         ("cuda/igemm_simt/plan.cc", '"cuda/igemm_simt/b.cuh"'),
         ("cuda/igemm_simt/a.cuh", '"ffi/call.h"'),
         ("cuda/igemm_simt/a.cuh", "<cudnn.h>"),
@@ -128,6 +129,30 @@ def test_every_include_follows_the_layers():
 )
 def test_a_forbidden_include_is_found(path, include):
     assert forbidden_includes(path, f"#include {include}\n")
+
+
+def declared_below(headers: list[str], sources: list[str]) -> list[str]:
+    """Sources whose header lies in another folder: a layer declares nothing of those above it."""
+    folders: dict[str, set[str]] = {}
+    for path in headers:
+        folder, _, name = path.rpartition("/")
+        folders.setdefault(name.rpartition(".")[0], set()).add(folder)
+    wrong = []
+    for path in sources:
+        folder, _, name = path.rpartition("/")
+        declared = folders.get(name.rpartition(".")[0].removesuffix("_sm90"), {folder})
+        if folder not in declared:
+            wrong.append(f"{path}: declared in {', '.join(sorted(declared))}")
+    return wrong
+
+
+def test_a_source_stands_beside_its_header():
+    names = [path.relative_to(CC).as_posix() for path in CC_FILES]
+    headers = [name for name in names if name.endswith(".h")]
+    wrong = declared_below(headers, [name for name in names if name.endswith((".cc", ".cu"))])
+    assert not wrong, "\n".join(wrong)
+    below = declared_below(["cuda/common/registry.h"], ["cuda/registry.cc"])
+    assert below == ["cuda/registry.cc: declared in cuda/common"]
 
 
 # --- Python ---------------------------------------------------------------------------------------
@@ -323,6 +348,28 @@ def test_a_banned_name_is_found(name):
     assert banned_in(name)
     assert name in cc_names(f"int {name} = 0;  // {name}") and name in python_names(f"{name} = 0")
     assert name not in cc_names(f'// {name}\nconst char* a = "{name}";')
+
+
+def shared_classes(texts: dict[str, str]) -> list[str]:
+    """Names that classes of several modules have."""
+    modules: dict[str, list[str]] = {}
+    for path, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name.lstrip("_"), []).append(path)
+    return [f"{name}: {', '.join(where)}" for name, where in modules.items() if len(where) > 1]
+
+
+def test_a_class_name_means_one_thing():
+    texts = {
+        path.relative_to(REPOSITORY).as_posix(): path.read_text()
+        for path in sorted((PACKAGE / "_src").rglob("*.py"))
+        if FLOOR.get(path.parent.name, 0) < FLOOR["fuse"]
+    }
+    assert len(texts) > 40
+    wrong = shared_classes(texts)
+    assert not wrong, "\n".join(wrong)
+    assert shared_classes({"a.py": "class Call: ...", "b.py": "class _Call: ..."})
 
 
 def test_files_can_be_read_at_one_sitting():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxconv._src.passes import masked_sums
+from jaxconv._src.passes.derivatives import DERIVATIVES
 from jaxconv._src.passes.masked_sums import Sums
 
 FORMS = {
@@ -23,14 +25,37 @@ FORMS = {
     "two arrays": Sums(1, 2, "result", True, 0.0, None),
     "two of each": Sums(2, 2, "result", True, -1.0, None),
     "two of each, not stored": Sums(2, 2, "result", False, 0.0, 1.0),
+    "from above alone": Sums(1, 1, "result", False, None, 1.0),
     "affine": Sums(1, 1, "affine", False, 0.0, None),
     "affine, stored": Sums(1, 1, "affine", True, 0.0, 1.0),
+    "affine, two of each": Sums(2, 2, "affine", True, 0.0, 1.0),
+    "relu6": Sums(2, 1, "affine", True, None, None, "relu6"),
     "bits": Sums(1, 1, "bits", False, 0.0, None),
     "bits, bounded, stored": Sums(2, 1, "bits", True, 0.0, 2.0),
     "bits, two of each": Sums(2, 2, "bits", True, 0.0, None),
+    "no array": Sums(1, 0, "none", False, None, None),
+    "no mask": Sums(1, 1, "none", False, None, None),
+    "no mask, two of each": Sums(2, 2, "none", True, None, None),
+    "leaky relu": Sums(2, 1, "affine", True, None, None, "leaky_relu", 0.5),
 }
 # Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
+
+JAX_ACTIVATIONS = {
+    "leaky_relu": functools.partial(jax.nn.leaky_relu, negative_slope=0.25),
+    "elu": functools.partial(jax.nn.elu, alpha=0.25),
+    "hard_sigmoid": jax.nn.hard_sigmoid,
+    "hard_swish": jax.nn.hard_swish,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "softplus": jax.nn.softplus,
+    "mish": jax.nn.mish,
+    "maximum": lambda u: jnp.maximum(u, 0),
+    "clip6": lambda u: jnp.clip(u, 0, 6),
+}
 
 
 def drawn(form: Sums, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.Array]:
@@ -41,27 +66,59 @@ def drawn(form: Sums, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.
         return jnp.asarray(rng.integers(-3, 4, shape), dtype)
 
     arrays = [integers(*shape, dtype=dtype) for _ in range(form.gradients + form.arrays)]
-    vectors = [integers(shape[-1]) for _ in range(form.arrays + 2 * (form.masked_by == "affine"))]
+    # The first mean is one of all segments.
+    leading = [(), *[masked_sums.of_segments(form.segments)] * 3]
+    vectors = [
+        integers(*leading[i], shape[-1])
+        for i in range(form.arrays + 2 * (form.masked_by == "affine"))
+    ]
     result = integers(*shape, dtype=dtype).at[(0,) * len(shape)].set(np.nan)
-    if form.masked_by == "affine":
-        mean, scale, offset = vectors
-        result = ((arrays[-1].astype(np.float32) - mean) * scale + offset).astype(dtype)
+    if form.masked_by == "result":
+        vectors.append(result)
     if form.masked_by == "bits":
         inside = (result > form.above) & (result < (np.inf if form.below is None else form.below))
         vectors.append(jnp.packbits(inside, axis=-1, bitorder="little"))
-    return [*arrays, *vectors, result]
+    return [*arrays, *vectors]
 
 
 def defined(operands, form: Sums) -> list[np.ndarray]:
     """By the definition, in float64."""
+    dtype = operands[0].dtype
     wide = [np.asarray(o, np.float64) for o in operands]
     gradients, arrays, means, of_mask = form.split(wide)
-    centred = [y - m for y, m in zip(arrays, means, strict=True)]
-    a = of_mask[-1]
-    kept = (a > form.above) & (True if form.below is None else a < form.below)
-    dz = np.where(kept, sum(gradients), 0)
-    axes = tuple(range(dz.ndim - 1))
-    sums = np.stack([p.sum(axes) for p in (dz, *(dz * c for c in centred))])
+    shape = gradients[0].shape
+
+    def rounded(x):
+        return x.astype(np.float32).astype(dtype).astype(np.float64)
+
+    def along(vector):
+        rows = np.repeat(np.atleast_2d(vector), shape[0] // np.atleast_2d(vector).shape[0], 0)
+        return rows.reshape(shape[0], *[1] * (len(shape) - 2), shape[-1])
+
+    centred = [y - along(m) for y, m in zip(arrays, means, strict=True)]
+    g = rounded(sum(gradients))
+    if form.masked_by == "affine":
+        scale, offset = map(along, of_mask)
+        a = rounded(centred[0] * scale + offset)
+    elif form.masked_by == "bits":
+        a = np.unpackbits(np.asarray(operands[-1]), axis=-1, bitorder="little")[..., : shape[-1]]
+    else:
+        a = of_mask[0] if of_mask else None
+    above, below = form.bounds if form.masked_by != "bits" else (0, None)
+    if a is None:
+        dz = g
+    elif form.derivative:
+        with jax.enable_x64(True):
+            function = JAX_ACTIVATIONS[form.derivative]
+            if form.derivative == "leaky_relu":
+                function = functools.partial(jax.nn.leaky_relu, negative_slope=form.slope)
+            dz = rounded(g * np.asarray(jax.vmap(jax.grad(function))(a.ravel())).reshape(shape))
+    else:
+        kept = a > (-np.inf if above is None else above)
+        dz = np.where(kept & (True if below is None else a < below), g, 0)
+    split = [p.reshape(form.segments, -1, shape[-1]) for p in (dz, *(dz * c for c in centred))]
+    sums = np.stack([p.sum(1) for p in split], 1)
+    sums = sums if form.segments > 1 else sums[0]
     return [dz, sums] if form.stores else [sums]
 
 
@@ -70,11 +127,12 @@ def assert_equal(actual, expected) -> None:
         np.testing.assert_array_equal(np.asarray(a, np.float64), e)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
 @pytest.mark.parametrize("name", FORMS)
-def test_operations_of_jax(name, dtype):
-    form = FORMS[name]
-    operands = drawn(form, (2, 3, 5, 8), dtype)
+def test_operations_of_jax(name, dtype, segments):
+    form = dataclasses.replace(FORMS[name], segments=segments)
+    operands = drawn(form, (4, 3, 5, 8), dtype)
     bind = functools.partial(masked_sums.masked_sums, form=form)
     with jax.default_device(jax.devices("cpu")[0]):
         found = bind(*operands)
@@ -86,6 +144,27 @@ def test_operations_of_jax(name, dtype):
             [r[1] for r in mapped(stacked, *operands[1:])],
             defined([2 * operands[0], *operands[1:]], form),
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("activation", DERIVATIVES)
+def test_derivatives_of_activations(activation, dtype):
+    """Those of jax.nn's functions, in float64, within a rounding of the gradient's type."""
+    form = Sums(1, 1, "affine", True, None, None, activation, 0.25)
+    rng = np.random.default_rng(1)
+    g, y = (jnp.asarray(rng.standard_normal((64, 24)) * s, dtype) for s in (1, 4))
+    vectors = [jnp.asarray(rng.standard_normal(24), np.float32) for _ in range(3)]
+    mean, scale, offset = vectors
+    u = ((y.astype(np.float32) - mean) * scale + offset).astype(dtype)
+    g = jnp.where(jnp.isin(abs(u), jnp.asarray([0, 3], dtype)), 0, g)  # jax.nn's are the mean there
+    operands = [g, y, *vectors]
+    with jax.default_device(jax.devices("cpu")[0]):
+        dz, sums = masked_sums.masked_sums(*operands, form=form)
+    expected_dz, expected_sums = defined(operands, form)
+    # u, rounded to bfloat16, may be its neighbour.
+    error = 3e-2 if dtype == jnp.bfloat16 else 3e-6
+    np.testing.assert_allclose(np.asarray(dz, np.float64), expected_dz, rtol=error, atol=error)
+    np.testing.assert_allclose(sums, expected_sums, rtol=error, atol=8 * error)
 
 
 @pytest.mark.parametrize("name", ["two gradients", "bits, bounded, stored"])
@@ -106,20 +185,17 @@ def test_derivative(name):
     "form, shape, dtype",
     [
         (FORMS["one gradient"], (4, 12), jnp.bfloat16),
-        (FORMS["one gradient"], (4, 8), np.float32),
+        (FORMS["one gradient"], (4, 8), np.float64),
         (FORMS["one gradient"], (0, 8), jnp.bfloat16),
-        (Sums(2, 1, "affine", False, 0.0, None), (4, 8), jnp.bfloat16),
+        (Sums(1, 0, "affine", False, 0.0, None), (4, 8), jnp.bfloat16),
+        (Sums(1, 2, "affine", False, 0.0, None, "silu"), (4, 8), jnp.bfloat16),
+        (Sums(1, 1, "affine", False, 0.0, None, "softsign"), (4, 8), jnp.bfloat16),
+        (Sums(1, 1, "result", False, 0.0, None, "silu"), (4, 8), jnp.bfloat16),
+        (Sums(1, 1, "none", False, None, None, segments=3), (4, 8), jnp.bfloat16),
     ],
 )
 def test_what_the_kernel_does_not_take(form, shape, dtype):
     assert not masked_sums.accepts(form, shape, np.dtype(dtype))
-
-
-def test_parts():
-    """They depend on the shape alone, and every one has rows."""
-    for shape in [*SHAPES, (256, 56, 56, 256), (256, 7, 7, 2048), (1, 8), (10**6, 8)]:
-        parts, rows = masked_sums.parts(shape), int(np.prod(shape[:-1]))
-        assert 1 <= parts <= 65535 and parts <= rows
 
 
 def test_lowering_for_a_gpu(cuda_calls):
@@ -137,13 +213,28 @@ def test_lowering_for_a_gpu(cuda_calls):
         assert types.split(", ") == [array, array, *told, array, array, *vectors]
 
 
+def test_a_call_says_no_more_than_earlier_versions_read(cuda_calls):
+    """But for what they do not compute."""
+    for form, expected in (
+        (FORMS["affine"], ["above", "below"]),
+        (Sums(1, 1, "affine", False, 0.0, None, "silu"), ["above", "activation", "below", "slope"]),
+        (dataclasses.replace(FORMS["affine"], segments=4), ["above", "below", "segments"]),
+    ):
+        operands = drawn(form, (4, 6, 24), jnp.bfloat16)
+        bind = jax.jit(functools.partial(masked_sums.masked_sums, form=form))
+        text = bind.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        (attributes,) = re.findall(r"@jaxconv_masked_sums.*backend_config = \{(.*?)\}", text)
+        assert sorted(re.findall(r"(\w+) = ", attributes)) == expected
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMS)
-def test_kernel(name, shape):
+def test_kernel(name, shape, segments):
     """Exact on integers; of others the same bits in a second run."""
-    form = FORMS[name]
-    dtype = (jnp.bfloat16, jnp.float16)[(len(shape) + len(name)) % 2]
+    form = dataclasses.replace(FORMS[name], segments=shape[0] if segments else 1)
+    dtype = (jnp.bfloat16, jnp.float16, np.float32)[(len(shape) + len(name)) % 3]
     assert masked_sums.accepts(form, shape, np.dtype(dtype))
     bind = jax.jit(functools.partial(masked_sums.masked_sums, form=form))
     operands = drawn(form, shape, dtype)

@@ -116,6 +116,7 @@ def test_device_time_splits_into_convolutions_and_the_rest():
         (Event("void jaxconv::NormaliseAndAdd<bf16>", 0, 1, "jaxconv_normalise_add.6"), False),
         (Event("void jaxconv::NormaliseAndAdd<bf16>", 0, 1, "call.2"), False),
         (Event("void jaxconv::SumMasked<bf16>", 0, 1, "call.2"), False),
+        (Event("void jaxconv::SumMoments<moments_bf16_y1>", 0, 1, "call.2"), False),
         (Event("void jaxconv::GatherGradient<bf16>", 0, 1, "jaxconv_max_pool.7"), False),
         (Event("void jaxconv::max_pool_internal::PoolMaxima<bf16>", 0, 1, "call.2"), False),
         # XLA names a kernel after its instruction.

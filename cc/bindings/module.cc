@@ -1,5 +1,6 @@
 // The Python module over one kernel library, `_jaxconv.cpu` or `_jaxconv.cuda`.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -51,6 +52,15 @@ Select(std::string_view key, std::string_view algorithm, std::string_view target
           selection.microseconds, selection.xla_microseconds, refusals};
 }
 
+// (kernel or "", reason or "", parts of a segment's rows, rows of a part at a time, microseconds)
+std::tuple<std::string, std::string, int64_t, int64_t, double> PlanPass(std::string_view key,
+                                                                        std::string_view target) {
+  jaxconv::PassPlan plan;
+  const jaxconv::Status status = Platform().plan_pass(key, target, &plan);
+  if (!status.ok()) throw nb::value_error(status.message().c_str());
+  return {plan.kernel, plan.reason, plan.parts, plan.block_rows, plan.microseconds};
+}
+
 nb::dict BuildInfo() {
   nb::dict info;
   info["version"] = JAXCONV_VERSION;
@@ -71,6 +81,14 @@ NB_MODULE(JAXCONV_MODULE, m) {
         "(instance or '', workspace bytes, slices, predicted microseconds of the fastest kernel or "
         "0, "
         "of XLA's convolution or 0, [(kernel, reason), ...]) for a problem key.");
+  if (Platform().plan_pass != nullptr) {
+    m.def("plan_pass", PlanPass, nb::arg("key"), nb::arg("target"),
+          "(kernel or '', reason or '', parts, rows of a part at a time, predicted microseconds) "
+          "for the key of a pass.");
+    m.def(
+        "pass_kernels", [] { return Platform().pass_kernels(); },
+        "Of every kernel of a pass [name, family, pass].");
+  }
   m.def("kernels", [] { return Platform().kernels(); }, "Names of all instances.");
   m.def("families", [] { return Platform().families(); }, "Names of the kernel families.");
   m.def("build_info", BuildInfo, "How this library was built.");

@@ -29,6 +29,15 @@ struct Selection {
   std::vector<Refusal> refusals;
 };
 
+// The plan of a call that convolves nothing (cuda/common/pass.h).
+struct PassPlan {
+  std::string kernel;  // empty: no kernel takes it, and `reason` says why
+  std::string reason;
+  int64_t parts = 1;       // of the rows of a segment, for a sum that the program adds up
+  int64_t block_rows = 0;  // the rows that a part takes at a time, where its counts matter
+  double microseconds = 0;
+};
+
 // Calls body(0) .. body(tasks - 1), possibly at the same time, and returns when all have returned.
 using ParallelFor = std::function<void(int64_t tasks, const std::function<void(int64_t)>& body)>;
 

@@ -1,9 +1,8 @@
-#include "cuda/common/launch_table.h"
+#include "cuda/launch_table.h"
 
 #include <unordered_map>
 
 #include "cuda/common/instances.h"
-#include "cuda/common/padded_channels.h"
 
 namespace jaxconv {
 

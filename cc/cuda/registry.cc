@@ -1,5 +1,7 @@
-#include "cuda/common/registry.h"
+#include "cuda/registry.h"
 
+#include <set>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -72,6 +74,18 @@ const std::vector<KernelDesc>& Kernels() {
     return all;
   }();
   return kernels;
+}
+
+std::vector<std::string> KernelNames() {
+  std::vector<std::string> names;
+  for (const KernelDesc& kernel : Kernels()) names.push_back(kernel.name);
+  return names;
+}
+
+std::vector<std::string> FamilyNames() {
+  std::set<std::string> families;
+  for (const KernelDesc& kernel : Kernels()) families.insert(kernel.family);
+  return {families.begin(), families.end()};
 }
 
 const KernelDesc* FindKernel(std::string_view name) {

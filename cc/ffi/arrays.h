@@ -89,7 +89,7 @@ struct Int8Arrays : Arrays {
   Array y = Result("y"), workspace = Result("workspace");
 };
 
-// cuda/batch_norm/normalise_add.h: arrays of one type and shape, the channels innermost, vectors of
+// cuda/normalisation/normalise_add.h: arrays of one type and shape, the channels innermost, vectors of
 // float32.
 struct NormaliseAddArrays : Arrays {
   using Arrays::Arrays;
@@ -100,7 +100,8 @@ struct NormaliseAddArrays : Arrays {
   Array result = Result("result"), bits = Result("bits");
 };
 
-// cuda/batch_norm/masked_sums.h: the same kinds of arrays.
+// cuda/normalisation/masked_sums.h: the same kinds of arrays; vectors are (channels,) or (segments,
+// channels).
 struct MaskedSumsArrays : Arrays {
   using Arrays::Arrays;
   Array gradient = Operand("gradient"), gradient2 = Operand("gradient2");
@@ -109,6 +110,13 @@ struct MaskedSumsArrays : Arrays {
   Array mean = Operand("mean"), mean2 = Operand("mean2");
   Array scale = Operand("scale"), offset = Operand("offset");
   Array masked = Result("masked"), sums = Result("sums");
+};
+
+// cuda/normalisation/moments.h.
+struct MomentsArrays : Arrays {
+  using Arrays::Arrays;
+  Array y = Operand("y");
+  Array moments = Result("moments");
 };
 
 // cuda/pooling/max_pool.h: x, maxima and operands of one type, the channels innermost, places of 8

@@ -1,6 +1,7 @@
 #include "ffi/call.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 
 namespace jaxconv {
@@ -13,23 +14,9 @@ std::string ToText(const Values& values, size_t count) {
   return text + ")";
 }
 
-ffi::DataType ToXla(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return ffi::DataType::F32;
-    case DType::kF16:
-      return ffi::DataType::F16;
-    case DType::kBF16:
-      return ffi::DataType::BF16;
-    case DType::kS8:
-      return ffi::DataType::S8;
-    case DType::kS32:
-      return ffi::DataType::S32;
-    case DType::kU8:
-      return ffi::DataType::U8;
-  }
-  return ffi::DataType::INVALID;
-}
+// In the order of DType.
+constexpr ffi::DataType kXlaTypes[] = {ffi::DataType::F32, ffi::DataType::F16, ffi::DataType::BF16,
+                                       ffi::DataType::S8,  ffi::DataType::S32, ffi::DataType::U8};
 
 // The start of a message; fprop, dgrad and wgrad name their arrays otherwise.
 Status Mismatch(const char* name, const std::string& message) {
@@ -38,7 +25,7 @@ Status Mismatch(const char* name, const std::string& message) {
 
 Status CheckNamed(const char* name, const Array& array, DType dtype, const Extents& expected) {
   const ffi::DataType type = array.buffer().element_type();
-  if (type != ToXla(dtype)) {
+  if (type != kXlaTypes[static_cast<int>(dtype)]) {
     return Mismatch(name, std::string("expected dtype ") + Name(dtype) + ", got XLA type " +
                               std::to_string(static_cast<int>(type)));
   }
@@ -50,53 +37,78 @@ Status CheckNamed(const char* name, const Array& array, DType dtype, const Exten
                             ToText(found, found.size()));
 }
 
-Status CheckArray(const Array& array, DType dtype, const Extents& expected) {
-  return CheckNamed(array.name(), array, dtype, expected);
-}
+// An array of a call as it should be; where it is not present it has no elements.
+struct Expected {
+  const Array& array;
+  bool present;
+  DType dtype;
+  Extents shape;
+};
 
-Status CheckAbsent(const Array& array) {
-  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
-  if (found.size() == 1 && found[0] == 0) return {};
-  return Mismatch(array.name(), "expected no elements, got shape " + ToText(found, found.size()));
-}
-
-// An array that is there, or not.
-Status CheckArrayIf(bool present, const Array& array, DType dtype, const Extents& expected) {
-  return present ? CheckArray(array, dtype, expected) : CheckAbsent(array);
-}
-
-// An array of 16 bits with its channels on the last axis: its type, shape, rows and channels.
-Status CheckChannelsInnermost(const Array& array, DType* dtype, Extents* shape, int64_t* rows,
-                              int64_t* channels) {
-  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
-  if (found.size() < 2 || found.size() > shape->values.size() || !array.present()) {
-    return Mismatch(array.name(), "expected elements along at least two axes, got shape " +
-                                      ToText(found, found.size()));
+Status CheckEach(std::initializer_list<Expected> arrays) {
+  for (const auto& [array, present, dtype, shape] : arrays) {
+    const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
+    if (present) {
+      JAXCONV_RETURN_IF_ERROR(CheckNamed(array.name(), array, dtype, shape));
+    } else if (found.size() != 1 || found[0] != 0) {
+      return Mismatch(array.name(),
+                      "expected no elements, got shape " + ToText(found, found.size()));
+    }
   }
-  for (const int64_t extent : found) shape->Append(extent);
-  *dtype = array.buffer().element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
-  *channels = found.back();
-  *rows = static_cast<int64_t>(array.buffer().element_count()) / *channels;
-  return CheckArray(array, *dtype, *shape);
+  return {};
 }
 
-// One bit for each element of an array of this shape, eight channels in a byte.
-Status CheckBits(const Array& bits, bool present, Extents shape) {
-  if (!present) return CheckAbsent(bits);
-  int64_t& channels = shape.values[shape.rank - 1];
-  if (channels % 8 != 0) {
-    return Mismatch(bits.name(),
-                    "expected channels in a multiple of 8, got " + std::to_string(channels));
+Extents Shape(std::initializer_list<int64_t> extents) {
+  Extents shape;
+  for (const int64_t extent : extents) shape.Append(extent);
+  return shape;
+}
+
+// Of an array of floating-point numbers, for which it is checked afterwards.
+DType FloatType(const Array& array) {
+  const ffi::DataType type = array.buffer().element_type();
+  return type == ffi::DataType::BF16  ? DType::kBF16
+         : type == ffi::DataType::F16 ? DType::kF16
+                                      : DType::kF32;
+}
+
+Status CheckChannelsInnermost(const Array& array, RowsOfChannels* rows) {
+  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
+  const bool axes = found.size() >= 2 && found.size() <= rows->shape.values.size();
+  if (!axes || !array.present() || rows->segments < 1 || found[0] % rows->segments != 0) {
+    return Mismatch(array.name(), "expected elements along two to seven axes, the leading one in " +
+                                      std::to_string(rows->segments) +
+                                      " equal segments, got shape " + ToText(found, found.size()));
   }
-  channels /= 8;
-  return CheckArray(bits, DType::kU8, shape);
+  for (const int64_t extent : found) rows->shape.Append(extent);
+  rows->dtype = FloatType(array);
+  rows->channels = found.back();
+  rows->rows =
+      static_cast<int64_t>(array.buffer().element_count()) / rows->channels / rows->segments;
+  return CheckEach({{array, true, rows->dtype, rows->shape}});
 }
 
-// A vector of `count` elements where it is present.
-Status CheckVector(const Array& array, bool present, DType dtype, int64_t count) {
-  Extents expected;
-  expected.Append(count);
-  return CheckArrayIf(present, array, dtype, expected);
+// What is formed in parts of every segment: (parts, kinds, channels), with the segments in front
+// where there are several.
+Extents PartsOf(const Array& array, int64_t kinds, RowsOfChannels* rows) {
+  const ffi::AnyBuffer::Dimensions found = array.buffer().dimensions();
+  const bool several = rows->segments > 1;
+  rows->parts = found.size() == 3u + several ? std::max<int64_t>(found[several], 1) : 1;
+  return several ? Shape({rows->segments, rows->parts, kinds, rows->channels})
+                 : Shape({rows->parts, kinds, rows->channels});
+}
+
+// One bit for each element, eight channels in a byte.
+Extents BitsOf(const RowsOfChannels& rows) {
+  Extents shape = rows.shape;
+  shape.values[shape.rank - 1] = (rows.channels + 7) / 8;
+  return shape;
+}
+
+// A vector of the channels, of all segments or one for each.
+Extents NumbersOf(const Array& array, const RowsOfChannels& rows) {
+  return array.buffer().dimensions().size() == 2 ? Shape({rows.segments, rows.channels})
+                                                 : Shape({rows.channels});
 }
 
 // An array of the problem, whose axes the attribute of a name puts in order.
@@ -148,26 +160,18 @@ Status CheckPooled(const Array& x, const Array& y, const Attributes& attributes,
     return Mismatch(y.name(), std::string("expected the axes of ") + x.name() + ", got shape " +
                                   ToText(to, to.size()));
   }
-  *dtype = x.buffer().element_type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF16;
+  *dtype = FloatType(x);
   windows->batch = from[0];
   windows->channels = from[axes + 1];
-  Extents whole;
-  whole.Append(from[0]);
-  pooled->Append(from[0]);
   for (size_t i = 0; i < axes; ++i) {
-    // Of two axes the outer and the inner one, of one the outer one.
-    const size_t at = i == 1 && axes == 2 ? 2 : i;
-    windows->in[at] = from[i + 1];
-    windows->out[at] = to[i + 1];
-    windows->size[at] = sizes[i];
-    windows->stride[at] = strides[i];
-    windows->low[at] = padding[i];
-    whole.Append(from[i + 1]);
-    pooled->Append(to[i + 1]);
+    windows->SetAxis(i, axes, from[i + 1], sizes[i], to[i + 1], strides[i], padding[i]);
   }
-  whole.Append(windows->channels);
-  pooled->Append(windows->channels);
-  return CheckArray(x, *dtype, whole);
+  Extents whole;
+  for (size_t i = 0; i < axes + 2; ++i) {
+    whole.Append(from[i]);
+    pooled->Append(i == 0 || i > axes ? from[i] : to[i]);
+  }
+  return CheckEach({{x, true, *dtype, whole}});
 }
 
 template <class OfCall>
@@ -187,6 +191,7 @@ std::vector<CallArrays> AllCalls() {
           Named<Int8Arrays>("jaxconv_int8"),
           Named<NormaliseAddArrays>("jaxconv_normalise_add"),
           Named<MaskedSumsArrays>("jaxconv_masked_sums"),
+          Named<MomentsArrays>("jaxconv_moments"),
           Named<MaxPoolArrays>("jaxconv_max_pool"),
           Named<MaxPoolGradientArrays>("jaxconv_max_pool_gradient")};
 }
@@ -255,24 +260,21 @@ Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,
     return Mismatch("problem", "expected fprop of floating-point operands with an epilogue, got " +
                                    problem.ToString());
   }
-  auto check = [&](Role role, const Array& array, DType dtype, std::string_view axes) {
-    return CheckRole(array.name(), array, dtype, problem, role, attributes, axes);
+  auto check = [&](Role role, const Array& array, DType dtype, std::string_view axes,
+                   bool present = true) {
+    return present ? CheckRole(array.name(), array, dtype, problem, role, attributes, axes)
+                   : CheckEach({{array, false, dtype, {}}});
   };
-  auto check_output = [&](const Array& array, bool present) {
-    return present ? check(Role::kY, array, problem.y_dtype, "out_axes") : CheckAbsent(array);
-  };
+  const DType dtype = problem.y_dtype;
   JAXCONV_RETURN_IF_ERROR(check(Role::kX, arrays.x, problem.x_dtype, "lhs_axes"));
   JAXCONV_RETURN_IF_ERROR(check(Role::kW, arrays.w, problem.w_dtype, "rhs_axes"));
-  JAXCONV_RETURN_IF_ERROR(
-      CheckVector(arrays.scale, terms.scale != ScaleKind::kNone, DType::kF32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.bias, terms.bias, DType::kF32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(check_output(arrays.residual, terms.residual));
-  JAXCONV_RETURN_IF_ERROR(check_output(arrays.y, true));
-  JAXCONV_RETURN_IF_ERROR(check_output(arrays.pre, terms.pre));
-  Extents moments;
-  moments.Append(2);
-  moments.Append(problem.k);
-  return CheckArrayIf(terms.statistics, arrays.statistics, DType::kF32, moments);
+  JAXCONV_RETURN_IF_ERROR(check(Role::kY, arrays.residual, dtype, "out_axes", terms.residual));
+  JAXCONV_RETURN_IF_ERROR(check(Role::kY, arrays.y, dtype, "out_axes"));
+  JAXCONV_RETURN_IF_ERROR(check(Role::kY, arrays.pre, dtype, "out_axes", terms.pre));
+  const Extents channels = Shape({problem.k});
+  return CheckEach({{arrays.scale, terms.scale != ScaleKind::kNone, DType::kF32, channels},
+                    {arrays.bias, terms.bias, DType::kF32, channels},
+                    {arrays.statistics, terms.statistics, DType::kF32, Shape({2, problem.k})}});
 }
 
 Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem) {
@@ -287,57 +289,66 @@ Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem) {
     std::rotate(w.values.begin(), w.values.begin() + (w.rank - 1), w.values.begin() + w.rank);
   }
   const Epilogue& terms = problem.epilogue;
-  const int64_t scales = terms.scale == ScaleKind::kImage ? problem.n * problem.k : problem.k;
-  JAXCONV_RETURN_IF_ERROR(
-      CheckArray(arrays.x, problem.x_dtype, problem.Shape(Role::kX, /*with_batch=*/false)));
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.w, problem.w_dtype, w));
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.y, problem.y_dtype, y));
-  JAXCONV_RETURN_IF_ERROR(
-      CheckVector(arrays.scale, terms.scale != ScaleKind::kNone, DType::kF32, scales));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.offset, terms.offset, DType::kS32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.bias, terms.bias, DType::kF32, problem.k));
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(terms.residual, arrays.residual, problem.y_dtype, y));
-  return CheckVector(arrays.residual_scale, terms.residual, DType::kF32, 1);
+  const Extents x = problem.Shape(Role::kX, /*with_batch=*/false), channels = Shape({problem.k});
+  const bool of_image = terms.scale == ScaleKind::kImage;
+  const Extents scales = of_image ? Shape({problem.n * problem.k}) : channels;
+  return CheckEach({{arrays.x, true, problem.x_dtype, x},
+                    {arrays.w, true, problem.w_dtype, w},
+                    {arrays.y, true, problem.y_dtype, y},
+                    {arrays.scale, terms.scale != ScaleKind::kNone, DType::kF32, scales},
+                    {arrays.offset, terms.offset, DType::kS32, channels},
+                    {arrays.bias, terms.bias, DType::kF32, channels},
+                    {arrays.residual, terms.residual, problem.y_dtype, y},
+                    {arrays.residual_scale, terms.residual, DType::kF32, Shape({1})}});
 }
 
-Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, DType* dtype, int64_t* rows,
-                         int64_t* channels) {
-  Extents shape;
-  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, dtype, &shape, rows, channels));
+Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, RowsOfChannels* rows) {
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, rows));
   const bool two = arrays.y2.present();
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(two, arrays.y2, *dtype, shape));
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(!two, arrays.shortcut, *dtype, shape));
-  for (const Array* vector : {&arrays.mean, &arrays.scale, &arrays.offset}) {
-    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, true, DType::kF32, *channels));
-  }
-  for (const Array* vector : {&arrays.mean2, &arrays.scale2, &arrays.offset2}) {
-    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, two, DType::kF32, *channels));
-  }
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.result, *dtype, shape));
-  return CheckBits(arrays.bits, true, shape);
+  const Extents vector = Shape({rows->channels});
+  return CheckEach({{arrays.y2, two, rows->dtype, rows->shape},
+                    {arrays.shortcut, !two, rows->dtype, rows->shape},
+                    {arrays.mean, true, DType::kF32, vector},
+                    {arrays.scale, true, DType::kF32, vector},
+                    {arrays.offset, true, DType::kF32, vector},
+                    {arrays.mean2, two, DType::kF32, vector},
+                    {arrays.scale2, two, DType::kF32, vector},
+                    {arrays.offset2, two, DType::kF32, vector},
+                    {arrays.result, true, rows->dtype, rows->shape},
+                    {arrays.bits, true, DType::kU8, BitsOf(*rows)}});
 }
 
-Status CheckMaskedSums(const MaskedSumsArrays& arrays, DType* dtype, int64_t* rows,
-                       int64_t* channels) {
-  Extents shape;
-  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.gradient, dtype, &shape, rows, channels));
-  const bool two = arrays.y2.present(), by_result = arrays.result.present();
-  const bool by_bits = arrays.bits.present(), affine = !by_result && !by_bits;
-  for (const Array* array : {&arrays.gradient2, &arrays.result, &arrays.y2, &arrays.masked}) {
-    JAXCONV_RETURN_IF_ERROR(CheckArrayIf(array->present(), *array, *dtype, shape));
-  }
-  JAXCONV_RETURN_IF_ERROR(CheckBits(arrays.bits, by_bits && !by_result, shape));
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.y, *dtype, shape));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.mean, true, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.mean2, two, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.scale, affine, DType::kF32, *channels));
-  JAXCONV_RETURN_IF_ERROR(CheckVector(arrays.offset, affine, DType::kF32, *channels));
-  const ffi::AnyBuffer::Dimensions sums = arrays.sums.buffer().dimensions();
-  Extents parts;
-  parts.Append(sums.size() == 3 && sums[0] > 0 ? sums[0] : 1);
-  parts.Append(two ? 3 : 2);
-  parts.Append(*channels);
-  return CheckArray(arrays.sums, DType::kF32, parts);
+Status CheckMaskedSums(const MaskedSumsArrays& arrays, const Attributes& attributes,
+                       RowsOfChannels* rows) {
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("segments", &rows->segments));
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.gradient, rows));
+  const bool one = arrays.y.present(), two = one && arrays.y2.present();
+  const bool by_result = arrays.result.present(), by_bits = !by_result && arrays.bits.present();
+  const bool affine = !by_result && !by_bits && arrays.scale.present();
+  const auto like = [&](const Array& array, bool present) {
+    return Expected{array, present, rows->dtype, rows->shape};
+  };
+  const auto vector = [&](const Array& array, bool present) {
+    return Expected{array, present, DType::kF32, NumbersOf(array, *rows)};
+  };
+  return CheckEach({like(arrays.gradient2, arrays.gradient2.present()),
+                    like(arrays.result, by_result),
+                    {arrays.bits, by_bits, DType::kU8, BitsOf(*rows)},
+                    like(arrays.y, one),
+                    like(arrays.y2, two),
+                    vector(arrays.mean, one),
+                    vector(arrays.mean2, two),
+                    vector(arrays.scale, affine),
+                    vector(arrays.offset, affine),
+                    like(arrays.masked, arrays.masked.present()),
+                    {arrays.sums, true, DType::kF32, PartsOf(arrays.sums, 1 + one + two, rows)}});
+}
+
+Status CheckMoments(const MomentsArrays& arrays, const Attributes& attributes,
+                    RowsOfChannels* rows) {
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("segments", &rows->segments));
+  JAXCONV_RETURN_IF_ERROR(CheckChannelsInnermost(arrays.y, rows));
+  return CheckEach({{arrays.moments, true, DType::kF32, PartsOf(arrays.moments, 2, rows)}});
 }
 
 Status CheckMaxPool(const MaxPoolArrays& arrays, const Attributes& attributes, DType* dtype,
@@ -346,12 +357,13 @@ Status CheckMaxPool(const MaxPoolArrays& arrays, const Attributes& attributes, D
   JAXCONV_RETURN_IF_ERROR(
       CheckPooled(arrays.x, arrays.maxima, attributes, dtype, &pooled, windows));
   const bool affine = arrays.mean.present(), places = arrays.places.present();
-  for (const Array* vector : {&arrays.mean, &arrays.scale, &arrays.offset}) {
-    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, affine, DType::kF32, windows->channels));
-  }
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.maxima, *dtype, pooled));
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(places, arrays.places, DType::kU8, pooled));
-  return CheckArrayIf(places && arrays.operands.present(), arrays.operands, *dtype, pooled);
+  const Extents vector = Shape({windows->channels});
+  return CheckEach({{arrays.mean, affine, DType::kF32, vector},
+                    {arrays.scale, affine, DType::kF32, vector},
+                    {arrays.offset, affine, DType::kF32, vector},
+                    {arrays.maxima, true, *dtype, pooled},
+                    {arrays.places, places, DType::kU8, pooled},
+                    {arrays.operands, places && arrays.operands.present(), *dtype, pooled}});
 }
 
 Status CheckMaxPoolGradient(const MaxPoolGradientArrays& arrays, const Attributes& attributes,
@@ -360,14 +372,14 @@ Status CheckMaxPoolGradient(const MaxPoolGradientArrays& arrays, const Attribute
   JAXCONV_RETURN_IF_ERROR(CheckPooled(arrays.dx, arrays.dy, attributes, dtype, &pooled, windows));
   for (const int64_t extent : arrays.dx.buffer().dimensions()) whole.Append(extent);
   const bool affine = arrays.y.present();
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.dy, *dtype, pooled));
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(arrays.dy2.present(), arrays.dy2, *dtype, pooled));
-  JAXCONV_RETURN_IF_ERROR(CheckArray(arrays.places, DType::kU8, pooled));
-  JAXCONV_RETURN_IF_ERROR(CheckArrayIf(affine, arrays.y, *dtype, whole));
-  for (const Array* vector : {&arrays.scale, &arrays.y_scale, &arrays.offset}) {
-    JAXCONV_RETURN_IF_ERROR(CheckVector(*vector, affine, DType::kF32, windows->channels));
-  }
-  return {};
+  const Extents vector = Shape({windows->channels});
+  return CheckEach({{arrays.dy, true, *dtype, pooled},
+                    {arrays.dy2, arrays.dy2.present(), *dtype, pooled},
+                    {arrays.places, true, DType::kU8, pooled},
+                    {arrays.y, affine, *dtype, whole},
+                    {arrays.scale, affine, DType::kF32, vector},
+                    {arrays.y_scale, affine, DType::kF32, vector},
+                    {arrays.offset, affine, DType::kF32, vector}});
 }
 
 ffi::Error ToError(const Status& status) {

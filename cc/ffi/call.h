@@ -36,12 +36,19 @@ Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,
                   const ConvProblem& problem);
 Status CheckInt8(const Int8Arrays& arrays, const ConvProblem& problem);
 
-// Compare the arrays with each other. The numbers are those of the rows and of the channels.
-Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, DType* dtype, int64_t* rows,
-                         int64_t* channels);
-Status CheckMaskedSums(const MaskedSumsArrays& arrays, DType* dtype, int64_t* rows,
-                       int64_t* channels);
+// An array with its channels on the last axis, whose leading axis segments divide evenly.
+struct RowsOfChannels {
+  DType dtype;
+  Extents shape;
+  int64_t segments = 1, rows, channels, parts;  // rows and parts of a segment
+};
 
+// Compare the arrays with each other, and with the attribute "segments", 1 where there is none.
+Status CheckNormaliseAdd(const NormaliseAddArrays& arrays, RowsOfChannels* rows);
+Status CheckMaskedSums(const MaskedSumsArrays& arrays, const Attributes& attributes,
+                       RowsOfChannels* rows);
+Status CheckMoments(const MomentsArrays& arrays, const Attributes& attributes,
+                    RowsOfChannels* rows);
 // Compare the arrays with each other and with the attributes: sizes, strides and padding in front
 // along the one to three spatial axes.
 Status CheckMaxPool(const MaxPoolArrays& arrays, const Attributes& attributes, DType* dtype,

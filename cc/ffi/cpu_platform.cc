@@ -1,52 +1,18 @@
 // XLA:CPU handlers over the oneDNN adapter.
-#include <atomic>
-#include <condition_variable>
+#include <algorithm>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 
 #include "cpu/epilogue_terms.h"
 #include "cpu/execution.h"
 #include "cpu/onednn.h"
 #include "cpu/select.h"
+#include "cpu/task_queue.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
 namespace jaxconv {
 namespace {
-
-// Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next
-// task, the calling thread included: so a call finishes even if the pool lends no thread (every
-// pool thread may itself be inside a call), and no thread is ever added to XLA's own.
-class TaskQueue {
- public:
-  TaskQueue(int64_t tasks, const std::function<void(int64_t)>& body) : tasks_(tasks), body_(body) {}
-
-  void Work() {
-    for (int64_t task; (task = next_.fetch_add(1)) < tasks_;) {
-      body_(task);
-      if (done_.fetch_add(1) + 1 == tasks_) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        all_done_.notify_all();
-      }
-    }
-  }
-
-  // `body_` is only touched for claimed tasks, so it may go away once this returns.
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    all_done_.wait(lock, [&] { return done_.load() == tasks_; });
-  }
-
- private:
-  const int64_t tasks_;
-  const std::function<void(int64_t)>& body_;
-  std::atomic<int64_t> next_{0};
-  std::atomic<int64_t> done_{0};
-  std::mutex mutex_;
-  std::condition_variable all_done_;
-};
 
 ParallelFor OnPool(ffi::ThreadPool& pool) {
   return [&pool](int64_t tasks, const std::function<void(int64_t)>& body) {
@@ -138,8 +104,8 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
 
 const PlatformInterface& CpuPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,  SelectKey,
-      cpu::KernelNames,  cpu::FamilyNames,  BuildInfo,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,         SelectKey, nullptr,
+      cpu::KernelNames,  nullptr,           cpu::FamilyNames, BuildInfo,
   };
   return *platform;
 }

@@ -2,19 +2,19 @@
 // nothing that it has seen before, waits for nothing and tunes nothing, so every one may be
 // recorded into a command buffer.
 #include <memory>
-#include <mutex>
-#include <set>
-#include <unordered_map>
 
-#include "cuda/batch_norm/masked_sums.h"
-#include "cuda/batch_norm/normalise_add.h"
-#include "cuda/common/launch_table.h"
-#include "cuda/common/plan_cache.h"
 #include "cuda/common/query_gpu.h"
-#include "cuda/common/registry.h"
-#include "cuda/common/select.h"
+#include "cuda/launch_table.h"
+#include "cuda/normalisation/masked_sums.h"
+#include "cuda/normalisation/moments.h"
+#include "cuda/normalisation/normalise_add.h"
+#include "cuda/passes.h"
+#include "cuda/plan_cache.h"
 #include "cuda/pooling/max_pool.h"
 #include "cuda/pooling/max_pool_gradient.h"
+#include "cuda/pooling/plan.h"
+#include "cuda/registry.h"
+#include "cuda/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
@@ -24,22 +24,8 @@ namespace {
 // Several large networks' convolutions, of which each plan takes one to two KB.
 constexpr size_t kPlans = 4096;
 
-// The model of a device, asked of the driver once.
-Status GpuOf(int device, Gpu* gpu) {
-  static std::mutex mutex;
-  static std::unordered_map<int, Gpu> known;
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = known.find(device);
-  if (found == known.end()) {
-    JAXCONV_RETURN_IF_ERROR(QueryGpu(device, gpu));
-    found = known.emplace(device, *gpu).first;
-  }
-  *gpu = found->second;
-  return {};
-}
-
 PlanCache& Plans() {
-  static PlanCache& plans = *new PlanCache(kPlans, GpuOf);
+  static PlanCache& plans = *new PlanCache(kPlans, GpuOfDevice);
   return plans;
 }
 
@@ -47,6 +33,8 @@ struct CudaContext {
   void* stream;
   int32_t device;
 };
+
+const float* Floats(const Array& array) { return array.data<const float>(); }
 
 // Finds the plan of a call, lets `bind` check the call against the planned problem and set its
 // operands, and launches. The workspace is the same in every call.
@@ -78,116 +66,114 @@ Status Conv(const CudaContext& context, const ConvArrays& arrays, const Attribut
   return Run(context, attributes, arrays.workspace, bind);
 }
 
-// The operands and terms that FusedArrays and Int8Arrays share.
+// FusedArrays and Int8Arrays.
 template <class ArraysWithEpilogue>
-void SetOperandsAndTerms(const ArraysWithEpilogue& arrays, Operands* operands) {
-  operands->lhs = arrays.x.data();
-  operands->rhs = arrays.w.data();
-  operands->scale = arrays.scale.template data<const float>();
-  operands->bias = arrays.bias.template data<const float>();
-  operands->residual = arrays.residual.data();
-  operands->out = arrays.y.data();
-}
-
-Status Fused(const CudaContext& context, const FusedArrays& arrays, const Attributes& attributes) {
+Status Fused(const CudaContext& context, const ArraysWithEpilogue& arrays,
+             const Attributes& attributes) {
   auto bind = [&](const ConvProblem& problem, Operands* operands) {
-    JAXCONV_RETURN_IF_ERROR(CheckFused(arrays, attributes, problem));
-    SetOperandsAndTerms(arrays, operands);
-    operands->pre = arrays.pre.data();
-    operands->statistics = arrays.statistics.data<float>();
+    if constexpr (std::is_same_v<ArraysWithEpilogue, Int8Arrays>) {
+      JAXCONV_RETURN_IF_ERROR(CheckInt8(arrays, problem));
+      operands->offset = arrays.offset.template data<const int32_t>();
+      operands->residual_scale = Floats(arrays.residual_scale);
+    } else {
+      JAXCONV_RETURN_IF_ERROR(CheckFused(arrays, attributes, problem));
+      operands->pre = arrays.pre.data();
+      operands->statistics = arrays.statistics.template data<float>();
+    }
+    operands->lhs = arrays.x.data(), operands->rhs = arrays.w.data();
+    operands->scale = Floats(arrays.scale), operands->bias = Floats(arrays.bias);
+    operands->residual = arrays.residual.data(), operands->out = arrays.y.data();
     return Status();
   };
   return Run(context, attributes, arrays.workspace, bind);
 }
 
-Status Int8(const CudaContext& context, const Int8Arrays& arrays, const Attributes& attributes) {
-  auto bind = [&](const ConvProblem& problem, Operands* operands) {
-    JAXCONV_RETURN_IF_ERROR(CheckInt8(arrays, problem));
-    SetOperandsAndTerms(arrays, operands);
-    operands->offset = arrays.offset.data<const int32_t>();
-    operands->residual_scale = arrays.residual_scale.data<const float>();
-    return Status();
-  };
-  return Run(context, attributes, arrays.workspace, bind);
+// A vector of all segments, or one for each.
+ChannelNumbers Numbers(const Array& vector) {
+  const ffi::AnyBuffer::Dimensions shape = vector.buffer().dimensions();
+  return {Floats(vector), shape.size() == 2 ? shape[1] : 0};
 }
 
 Status RunNormaliseAdd(const CudaContext& context, const NormaliseAddArrays& arrays,
                        const Attributes& attributes) {
-  DType dtype;
+  RowsOfChannels rows;
   Gpu gpu;
-  NormaliseAdd sum = {};
-  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAdd(arrays, &dtype, &sum.rows, &sum.channels));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sum.below));
-  JAXCONV_RETURN_IF_ERROR(GpuOf(context.device, &gpu));
-  sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
-  sum.arrays[0] = arrays.y.data();
-  sum.arrays[1] = arrays.y2.data();
-  sum.shortcut = arrays.shortcut.data();
-  sum.means[0] = arrays.mean.data<const float>();
-  sum.means[1] = arrays.mean2.data<const float>();
-  sum.scales[0] = arrays.scale.data<const float>();
-  sum.scales[1] = arrays.scale2.data<const float>();
-  sum.offsets[0] = arrays.offset.data<const float>();
-  sum.offsets[1] = arrays.offset2.data<const float>();
-  sum.result = arrays.result.data();
-  sum.bits = arrays.bits.data<uint8_t>();
-  return LaunchNormaliseAdd(dtype, sum, context.stream);
+  float below;
+  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAdd(arrays, &rows));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &below));
+  JAXCONV_RETURN_IF_ERROR(GpuOfDevice(context.device, &gpu));
+  return LaunchNormaliseAdd(rows.dtype,
+                            {rows.rows,
+                             rows.channels,
+                             2 * gpu.sm_count,  // the kernel's launch bounds
+                             {arrays.y.data(), arrays.y2.data()},
+                             {Floats(arrays.mean), Floats(arrays.mean2)},
+                             {Floats(arrays.scale), Floats(arrays.scale2)},
+                             {Floats(arrays.offset), Floats(arrays.offset2)},
+                             arrays.shortcut.data(),
+                             below,
+                             arrays.result.data(),
+                             arrays.bits.data<uint8_t>()},
+                            context.stream);
 }
 
 Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
                      const Attributes& attributes) {
-  DType dtype;
+  RowsOfChannels rows;
   MaskedSums sums = {};
-  JAXCONV_RETURN_IF_ERROR(CheckMaskedSums(arrays, &dtype, &sums.rows, &sums.channels));
+  std::string_view activation = kDerivativeNames[0];
+  JAXCONV_RETURN_IF_ERROR(CheckMaskedSums(arrays, attributes, &rows));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sums.below));
-  sums.parts = arrays.sums.buffer().dimensions()[0];
-  sums.gradient = arrays.gradient.data();
-  sums.gradient2 = arrays.gradient2.data();
-  sums.result = arrays.result.data();
-  sums.bits = arrays.bits.data<const uint8_t>();
-  sums.arrays[0] = arrays.y.data();
-  sums.arrays[1] = arrays.y2.data();
-  sums.means[0] = arrays.mean.data<const float>();
-  sums.means[1] = arrays.mean2.data<const float>();
-  sums.scale = arrays.scale.data<const float>();
-  sums.offset = arrays.offset.data<const float>();
-  sums.masked = arrays.masked.data();
-  sums.sums = arrays.sums.data<float>();
-  return LaunchMaskedSums(dtype, sums, context.stream);
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("activation", &activation));
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("slope", &sums.slope));
+  JAXCONV_RETURN_IF_ERROR(ParseDerivative(activation, &sums.derivative));
+  sums.segments = rows.segments, sums.rows = rows.rows;
+  sums.channels = rows.channels, sums.parts = rows.parts;
+  sums.gradient = arrays.gradient.data(), sums.gradient2 = arrays.gradient2.data();
+  sums.result = arrays.result.data(), sums.bits = arrays.bits.data<const uint8_t>();
+  sums.arrays[0] = arrays.y.data(), sums.arrays[1] = arrays.y2.data();
+  sums.means[0] = Numbers(arrays.mean), sums.means[1] = Numbers(arrays.mean2);
+  sums.scale = Numbers(arrays.scale), sums.offset = Numbers(arrays.offset);
+  sums.masked = arrays.masked.data(), sums.sums = arrays.sums.data<float>();
+  return LaunchMaskedSums(rows.dtype, sums, context.stream);
+}
+
+Status RunMoments(const CudaContext& context, const MomentsArrays& arrays,
+                  const Attributes& attributes) {
+  RowsOfChannels rows;
+  JAXCONV_RETURN_IF_ERROR(CheckMoments(arrays, attributes, &rows));
+  return LaunchMoments(rows.dtype,
+                       {rows.segments, rows.rows, rows.channels, rows.parts, arrays.y.data(),
+                        arrays.moments.data<float>()},
+                       context.stream);
 }
 
 Status RunMaxPool(const CudaContext& context, const MaxPoolArrays& arrays,
                   const Attributes& attributes) {
   DType dtype;
   Gpu gpu;
-  MaxPool pool = {};
-  JAXCONV_RETURN_IF_ERROR(CheckMaxPool(arrays, attributes, &dtype, &pool.windows));
-  JAXCONV_RETURN_IF_ERROR(GpuOf(context.device, &gpu));
-  pool.x = arrays.x.data();
-  pool.mean = arrays.mean.data<const float>();
-  pool.scale = arrays.scale.data<const float>();
-  pool.offset = arrays.offset.data<const float>();
-  pool.maxima = arrays.maxima.data();
-  pool.places = arrays.places.data<uint8_t>();
-  pool.operands = arrays.operands.data();
-  return LaunchMaxPool(dtype, pool, gpu.compute_capability() == 90, context.stream);
+  PoolWindows windows;
+  JAXCONV_RETURN_IF_ERROR(CheckMaxPool(arrays, attributes, &dtype, &windows));
+  JAXCONV_RETURN_IF_ERROR(GpuOfDevice(context.device, &gpu));
+  return LaunchMaxPool(dtype,
+                       {windows, arrays.x.data(), Floats(arrays.mean), Floats(arrays.scale),
+                        Floats(arrays.offset), arrays.maxima.data(), arrays.places.data<uint8_t>(),
+                        arrays.operands.data(), pooling::WalkOf(windows, gpu.sm_count)},
+                       gpu.compute_capability() == 90, context.stream);
 }
 
 Status RunMaxPoolGradient(const CudaContext& context, const MaxPoolGradientArrays& arrays,
                           const Attributes& attributes) {
   DType dtype;
-  MaxPoolGradient gradient = {};
-  JAXCONV_RETURN_IF_ERROR(CheckMaxPoolGradient(arrays, attributes, &dtype, &gradient.windows));
-  gradient.dy = arrays.dy.data();
-  gradient.dy2 = arrays.dy2.data();
-  gradient.places = arrays.places.data<const uint8_t>();
-  gradient.y = arrays.y.data();
-  gradient.scale = arrays.scale.data<const float>();
-  gradient.y_scale = arrays.y_scale.data<const float>();
-  gradient.offset = arrays.offset.data<const float>();
-  gradient.dx = arrays.dx.data();
-  return LaunchMaxPoolGradient(dtype, gradient, context.stream);
+  PoolWindows windows;
+  JAXCONV_RETURN_IF_ERROR(CheckMaxPoolGradient(arrays, attributes, &dtype, &windows));
+  return LaunchMaxPoolGradient(
+      dtype,
+      {windows, arrays.dy.data(), arrays.dy2.data(), arrays.places.data<const uint8_t>(),
+       arrays.y.data(), Floats(arrays.scale), Floats(arrays.y_scale), Floats(arrays.offset),
+       arrays.dx.data()},
+      context.stream);
 }
 
 struct Cuda {
@@ -209,30 +195,20 @@ struct Cuda {
   }
 };
 
-std::vector<std::pair<std::string, void*>> Handlers() {
-  return {{"jaxconv_fprop", reinterpret_cast<void*>(Handler<Cuda, Conv<Op::kFprop>>::Call)},
-          {"jaxconv_dgrad", reinterpret_cast<void*>(Handler<Cuda, Conv<Op::kDgrad>>::Call)},
-          {"jaxconv_wgrad", reinterpret_cast<void*>(Handler<Cuda, Conv<Op::kWgrad>>::Call)},
-          {"jaxconv_fused", reinterpret_cast<void*>(Handler<Cuda, Fused>::Call)},
-          {"jaxconv_int8", reinterpret_cast<void*>(Handler<Cuda, Int8>::Call)},
-          {"jaxconv_masked_sums", reinterpret_cast<void*>(Handler<Cuda, RunMaskedSums>::Call)},
-          {"jaxconv_normalise_add", reinterpret_cast<void*>(Handler<Cuda, RunNormaliseAdd>::Call)},
-          {"jaxconv_max_pool", reinterpret_cast<void*>(Handler<Cuda, RunMaxPool>::Call)},
-          {"jaxconv_max_pool_gradient",
-           reinterpret_cast<void*>(Handler<Cuda, RunMaxPoolGradient>::Call)}};
-}
+template <auto kRun>
+void* const kHandler = reinterpret_cast<void*>(Handler<Cuda, kRun>::Call);
 
-// A product or an architecture ("h200", "sm_90a"); empty: this process's first device (JAX wants
-// all of one kind), or, without one, the oldest that the portable kernels run on.
-Status Target(std::string_view target, Gpu* gpu) {
-  if (target.empty()) {
-    if (!GpuOf(0, gpu).ok()) ModelOf("sm_80", gpu);
-    return {};
-  }
-  if (ModelOf(target, gpu)) return {};
-  return Status::InvalidArgument(
-      "target: expected an architecture such as sm_90a or a product such as h200, got '" +
-      std::string(target) + "'");
+std::vector<std::pair<std::string, void*>> Handlers() {
+  return {{"jaxconv_fprop", kHandler<Conv<Op::kFprop>>},
+          {"jaxconv_dgrad", kHandler<Conv<Op::kDgrad>>},
+          {"jaxconv_wgrad", kHandler<Conv<Op::kWgrad>>},
+          {"jaxconv_fused", kHandler<Fused<FusedArrays>>},
+          {"jaxconv_int8", kHandler<Fused<Int8Arrays>>},
+          {"jaxconv_masked_sums", kHandler<RunMaskedSums>},
+          {"jaxconv_moments", kHandler<RunMoments>},
+          {"jaxconv_normalise_add", kHandler<RunNormaliseAdd>},
+          {"jaxconv_max_pool", kHandler<RunMaxPool>},
+          {"jaxconv_max_pool_gradient", kHandler<RunMaxPoolGradient>}};
 }
 
 Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view target,
@@ -240,25 +216,19 @@ Status SelectKey(std::string_view key, std::string_view algorithm, std::string_v
   ConvProblem problem;
   JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
   Gpu gpu;
-  JAXCONV_RETURN_IF_ERROR(Target(target, &gpu));
+  JAXCONV_RETURN_IF_ERROR(GpuOfTarget(target, &gpu));
   return Select(problem, gpu, algorithm, selection);
 }
 
-std::vector<std::string> KernelNames() {
-  std::vector<std::string> names;
-  for (const KernelDesc& kernel : Kernels()) names.push_back(kernel.name);
-  return names;
-}
-
-std::vector<std::string> FamilyNames() {
-  std::set<std::string> families;
-  for (const KernelDesc& kernel : Kernels()) families.insert(kernel.family);
-  return {families.begin(), families.end()};
+Status PlanPassKey(std::string_view key, std::string_view target, PassPlan* plan) {
+  Gpu gpu;
+  JAXCONV_RETURN_IF_ERROR(GpuOfTarget(target, &gpu));
+  return PlanPass(key, gpu, plan);
 }
 
 std::vector<std::pair<std::string, std::string>> BuildInfo() {
   Gpu gpu;
-  const Status status = GpuOf(0, &gpu);
+  const Status status = GpuOfDevice(0, &gpu);
   return {{"cuda", JAXCONV_CUDA_VERSION},
           {"architectures", JAXCONV_CUDA_ARCHITECTURES},
           {"device", status.ok() ? gpu.name + " (sm_" + std::to_string(gpu.compute_capability()) +
@@ -270,8 +240,8 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
 
 const PlatformInterface& CudaPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,  SelectKey,
-      KernelNames,       FamilyNames,       BuildInfo,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,    SelectKey, PlanPassKey,
+      KernelNames,       PassNames,         FamilyNames, BuildInfo,
   };
   return *platform;
 }

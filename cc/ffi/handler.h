@@ -26,6 +26,11 @@ class Attributes {
     *value = *found;
     return {};
   }
+  // Leaves the value where the call does not have the attribute: programs of earlier versions.
+  template <class T>
+  Status GetIf(std::string_view name, T* value) const {
+    return values_.contains(name) ? Get(name, value) : Status();
+  }
 
  private:
   const ffi::Dictionary& values_;

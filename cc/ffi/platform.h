@@ -3,6 +3,7 @@
 #ifndef JAXCONV_FFI_PLATFORM_H_
 #define JAXCONV_FFI_PLATFORM_H_
 
+#include <array>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -34,7 +35,11 @@ struct PlatformInterface {
   // too large for the arithmetic of any kernel.
   Status (*select)(std::string_view key, std::string_view algorithm, std::string_view target,
                    Selection* selection);
+  // The same of a pass, by its key. Null, as pass_kernels, where the platform has no kernels of any.
+  Status (*plan_pass)(std::string_view key, std::string_view target, PassPlan* plan);
   std::vector<std::string> (*kernels)();
+  // Of every kernel of a pass its name, family and pass.
+  std::vector<std::array<std::string, 3>> (*pass_kernels)();
   std::vector<std::string> (*families)();
   std::vector<std::pair<std::string, std::string>> (*build_info)();
 };

@@ -10,11 +10,14 @@ import re
 import sys
 import threading
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import api as _api
 from jax._src import checkify as _checkify
 from jax._src import compiler as _compiler
 from jax._src import config as _config
@@ -22,9 +25,11 @@ from jax._src import core as _core
 from jax._src import custom_partitioning as _custom_partitioning
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import linear_util as _linear_util
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
 from jax._src import xla_metadata_lib as _xla_metadata_lib
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax.experimental import xla_metadata as _xla_metadata
@@ -76,6 +81,24 @@ def is_traced(value) -> bool:
 def is_tracing() -> bool:
     """Whether a function is being traced: by jit, or by a transformation."""
     return not _core.trace_state_clean()
+
+
+def current_trace() -> weakref.ref:
+    """The trace of the function that is being traced, which lives as long as its values."""
+    return weakref.ref(_core.trace_ctx.trace)
+
+
+def end_trace(trace: weakref.ref) -> None:
+    """Makes values of a trace that is over raise UnexpectedTracerError where they are used."""
+    if (alive := trace()) is not None:
+        _core.Trace.invalidate(alive)  # JAX itself lets them pass, and the lowering then fails
+
+
+def check_alive(values) -> None:
+    """Raises UnexpectedTracerError for a traced value whose trace is over (``end_trace``)."""
+    for value in values:
+        if isinstance(value, _core.Tracer) and not value._trace.is_valid():
+            raise _core.escaped_tracer_error(value)
 
 
 def report_nans(primitive) -> None:
@@ -165,6 +188,25 @@ def set_attribute(value, name: str, number: int) -> None:
 def set_global(context, value) -> None:
     """Sets a user context (``jax.make_user_context``) for all threads that do not set their own."""
     getattr(context, "set_global", context._obj.set_global)(value)  # JAX 0.9 has the inner one only
+
+
+def rewrite_before_lowering(rewrite) -> None:
+    """Puts a function from programs (jaxprs, not closed) to programs in front of their lowering.
+
+    It sees every program on its own: the whole one, and the functions, branches and loop bodies in
+    it. JAX has no interface for this; where the function that lowers a program has another name,
+    programs are lowered as they are.
+    """
+    name = "jaxpr_subcomp"
+    original = getattr(_mlir, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def lower(ctx, jaxpr, *args, **kwargs):
+        return original(ctx, rewrite(jaxpr), *args, **kwargs)
+
+    setattr(_mlir, name, lower)
 
 
 def lowering_rule(primitive, platform: str):
@@ -279,6 +321,55 @@ def canonical_out_sharding(sharding, name: str):
     return _sharding_impls.canonicalize_sharding(sharding, name)
 
 
+# --- differentiation ---
+
+# Where JAX differentiates a user's function: `grad`, `vjp`, `linearize` and `jacrev` begin with the
+# first, `jvp` and `jacfwd` with the second, `hessian` with both.
+_DIFFERENTIATION = ((_ad, "linearize"), (_api, "_jvp"))
+
+
+def replace_differentiated(replaced: Callable[[Callable], Callable]) -> None:
+    """Makes JAX differentiate ``replaced(function)`` in the place of each function.
+
+    Args:
+        replaced: called in the thread and in the trace that differentiate. The function that it
+            takes may be called any number of times, with positional arguments.
+
+    Raises:
+        AttributeError: this JAX differentiates elsewhere. Nothing has changed.
+    """
+
+    def within(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def differentiating(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if hasattr(function, "call_wrapped"):  # JAX 0.9
+                function = _replaced_wrapped(function, replaced)
+            else:
+                function = replaced(function)
+            return original(function, *args, **kwargs)
+
+        return differentiating
+
+    originals = [getattr(module, name) for module, name in _DIFFERENTIATION]
+    for (module, name), original in zip(_DIFFERENTIATION, originals, strict=True):
+        setattr(module, name, within(original))
+
+
+def _replaced_wrapped(function: Any, replaced: Callable[[Callable], Callable]) -> Any:
+    """The same of a ``WrappedFun``, which leaves the trees of its results in stores, once."""
+
+    def call(*args: Any) -> Any:
+        for store in function.stores:
+            if store is not None:
+                store.reset()
+        return function.call_wrapped(*args)
+
+    other = replaced(call)
+    if other is call:
+        return function
+    return _linear_util.wrap_init(other, debug_info=function.debug_info)
+
+
 # --- programs (jaxprs) ---
 
 
@@ -331,6 +422,11 @@ def annotated(eqn, **metadata: str):
         return _core.new_jaxpr_eqn(
             eqn.invars, eqn.outvars, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
         )
+
+
+def metadata(eqn) -> dict[str, Any]:
+    """The XLA metadata of an equation."""
+    return eqn.ctx.xla_metadata or {}
 
 
 def inlinable(eqn) -> bool:

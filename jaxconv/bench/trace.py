@@ -85,7 +85,7 @@ _COMPUTING_KERNEL = re.compile(
     re.IGNORECASE,
 )
 # Of jaxconv's, those of what other libraries leave to XLA: batch norm, max pooling.
-_OTHER_KERNEL = re.compile("SumMasked|NormaliseAndAdd|PoolMaxima|GatherGradient")
+_OTHER_KERNEL = re.compile("SumMasked|SumMoments|NormaliseAndAdd|PoolMaxima|GatherGradient")
 
 
 class Classifier:

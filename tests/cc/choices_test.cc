@@ -21,7 +21,8 @@
 //     choices_test [FOLDER]          compares the tables of a folder, by default of this file's
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
 //     choices_test --select          answers lines of GPU, key, algorithm from standard input, for
-//                                    tools/bench_problems.py
+//                                    tools/bench_problems.py; the algorithm "pass" asks for the plan
+//                                    of a pass
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -38,8 +39,9 @@
 #include <vector>
 
 #include "cuda/common/instances.h"
-#include "cuda/common/registry.h"
-#include "cuda/common/select.h"
+#include "cuda/passes.h"
+#include "cuda/registry.h"
+#include "cuda/select.h"
 
 namespace jaxconv {
 namespace {
@@ -361,6 +363,17 @@ int Compare() {
   return failures != 0 || table.lines.empty() || bench.empty();
 }
 
+void AnswerOfPass(const std::string& key, const Gpu& gpu) {
+  PassPlan plan;
+  const Status status = PlanPass(key, gpu, &plan);
+  if (!status.ok()) {
+    std::cout << '!' << status.message() << std::endl;
+    return;
+  }
+  std::cout << plan.kernel << '\t' << plan.reason << '\t' << plan.parts << '\t' << plan.block_rows
+            << '\t' << plan.microseconds << std::endl;
+}
+
 // Answers as the Python module of a platform does: instance, workspace bytes, slices, both predicted
 // times, refusals; "!" and a message for an error.
 int Answer() {
@@ -370,8 +383,13 @@ int Answer() {
     Gpu gpu;
     Selection selection;
     Status status = Status::InvalidArgument("expected GPU, key and algorithm, got " + line);
-    if (asked.size() == 3 && ModelOf(asked[0], &gpu))
+    if (asked.size() == 3 && ModelOf(asked[0], &gpu)) {
+      if (asked[2] == "pass") {
+        AnswerOfPass(asked[1], gpu);
+        continue;
+      }
       status = ConvProblem::Parse(asked[1], &problem);
+    }
     if (status.ok()) status = Select(problem, gpu, asked[2], &selection);
     if (status.ok()) {
       std::cout << selection.instance << '\t' << selection.workspace_bytes << '\t'

@@ -8,7 +8,7 @@
 #include "cc/targets_and_keys.h"
 #include "core/conv_problem.h"
 #include "cuda/common/gpu.h"
-#include "cuda/common/registry.h"
+#include "cuda/registry.h"
 
 namespace {
 

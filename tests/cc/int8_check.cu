@@ -32,9 +32,9 @@
 
 #include "core/conv_problem.h"
 #include "cuda/common/kernel.h"
-#include "cuda/common/launch_table.h"
 #include "cuda/common/query_gpu.h"
-#include "cuda/common/registry.h"
+#include "cuda/launch_table.h"
+#include "cuda/registry.h"
 #include "device_program.cuh"
 #include "int8_definition.cuh"
 

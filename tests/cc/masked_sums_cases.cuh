@@ -8,31 +8,71 @@
 #include <string>
 #include <vector>
 
-#include "cuda/batch_norm/masked_sums.h"
+#include "cuda/normalisation/masked_sums.h"
 #include "pass_test.cuh"
 
 namespace jaxconv {
 
-enum class MaskTold { kByResult, kAffine, kByBits };
+enum class MaskTold { kByResult, kAffine, kByBits, kNone };
 
 struct MaskedSumsCase {
   DType dtype;
-  int64_t rows, channels, parts;
+  int64_t segments, rows, channels, parts;
   int gradients, arrays;
   MaskTold told;
   bool stores;
   float below;
+  Derivative derivative;
 };
 
+// In double.
+inline double DerivativeOf(Derivative derivative, double slope, double u) {
+  const double s = 1 / (1 + std::exp(-u)), density = std::exp(-u * u / 2) / std::sqrt(2 * M_PI);
+  const double k = std::sqrt(8 / M_PI), t = std::tanh(std::log1p(std::exp(u)));
+  const double g = 1 / (1 + std::exp(-k * (u + 0.044715 * u * u * u)));
+  switch (derivative) {
+    case Derivative::kNone:
+      break;
+    case Derivative::kLeakyRelu:
+      return u >= 0 ? 1 : slope;
+    case Derivative::kElu:
+      return u > 0 ? 1 : slope * std::exp(u);
+    case Derivative::kHardSigmoid:
+      return u > -3 && u < 3 ? 1 / 6.0 : 0;
+    case Derivative::kHardSwish:
+      return u <= -3 ? 0 : u >= 3 ? 1 : u / 3 + 0.5;
+    case Derivative::kSigmoid:
+      return s * (1 - s);
+    case Derivative::kSilu:
+      return s + u * s * (1 - s);
+    case Derivative::kTanh:
+      return 1 - std::tanh(u) * std::tanh(u);
+    case Derivative::kGelu:
+      return std::erfc(-u * std::sqrt(0.5)) / 2 + u * density;
+    case Derivative::kGeluTanh:
+      return g + u * g * (1 - g) * k * (1 + 3 * 0.044715 * u * u);
+    case Derivative::kSoftplus:
+      return s;
+    case Derivative::kMish:
+      return t + u * (1 - t * t) * s;
+    case Derivative::kMaximum:
+      return u > 0 ? 1 : u == 0 ? 0.5 : 0;
+    case Derivative::kClip6:
+      return u > 0 && u < 6 ? 1 : u == 0 || u == 6 ? 0.5 : 0;
+  }
+  return 0;
+}
+
 inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
-  const int64_t count = c.rows * c.channels, kinds = 1 + c.arrays;
+  const int64_t count = c.segments * c.rows * c.channels, kinds = 1 + c.arrays;
+  const int64_t numbers = c.segments * c.channels;
   const std::vector<double> gradient = test.Drawn(count), gradient2 = test.Drawn(count),
                             y = test.Drawn(count), y2 = test.Drawn(count);
   std::vector<double> result = test.Drawn(count);
   result[count / 2] = std::nan("");  // which is above nothing
+  // The first mean and the offset are those of all segments.
   const std::vector<double> mean = test.Drawn(c.channels, -2, 2),
-                            mean2 = test.Drawn(c.channels, -2, 2),
-                            scale = test.Drawn(c.channels, -2, 2),
+                            mean2 = test.Drawn(numbers, -2, 2), scale = test.Drawn(numbers, -2, 2),
                             offset = test.Drawn(c.channels, -2, 2);
   const DeviceArray gradients[] = {{c.dtype, gradient}, {c.dtype, gradient2}};
   const DeviceArray arrays[] = {{c.dtype, y}, {c.dtype, y2}};
@@ -42,87 +82,125 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   for (int64_t at = 0; at < count; ++at) bytes[at / 8] += int{inside(result[at])} << at % 8;
   const DeviceArray of_result(c.dtype, result), bits(DType::kU8, bytes), scales(DType::kF32, scale),
       offsets(DType::kF32, offset), masked(c.dtype, count),
-      sums(DType::kF32, c.parts * kinds * c.channels);
+      sums(DType::kF32, c.segments * c.parts * kinds * c.channels);
   MaskedSums p = {};
-  p.rows = c.rows, p.channels = c.channels, p.parts = c.parts;
+  p.segments = c.segments, p.rows = c.rows, p.channels = c.channels, p.parts = c.parts;
   p.gradient = gradients[0].data();
   if (c.gradients == 2) p.gradient2 = gradients[1].data();
   for (int a = 0; a < c.arrays; ++a) {
-    p.arrays[a] = arrays[a].data(), p.means[a] = means[a].as<float>();
+    p.arrays[a] = arrays[a].data();
+    p.means[a] = {means[a].as<float>(), a == 0 ? 0 : c.channels};
   }
   switch (c.told) {
     case MaskTold::kByResult:
       p.result = of_result.data();
       break;
     case MaskTold::kAffine:
-      p.scale = scales.as<float>(), p.offset = offsets.as<float>();
+      p.scale = {scales.as<float>(), c.channels}, p.offset = {offsets.as<float>(), 0};
       break;
     case MaskTold::kByBits:
       p.bits = bits.as<uint8_t>();
+      break;
+    case MaskTold::kNone:
+      break;
   }
   p.above = 0, p.below = c.below;
+  p.derivative = c.derivative, p.slope = 0.25f;
   if (c.stores) p.masked = masked.data();
   p.sums = sums.as<float>();
   test.Launched(LaunchMaskedSums(c.dtype, p, nullptr));
+  // A derivative may be rounded to the number beside the definition's.
+  double tolerance = 0;
+  if (c.derivative != Derivative::kNone) {
+    tolerance = c.dtype == DType::kF32 ? 1e-5 : c.dtype == DType::kF16 ? 2e-3 : 1e-2;
+  }
   auto dz = [&](int64_t at) {
-    const int64_t k = at % c.channels;
-    const bool affine = c.told == MaskTold::kAffine;
-    if (!inside(affine ? (y[at] - mean[k]) * scale[k] + offset[k] : result[at])) return 0.0;
-    return c.gradients == 2 ? gradient[at] + gradient2[at] : gradient[at];
+    const int64_t k = at % c.channels, segment = at / (c.rows * c.channels);
+    const double g = c.gradients == 2 ? gradient[at] + gradient2[at] : gradient[at];
+    if (c.told == MaskTold::kNone) return g;
+    if (c.told != MaskTold::kAffine) return inside(result[at]) ? g : 0.0;
+    const double u = (y[at] - mean[k]) * scale[segment * c.channels + k] + offset[k];
+    if (c.derivative == Derivative::kNone) return inside(u) ? g : 0.0;
+    return Rounded(c.dtype, g * DerivativeOf(c.derivative, p.slope, u));
   };
   if (c.stores) {
-    test.Result("dz", masked, [&] {
-      std::vector<double> expected;
-      for (int64_t at = 0; at < count; ++at) expected.push_back(dz(at));
-      return expected;
-    });
+    test.Result(
+        "dz", masked,
+        [&] {
+          std::vector<double> expected;
+          for (int64_t at = 0; at < count; ++at) expected.push_back(dz(at));
+          return expected;
+        },
+        1, 1, tolerance);
   }
   test.Result(
       "sums", sums,
       [&] {
-        std::vector<double> expected(kinds * c.channels);
+        std::vector<double> expected(c.segments * kinds * c.channels);
         for (int64_t at = 0; at < count; ++at) {
-          const int64_t k = at % c.channels;
-          expected[k] += dz(at);
-          expected[c.channels + k] += dz(at) * (y[at] - mean[k]);
-          if (c.arrays == 2) expected[2 * c.channels + k] += dz(at) * (y2[at] - mean2[k]);
+          const int64_t k = at % c.channels, segment = at / (c.rows * c.channels);
+          double* const sum = expected.data() + segment * kinds * c.channels + k;
+          sum[0] += dz(at);
+          if (c.arrays >= 1) sum[c.channels] += dz(at) * (y[at] - mean[k]);
+          if (c.arrays == 2) {
+            sum[2 * c.channels] += dz(at) * (y2[at] - mean2[segment * c.channels + k]);
+          }
         }
         return expected;
       },
-      c.parts);
+      c.parts, c.segments, 16 * tolerance);
 }
 
 inline void MaskedSumsCases(PassTest& test) {
-  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
-  // Rows, channels and parts: fewer rows than a CTA has, no multiple of its steps, a last slice of
-  // channels that is not full, parts without rows.
-  constexpr int64_t kShapes[][3] = {{3, 8, 1},    {70, 64, 2},  {301, 24, 3},
-                                    {29, 264, 2}, {41, 520, 5}, {9, 72, 11}};
+  constexpr float kNoBound = std::numeric_limits<float>::quiet_NaN();
+  // Segments, rows, channels and parts: fewer rows than a CTA has, no multiple of its steps, a last
+  // slice of channels that is not full, parts without rows.
+  constexpr int64_t kShapes[][4] = {{1, 3, 8, 1},    {1, 70, 64, 2},  {1, 301, 24, 3},
+                                    {1, 29, 264, 2}, {1, 41, 520, 5}, {1, 9, 72, 11},
+                                    {3, 37, 64, 2},  {5, 7, 264, 1},  {2, 150, 16, 3}};
   struct Form {
     int gradients, arrays;
     MaskTold told;
     bool stores;
   };
   constexpr MaskTold kByResult = MaskTold::kByResult, kAffine = MaskTold::kAffine,
-                     kByBits = MaskTold::kByBits;
+                     kByBits = MaskTold::kByBits, kNone = MaskTold::kNone;
   constexpr Form kForms[] = {
-      {1, 1, kByResult, false}, {1, 2, kByResult, true},  {2, 1, kByResult, true},
-      {2, 2, kByResult, true},  {2, 2, kByResult, false}, {1, 1, kAffine, false},
-      {1, 1, kAffine, true},    {1, 1, kByBits, false},   {1, 2, kByBits, true},
-      {2, 1, kByBits, true},    {2, 2, kByBits, true}};
-  constexpr const char* kNames[] = {"_result", "_affine", "_bits"};
-  int number = 0;
-  for (const auto& [rows, channels, parts] : kShapes) {
+      {1, 1, kByResult, false}, {1, 2, kByResult, true}, {2, 1, kByResult, true},
+      {2, 2, kByResult, true},  {1, 1, kAffine, false},  {1, 2, kAffine, true},
+      {2, 1, kAffine, false},   {2, 2, kAffine, true},   {1, 1, kByBits, false},
+      {1, 2, kByBits, true},    {2, 1, kByBits, true},   {2, 2, kByBits, true},
+      {1, 0, kNone, false},     {1, 1, kNone, false},    {1, 2, kNone, false},
+      {2, 0, kNone, true},      {2, 1, kNone, true},     {2, 2, kNone, false}};
+  constexpr const char* kNames[] = {"_result", "_affine", "_bits", ""};
+  auto run = [&](const MaskedSumsCase& c) {
+    test.Begin(std::string(Name(c.dtype)) + "_" + std::to_string(c.segments) + "x" +
+               std::to_string(c.rows) + "x" + std::to_string(c.channels) + "_parts" +
+               std::to_string(c.parts) + "_gradients" + std::to_string(c.gradients) + "_arrays" +
+               std::to_string(c.arrays) +
+               (c.derivative == Derivative::kNone
+                    ? kNames[static_cast<int>(c.told)]
+                    : "_" + std::string(kDerivativeNames[static_cast<int>(c.derivative)])) +
+               (c.stores ? "_stored" : ""));
+    RunMaskedSums(c, test);
+  };
+  int number = 0, row = 0;
+  for (const auto& [segments, rows, channels, parts] : kShapes) {
+    // Each form has every type on one of the shapes, and every shape.
+    ++row;
     for (const Form& form : kForms) {
-      const DType dtype = ++number % 2 != 0 ? DType::kBF16 : DType::kF16;
-      const float below = number % 3 != 0 ? kNone : 2.0f;
-      test.Begin(std::string(Name(dtype)) + "_" + std::to_string(rows) + "x" +
-                 std::to_string(channels) + "_parts" + std::to_string(parts) + "_gradients" +
-                 std::to_string(form.gradients) + "_arrays" + std::to_string(form.arrays) +
-                 kNames[static_cast<int>(form.told)] + (form.stores ? "_stored" : ""));
-      RunMaskedSums({dtype, rows, channels, parts, form.gradients, form.arrays, form.told,
-                     form.stores, below},
-                    test);
+      const float below = ++number % 3 != 0 ? kNoBound : 2.0f;
+      run({TypeOf(number + row), segments, rows, channels, parts, form.gradients, form.arrays,
+           form.told, form.stores, below, Derivative::kNone});
+    }
+  }
+  for (int i = 1; i < static_cast<int>(std::size(kDerivativeNames)); ++i) {
+    for (int gradients = 1; gradients <= 2; ++gradients) {
+      const auto& [segments, rows, channels, parts] = kShapes[(2 * i + gradients) % 9];
+      for (int type = 0; type < 3; ++type) {
+        run({TypeOf(type), segments, rows, channels, parts, gradients, 1, MaskTold::kAffine,
+             type % 2 == 0, kNoBound, static_cast<Derivative>(i)});
+      }
     }
   }
 }

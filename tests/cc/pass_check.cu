@@ -3,7 +3,8 @@
 //
 //     pass_check check|hash [KERNEL...]
 //
-//     check  small integers, results filled with NaN before, compared exactly with the definition
+//     check  small integers, results filled with NaN before, compared with the definition: exactly,
+//            but for moments and derivatives of activations
 //     hash   normal operands; of the results' bits, to compare processes
 //
 // KERNEL: part of a name in kPasses below; without one, all.
@@ -21,6 +22,7 @@
 
 #include "masked_sums_cases.cuh"
 #include "max_pool_cases.cuh"
+#include "moments_cases.cuh"
 #include "normalise_add_cases.cuh"
 #include "pass_test.cuh"
 
@@ -34,6 +36,7 @@ struct Pass {
 
 constexpr Pass kPasses[] = {
     {"masked_sums", MaskedSumsCases},
+    {"moments", MomentsCases},
     {"normalise_add", NormaliseAddCases},
     {"max_pool", MaxPoolCases},
     {"max_pool_gradient", MaxPoolGradientCases},

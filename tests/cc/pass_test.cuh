@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -100,6 +102,20 @@ class DeviceArray {
   Buffer buffer_;
 };
 
+// A number rounded to a floating-point type.
+inline double Rounded(DType dtype, double value) {
+  const auto single = static_cast<float>(value);
+  return dtype == DType::kF32    ? single
+         : dtype == DType::kBF16 ? double{__bfloat162float(__float2bfloat16(single))}
+                                 : double{__half2float(__float2half(single))};
+}
+
+// The floating-point types in turn.
+inline DType TypeOf(int number) {
+  constexpr DType kTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
+  return kTypes[number % 3];
+}
+
 // The cases of one kernel, in one of the program's modes.
 class PassTest {
  public:
@@ -129,10 +145,12 @@ class PassTest {
     failed_ = true;
     std::printf("FAILED %s %s: %s\n", kernel_, name_.c_str(), status.message().c_str());
   }
-  // Hashes a result, or compares it with its definition, which is computed only then. Of a result
-  // in `parts` slices, whose sum is defined, the sum is compared.
+  // Hashes a result, or compares it with its definition, which is computed only then. In every
+  // segment of a result in `parts` slices, whose sum is defined, the sum is compared. `tolerance` is
+  // beside the larger of 1 and the number.
   template <class Define>
-  void Result(const char* what, const DeviceArray& result, Define define, int64_t parts = 1) {
+  void Result(const char* what, const DeviceArray& result, Define define, int64_t parts = 1,
+              int64_t segments = 1, double tolerance = 0) {
     if (failed_) return;
     if (!exact_) {
       for (const char byte : result.Bytes()) {
@@ -142,10 +160,15 @@ class PassTest {
     }
     const std::vector<double> expected = define(), values = result.Values();
     std::vector<double> found(values.size() / parts);
-    for (size_t i = 0; i < values.size(); ++i) found[i % found.size()] += values[i];
+    const size_t of_segment = found.size() / segments;
+    for (size_t i = 0; i < values.size(); ++i) {
+      found[i / (of_segment * parts) * of_segment + i % of_segment] += values[i];
+    }
     int64_t differ = found.size() == expected.size() ? 0 : 1, first = 0;
     for (size_t i = 0; i < found.size() && i < expected.size(); ++i) {
       if (found[i] == expected[i] || (found[i] != found[i] && expected[i] != expected[i])) continue;
+      const double error = std::fabs(found[i] - expected[i]);
+      if (error <= tolerance * std::max(1.0, std::fabs(expected[i]))) continue;
       if (differ++ == 0) first = static_cast<int64_t>(i);
     }
     if (differ == 0) return;

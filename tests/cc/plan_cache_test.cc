@@ -1,5 +1,5 @@
 // The cache of plans: found again, bounded, least recently used first, safe among threads.
-#include "cuda/common/plan_cache.h"
+#include "cuda/plan_cache.h"
 
 #include <cstdio>
 #include <string>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cc/expect.h"
-#include "cuda/common/registry.h"
+#include "cuda/registry.h"
 
 namespace jaxconv {
 namespace {

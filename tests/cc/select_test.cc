@@ -1,5 +1,5 @@
 // Kernel selection and planning on modelled GPUs, without CUDA.
-#include "cuda/common/select.h"
+#include "cuda/select.h"
 
 #include <cstdio>
 #include <string>
@@ -7,7 +7,7 @@
 #include "cc/expect.h"
 #include "cc/targets_and_keys.h"
 #include "cuda/common/folded_columns.h"
-#include "cuda/common/registry.h"
+#include "cuda/registry.h"
 
 namespace jaxconv {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "cc/expect.h"
 #include "cc/targets_and_keys.h"
-#include "cuda/common/registry.h"
-#include "cuda/common/select.h"
+#include "cuda/registry.h"
+#include "cuda/select.h"
 #include "cuda/winograd_int8/params.h"
 #include "cuda/winograd_int8/plan.h"
 

@@ -10,8 +10,8 @@
 
 #include "cc/expect.h"
 #include "cc/targets_and_keys.h"
-#include "cuda/common/registry.h"
-#include "cuda/common/select.h"
+#include "cuda/registry.h"
+#include "cuda/select.h"
 #include "cuda/winograd/form_plan.h"
 #include "cuda/winograd/fused_row_plan.h"
 #include "cuda/winograd/params.h"

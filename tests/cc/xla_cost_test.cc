@@ -14,7 +14,7 @@
 
 #include "cc/expect.h"
 #include "cc/targets_and_keys.h"
-#include "cuda/common/select.h"
+#include "cuda/select.h"
 
 namespace jaxconv {
 namespace {

@@ -101,9 +101,9 @@ def units(names: list[str]) -> dict[str, str]:
     }
     texts["registry.cc"] = "\n".join(
         [
-            '#include "cuda/common/launch_table.h"',
+            '#include "cuda/launch_table.h"',
             '#include "cuda/common/padded_channels.h"',
-            '#include "cuda/common/registry.h"',
+            '#include "cuda/registry.h"',
             *(f'#include "cuda/{family}/plan.h"' for family in sorted(families)),
             "namespace jaxconv {",
             *declarations,
@@ -139,11 +139,8 @@ def sources(roots: list[pathlib.Path]) -> list[pathlib.Path]:
             for folder in (file.parent, EMULATOR, CC, TESTS):
                 header = folder / name
                 if header.exists():
-                    beside = [
-                        parent / f"{header.stem}{ending}"
-                        for parent in header.parents[:2]
-                        for ending in (".cc", ".cu", "_sm90.cu")
-                    ]
+                    endings = (".cc", ".cu", "_sm90.cu")
+                    beside = (header.with_name(header.stem + ending) for ending in endings)
                     pending += [header, *(s for s in beside if s.exists())]
                     break
     return found
@@ -218,7 +215,7 @@ def build(
             unit.write_text(text)
         roots.append(unit)
     if any(name.endswith("_padded") for name in names):
-        roots += [CC / "cuda" / "common" / name for name in ("launch_padded.cc", "pitched_copy.cu")]
+        roots += [CC / "cuda" / name for name in ("launch_padded.cc", "common/pitched_copy.cu")]
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         # Device code first: it takes longest.
         files = sorted(sources(roots), key=lambda file: (file.suffix, str(file)), reverse=True)

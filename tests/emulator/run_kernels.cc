@@ -28,9 +28,9 @@
 #include "core/conv_problem.h"
 #include "cuda/common/folded_columns.h"
 #include "cuda/common/kernel.h"
-#include "cuda/common/launch_table.h"
 #include "cuda/common/query_gpu.h"
-#include "cuda/common/registry.h"
+#include "cuda/launch_table.h"
+#include "cuda/registry.h"
 #include "emulator.h"
 #include "round.h"
 

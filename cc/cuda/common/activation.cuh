@@ -106,10 +106,14 @@ __device__ __forceinline__ float GeluTanh(float v) {
   return v * Logistic(x);
 }
 
-// v Phi(v) = max(v, 0) - |v| Q(|v|), where Q(a) = Phi(-a) = exp(-a^2 / 2) R(a). R(a) (a + 3) is a
-// polynomial in (a - 3) / (a + 3), fitted to erfcx: relative error 4.9e-8. Q(15) is zero.
-__device__ __forceinline__ float Gelu(float v) {
-  const float c = MaxNan(MinNan(v, 15), -15), a = fabsf(c);
+// Q(a) = Phi(-a) = exp(-a^2 / 2) R(a) of a = |c| <= 15: R(a), and the exponential. R(a) (a + 3) is
+// a polynomial in (a - 3) / (a + 3), fitted to erfcx: relative error 4.9e-8. Q(15) is zero.
+struct NormalTail {
+  float ratio;
+  Exponential exp;
+};
+__device__ __forceinline__ NormalTail NormalTailOf(float c) {
+  const float a = fabsf(c);
   const float r = Reciprocal(a + 3), t = fmaf(-6, r, 1);
   float p = fmaf(-2.65245074e-4f, t, -9.01020559e-4f);
   p = fmaf(p, t, 1.07554041e-3f);
@@ -120,8 +124,13 @@ __device__ __forceinline__ float Gelu(float v) {
   p = fmaf(p, t, -5.09332302e-1f);
   p = fmaf(p, t, 7.29083669e-1f) * r;
   const float half = -0.5f * c, square = half * c;
-  const Exponential exp = Exp(square, fmaf(half, c, -square));
-  return fmaf(-fabsf(MinNan(v, 15)), p * exp.value * exp.power, MaxNan(v, 0));
+  return {p, Exp(square, fmaf(half, c, -square))};
+}
+
+// v Phi(v) = max(v, 0) - |v| Q(|v|).
+__device__ __forceinline__ float Gelu(float v) {
+  const NormalTail tail = NormalTailOf(MaxNan(MinNan(v, 15), -15));
+  return fmaf(-fabsf(MinNan(v, 15)), tail.ratio * tail.exp.value * tail.exp.power, MaxNan(v, 0));
 }
 
 // 1 - 2 / (1 + exp(2 |v|)), near zero, where that cancels, v + v^3 P(v^2).

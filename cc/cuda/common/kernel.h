@@ -2,7 +2,7 @@
 // plan that the family makes for a problem, and the buffers of one launch.
 //
 // Selection and planning are plain C++ without CUDA, so that they run, and are tested, on machines
-// without a toolkit. What launches device code is a separate table (launch_table.h).
+// without a toolkit. What launches device code is a separate table (cuda/launch_table.h).
 #ifndef JAXCONV_CUDA_COMMON_KERNEL_H_
 #define JAXCONV_CUDA_COMMON_KERNEL_H_
 
@@ -69,7 +69,7 @@ struct EpilogueCost {
   // The same where no second result is written and the activation clamps (none, relu, relu6).
   double clamps = 0.1;
   double residual = 0.03;    // beside the terms
-  double activation = 0.15;  // silu; others in proportion (select.cc)
+  double activation = 0.15;  // silu; others in proportion (cuda/select.cc)
 };
 
 struct KernelDesc {

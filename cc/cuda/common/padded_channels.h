@@ -39,9 +39,6 @@ struct PaddedParams {
 // Both in one launch.
 Status LaunchPitchedCopies(const PitchedCopy& first, const PitchedCopy& second, void* stream);
 
-// Launches a plan of a padded instance.
-Status LaunchPadded(const Plan& plan, const Operands& operands, void* stream);
-
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_COMMON_PADDED_CHANNELS_H_

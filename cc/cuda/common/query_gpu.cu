@@ -1,6 +1,9 @@
 #include <cuda_runtime.h>
 
+#include <mutex>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 
 #include "cuda/common/query_gpu.h"
 
@@ -41,6 +44,30 @@ Status QueryGpu(int ordinal, Gpu* gpu) {
                                    Attribute(cudaDevAttrGlobalMemoryBusWidth, ordinal) / 8;
   FillRates(clock_ghz, dram_bytes_per_us, gpu);
   return {};
+}
+
+Status GpuOfDevice(int ordinal, Gpu* gpu) {
+  static std::mutex mutex;
+  static std::unordered_map<int, Gpu> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(ordinal);
+  if (found == known.end()) {
+    JAXCONV_RETURN_IF_ERROR(QueryGpu(ordinal, gpu));
+    found = known.emplace(ordinal, *gpu).first;
+  }
+  *gpu = found->second;
+  return {};
+}
+
+Status GpuOfTarget(std::string_view target, Gpu* gpu) {
+  if (target.empty()) {
+    if (!GpuOfDevice(0, gpu).ok()) ModelOf("sm_80", gpu);
+    return {};
+  }
+  if (ModelOf(target, gpu)) return {};
+  return Status::InvalidArgument(
+      "target: expected an architecture such as sm_90a or a product such as h200, got '" +
+      std::string(target) + "'");
 }
 
 }  // namespace jaxconv

@@ -2,6 +2,8 @@
 #ifndef JAXCONV_CUDA_COMMON_QUERY_GPU_H_
 #define JAXCONV_CUDA_COMMON_QUERY_GPU_H_
 
+#include <string_view>
+
 #include "core/status.h"
 #include "cuda/common/gpu.h"
 
@@ -10,6 +12,13 @@ namespace jaxconv {
 // `ordinal` counts as the CUDA runtime does, CUDA_VISIBLE_DEVICES applied. Without a driver or a
 // GPU: an error, nothing else.
 Status QueryGpu(int ordinal, Gpu* gpu);
+
+// The same, asked of the driver once.
+Status GpuOfDevice(int ordinal, Gpu* gpu);
+
+// That of a product or an architecture ("h200", "sm_90a"); empty: of this process's first device
+// (JAX wants all of one kind), or, without one, of the oldest that the portable kernels run on.
+Status GpuOfTarget(std::string_view target, Gpu* gpu);
 
 }  // namespace jaxconv
 

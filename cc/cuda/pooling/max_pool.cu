@@ -1,30 +1,43 @@
-#include <string>
-
 #include "cuda/pooling/max_pool.cuh"
 
 namespace jaxconv {
+namespace {
 
-extern template Status LaunchMaxPoolOn<true>(DType, const MaxPool&, void*);
+using max_pool_internal::PoolForm;
+
+template <class Tag>
+Status LaunchOf(const MaxPool& pool, void* stream) {
+  return max_pool_internal::LaunchPool<Tag, false>(pool, stream);
+}
+
+#define JAXCONV_OF_max_pool_gradient(...)
+#define PASS_SM90(...)
+#define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
+#define JAXCONV_OF_max_pool(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, max_pool, variant, PoolForm, __VA_ARGS__)
+#include "cuda/pooling/kernels.def"
+#undef JAXCONV_OF_max_pool
+
+constexpr PassLaunch<MaxPool> kLaunches[] = {
+#define JAXCONV_OF_max_pool(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_ROW, max_pool, variant, LaunchOf, __VA_ARGS__)
+#include "cuda/pooling/kernels.def"
+};
+
+}  // namespace
 
 Status LaunchMaxPool(DType dtype, const MaxPool& pool, bool sm90, void* stream) {
-  if (dtype != DType::kBF16 && dtype != DType::kF16) {
-    return Status::Unimplemented("max_pool: expected float16 or bfloat16, got " +
-                                 std::string(Name(dtype)));
-  }
   JAXCONV_RETURN_IF_ERROR(CheckPoolWindows(pool.windows, pool.places != nullptr));
   if (pool.operands != nullptr && pool.places == nullptr) {
     return Status::Unimplemented("max_pool: operands come with places");
   }
-  for (const void* array :
-       {pool.x, static_cast<const void*>(pool.mean), static_cast<const void*>(pool.scale),
-        static_cast<const void*>(pool.offset), static_cast<const void*>(pool.maxima),
-        static_cast<const void*>(pool.places), static_cast<const void*>(pool.operands)}) {
-    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
-      return Status::Unimplemented("max_pool: an array does not lie on a multiple of 16 bytes");
-    }
-  }
-  return sm90 ? LaunchMaxPoolOn<true>(dtype, pool, stream)
-              : LaunchMaxPoolOn<false>(dtype, pool, stream);
+  JAXCONV_RETURN_IF_ERROR(CheckAligned(
+      {pool.x, pool.mean, pool.scale, pool.offset, pool.maxima, pool.places, pool.operands}));
+  const PassForm form = pooling::FormOfPool(pool.windows, dtype, pool.mean != nullptr,
+                                            pool.places != nullptr, pool.walk);
+  const PassKernel* const kernel = FindForm(pooling::Kernels(), "max_pool", dtype, form, sm90);
+  return kernel != nullptr && kernel->sm90 ? LaunchMaxPoolSm90(dtype, form, pool, stream)
+                                           : LaunchOfForm(kLaunches, dtype, form, pool, stream);
 }
 
 }  // namespace jaxconv

@@ -11,11 +11,11 @@
 // batch of up to kColumns elements of a row is pooled, the next one is loaded in its place, the next
 // row's or window's too.
 //
-// All is computed in pairs of 16-bit elements, but for the normalisation: a comparison gives 16 bits
-// of ones for each element, by which the operand and (bytes of them) the place are selected. Where
-// batch norm is in front, the maximum is compared, since a window with NaN has no place, and rectified
-// at the end, since elements of 0 and below have none. Elsewhere `taken` is compared, and the maximum,
-// NaN from then on, is beside it.
+// All is computed in words, pairs of 16-bit elements or one of float32, but for the normalisation: a
+// comparison gives as many bits of ones for each element, by which the operand and (bytes of them)
+// the place are selected. Where batch norm is in front, the maximum is compared, since a window with
+// NaN has no place, and rectified at the end, since elements of 0 and below have none. Elsewhere
+// `taken` is compared, and the maximum, NaN from then on, is beside it.
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
 #define JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
 
@@ -29,21 +29,16 @@
 #include "core/fast_divmod.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/pooling/element_pair.cuh"
+#include "cuda/pooling/element_words.cuh"
 #include "cuda/pooling/max_pool.h"
+#include "cuda/pooling/plan.h"
+#include "cuda/ptx/min_max.cuh"
 
 namespace jaxconv {
 namespace max_pool_internal {
 
-constexpr int kThreads = 128;
-constexpr int kCtas = 6;     // of an SM: 80 registers a thread; fewer where that spills
-constexpr int kColumns = 3;  // of a window of 3x3; wider windows take several batches
-constexpr int kPairs = kPoolVector / 2, kQuads = kPoolVector / 4;
-
-// The longest walk: of 3x3 with stride 2 it reads 17 rows for 8 windows.
-constexpr int64_t kMaxWalk = 8;
-// Four times what 132 SMs hold of them: walks are shorter where there are fewer threads.
-constexpr int64_t kFillThreads = int64_t{4} * 132 * kCtas * kThreads;
+constexpr int kColumns = kPoolColumns;
+constexpr int kQuads = kPoolVector / 4;
 
 struct Params {
   int32_t in[kPoolAxes], out[kPoolAxes], size[kPoolAxes], stride[kPoolAxes], low[kPoolAxes];
@@ -61,54 +56,61 @@ struct Params {
 // All ones for each element of which it is so, which it is of no NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t GreaterOrEqual(uint32_t a, uint32_t b) {
-  return __hge2_mask(AsPair<T>(a), AsPair<T>(b));
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(a) >= __uint_as_float(b) ? ~0u : 0;
+  } else {
+    return __hge2_mask(AsPair<T>(a), AsPair<T>(b));
+  }
 }
 template <typename T>
 __device__ __forceinline__ uint32_t Positive(uint32_t a) {
-  return __hgt2_mask(AsPair<T>(a), AsPair<T>(0));
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(a) > 0 ? ~0u : 0;
+  } else {
+    return __hgt2_mask(AsPair<T>(a), AsPair<T>(0));
+  }
 }
 // NaN where one is.
 template <typename T>
 __device__ __forceinline__ uint32_t Larger(uint32_t a, uint32_t b) {
-  return AsWord(__hmax2_nan(AsPair<T>(a), AsPair<T>(b)));
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(MaxNan(__uint_as_float(a), __uint_as_float(b)));
+  } else {
+    return AsWord(__hmax2_nan(AsPair<T>(a), AsPair<T>(b)));
+  }
 }
 __device__ __forceinline__ uint32_t Select(uint32_t mask, uint32_t a, uint32_t b) {
   return (mask & a) | (~mask & b);
 }
-// A byte for each element, of the masks of two pairs.
-__device__ __forceinline__ uint32_t BytesOf(uint32_t low, uint32_t high) {
-  return __byte_perm(low, high, 0x6420);
+// A byte for each of four elements, of their masks.
+__device__ __forceinline__ uint32_t BytesOf(const uint32_t (&masks)[4], int quad) {
+  return __byte_perm(masks[2 * quad], masks[2 * quad + 1], 0x6420);
+}
+__device__ __forceinline__ uint32_t BytesOf(const uint32_t (&masks)[8], int quad) {
+  return __byte_perm(__byte_perm(masks[4 * quad], masks[4 * quad + 1], 0x0040),
+                     __byte_perm(masks[4 * quad + 2], masks[4 * quad + 3], 0x0040), 0x5410);
 }
 __device__ __forceinline__ uint32_t InEveryByte(int32_t number) {
   return static_cast<uint32_t>(number) * 0x01010101u;
 }
 template <typename T>
-__device__ __forceinline__ constexpr uint32_t LowestPair() {
+__device__ __forceinline__ constexpr uint32_t Lowest() {
+  if constexpr (sizeof(T) == 4) return 0xff800000u;
   return std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
-}
-
-// 8 elements as pairs.
-struct Words {
-  uint32_t pair[kPairs];
-};
-__device__ __forceinline__ Words WordsOf(const uint4& raw) {
-  return {{raw.x, raw.y, raw.z, raw.w}};
-}
-__device__ __forceinline__ uint4 RawOf(const uint32_t (&pair)[kPairs]) {
-  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
 // What is found in some elements of a window, in their order.
 template <typename T, bool kAffine, bool kPlaces>
 struct Found {
-  uint32_t largest[kPairs];
-  uint32_t taken[kPairs];  // the operand at the place
+  using Words = ElementWords<T>;
+  static constexpr int kWords = Words::kWords;
+  Words largest;
+  Words taken;  // the operand at the place
   uint32_t place[kQuads];
 
   static __device__ __forceinline__ Found Nothing() {
     Found found;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) found.largest[i] = found.taken[i] = LowestPair<T>();
+    found.largest = found.taken = Words::All(Lowest<T>());
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) found.place[i] = 0;
     return found;
@@ -116,57 +118,56 @@ struct Found {
   // An element behind them; z is the operand, or computed from it.
   __device__ __forceinline__ void Take(const Words& z, const Words& operand, uint32_t number) {
     if constexpr (kPlaces) {
-      uint32_t keeps[kPairs];
+      uint32_t keeps[kWords];
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        keeps[i] = GreaterOrEqual<T>(kAffine ? largest[i] : taken[i], z.pair[i]);
-        taken[i] = Select(keeps[i], taken[i], operand.pair[i]);
+      for (int i = 0; i < kWords; ++i) {
+        keeps[i] = GreaterOrEqual<T>(kAffine ? largest.word[i] : taken.word[i], z.word[i]);
+        taken.word[i] = Select(keeps[i], taken.word[i], operand.word[i]);
       }
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
-        place[i] = Select(BytesOf(keeps[2 * i], keeps[2 * i + 1]), place[i], number);
+        place[i] = Select(BytesOf(keeps, i), place[i], number);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) largest[i] = Larger<T>(largest[i], z.pair[i]);
+    for (int i = 0; i < kWords; ++i) largest.word[i] = Larger<T>(largest.word[i], z.word[i]);
   }
   // The elements of a row behind them, whose places are by `number` higher in the window. Of a row
   // with NaN an element is taken, whatever is in front.
   __device__ __forceinline__ void Append(const Found& row, uint32_t number) {
     if constexpr (kPlaces) {
-      uint32_t keeps[kPairs];
+      uint32_t keeps[kWords];
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
+      for (int i = 0; i < kWords; ++i) {
         if constexpr (kAffine) {
-          keeps[i] = GreaterOrEqual<T>(largest[i], row.largest[i]);
+          keeps[i] = GreaterOrEqual<T>(largest.word[i], row.largest.word[i]);
         } else {
-          keeps[i] = GreaterOrEqual<T>(taken[i], row.taken[i]) &
-                     GreaterOrEqual<T>(row.largest[i], row.largest[i]);
+          keeps[i] = GreaterOrEqual<T>(taken.word[i], row.taken.word[i]) &
+                     GreaterOrEqual<T>(row.largest.word[i], row.largest.word[i]);
         }
-        taken[i] = Select(keeps[i], taken[i], row.taken[i]);
+        taken.word[i] = Select(keeps[i], taken.word[i], row.taken.word[i]);
       }
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
         // No carry from byte to byte: places are below 255.
-        place[i] = Select(BytesOf(keeps[2 * i], keeps[2 * i + 1]), place[i], row.place[i] + number);
+        place[i] = Select(BytesOf(keeps, i), place[i], row.place[i] + number);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) largest[i] = Larger<T>(largest[i], row.largest[i]);
+    for (int i = 0; i < kWords; ++i)
+      largest.word[i] = Larger<T>(largest.word[i], row.largest.word[i]);
   }
   // max(, lowest), and nothing taken where it is not above 0.
   __device__ __forceinline__ void Rectify(uint32_t lowest) {
+    uint32_t above[kWords];
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      uint32_t above[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        above[k] = Positive<T>(largest[2 * i + k]);
-        taken[2 * i + k] &= above[k];
-        largest[2 * i + k] = Larger<T>(largest[2 * i + k], lowest);
-      }
-      place[i] |= ~BytesOf(above[0], above[1]);
+    for (int i = 0; i < kWords; ++i) {
+      above[i] = Positive<T>(largest.word[i]);
+      taken.word[i] &= above[i];
+      largest.word[i] = Larger<T>(largest.word[i], lowest);
     }
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) place[i] |= ~BytesOf(above, i);
   }
 };
 
@@ -176,30 +177,39 @@ struct Vectors {
 
 // round((x - mean) * scale + offset)
 template <typename T>
-__device__ __forceinline__ Words Normalised(const Words& x, const Vectors& by) {
+__device__ __forceinline__ ElementWords<T> Normalised(const ElementWords<T>& x, const Vectors& by) {
   float values[kPoolVector];
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const float2 pair = UnpackPair<T>(x.pair[i]);
-    values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
-  }
+  x.Unpack(values);
 #pragma unroll
   for (int i = 0; i < kPoolVector; ++i) {
     values[i] = (values[i] - by.mean[i]) * by.scale[i] + by.offset[i];
   }
-  return WordsOf(Neighbours<T, kPoolVector>::Rounded(values).raw);
+  return ElementWords<T>::Rounded(values);
 }
 
 // What a batch of columns ends.
 enum class Ends { kNothing, kRow, kWindow };
 
+template <typename T, bool kAffineArg, bool kPlacesArg, int kKeptArg, bool kOneBatchArg>
+struct PoolForm {
+  using Element = T;
+  static constexpr bool kAffine = kAffineArg, kPlaces = kPlacesArg, kOneBatch = kOneBatchArg;
+  static constexpr int kKept = kKeptArg;
+};
+
 // kKept: rows that a window shares with the next one, where there are so many; or 0. kOneBatch: a
 // row is one batch, as in windows of two axes that are up to kColumns wide.
-template <typename T, bool kAffine, bool kPlaces, int kKept, bool kOneBatch, bool kSm90>
-__global__ void __launch_bounds__(kThreads, kSm90 ? kCtas - kKept / 2 : kCtas - 2)
-    PoolMaxima(const Params p) {
+template <class Tag, bool kSm90>
+__global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::Element), kSm90> -
+                                                    (kSm90 && sizeof(typename Tag::Element) == 2
+                                                         ? Tag::kKept / 2
+                                                         : 0)) PoolMaxima(const Params p) {
+  using T = typename Tag::Element;
+  using Words = ElementWords<T>;
+  constexpr bool kAffine = Tag::kAffine, kPlaces = Tag::kPlaces, kOneBatch = Tag::kOneBatch;
+  constexpr int kKept = Tag::kKept;
   using Rows = Found<T, kAffine, kPlaces>;
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t index = int64_t{blockIdx.x} * kPoolThreads + threadIdx.x;
   if (index >= p.threads) return;
   int32_t rest, vector, inner, middle_window, part, example;
   p.vectors.Divmod(static_cast<int32_t>(index), &rest, &vector);
@@ -267,13 +277,12 @@ __global__ void __launch_bounds__(kThreads, kSm90 ? kCtas - kKept / 2 : kCtas - 
     --windows;
     return Ends::kWindow;
   };
-  uint4 raw[kColumns] = {};
+  Words raw[kColumns] = {};
   auto load_column = [&](int j, const T* from, uint32_t bits) {
     if ((bits >> j & 1) != 0) {
-      raw[j] = __ldg(reinterpret_cast<const uint4*>(from + j * p.channels));
+      raw[j] = Words::Load(from, j * p.channels);
     } else if constexpr (!kAffine) {
-      constexpr uint32_t kLowest = LowestPair<T>();
-      raw[j] = make_uint4(kLowest, kLowest, kLowest, kLowest);
+      raw[j] = Words::All(Lowest<T>());
     }
   };
   auto bits_of_batch = [&] {
@@ -300,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, kSm90 ? kCtas - kKept / 2 : kCtas - 
         const T* const from = line + int64_t{column} * p.channels;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          const Words operand = WordsOf(raw[j]);
+          const Words operand = raw[j];
           if constexpr (kAffine) {
             // What lies in the padding is below all elements, NaN has no place.
             if ((bits >> j & 1) != 0) found.Take(Normalised<T>(operand, by), operand, number);
@@ -322,14 +331,12 @@ __global__ void __launch_bounds__(kThreads, kSm90 ? kCtas - kKept / 2 : kCtas - 
     if constexpr (kAffine) {
       // The activation, of windows that are not padding alone.
       const bool rectified = has_elements && top + p.size[0] > 0 && top < p.in[0];
-      window.Rectify(rectified ? 0 : LowestPair<T>());
+      window.Rectify(rectified ? 0 : Lowest<T>());
     }
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.maxima) + out) = RawOf(window.largest);
+    window.largest.Store(p.maxima, out);
     if constexpr (kPlaces) {
       *reinterpret_cast<uint2*>(p.places + out) = make_uint2(window.place[0], window.place[1]);
-      if (p.operands != nullptr) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(p.operands) + out) = RawOf(window.taken);
-      }
+      if (p.operands != nullptr) window.taken.Store(p.operands, out);
     }
     if (windows == 0) return;
     out += int64_t{p.out[1]} * p.out[2] * p.channels;
@@ -346,8 +353,8 @@ __global__ void __launch_bounds__(kThreads, kSm90 ? kCtas - kKept / 2 : kCtas - 
   }
 }
 
-template <typename T, bool kAffine, bool kPlaces, bool kSm90>
-Status LaunchForm(const MaxPool& pool, void* stream) {
+template <class Tag, bool kSm90>
+Status LaunchPool(const MaxPool& pool, void* stream) {
   const PoolWindows& w = pool.windows;
   Params p = {};
   for (int i = 0; i < kPoolAxes; ++i) {
@@ -357,9 +364,7 @@ Status LaunchForm(const MaxPool& pool, void* stream) {
   }
   const int64_t vectors = w.channels / kPoolVector;
   const int64_t columns = w.batch * w.out[1] * w.out[2] * vectors;
-  int64_t longest = pool.walk;
-  if (longest == 0) longest = std::min(columns * w.out[0] / kFillThreads, kMaxWalk);
-  longest = std::max<int64_t>(1, std::min(longest, w.out[0]));
+  const int64_t longest = std::min(pool.walk, w.out[0]);
   const int64_t parts = (w.out[0] + longest - 1) / longest;
   p.walk = static_cast<int32_t>((w.out[0] + parts - 1) / parts);
   p.threads = columns * parts;
@@ -370,41 +375,12 @@ Status LaunchForm(const MaxPool& pool, void* stream) {
   p.mean = pool.mean, p.scale = pool.scale, p.offset = pool.offset;
   p.maxima = pool.maxima, p.places = pool.places, p.operands = pool.operands;
   LaunchConfig config;
-  config.threads = kThreads;
-  config.grid = static_cast<unsigned>((p.threads + kThreads - 1) / kThreads);
-  // Along a walk of one window nothing is kept.
-  const int64_t shared = p.walk > 1 ? w.size[0] - w.stride[0] : 0;
-  const auto launch = [&](auto kept) {
-    constexpr int kKept = decltype(kept)::value;
-    return w.size[1] == 1 && w.size[2] <= kColumns
-               ? Launch<PoolMaxima<T, kAffine, kPlaces, kKept, true, kSm90>>("max_pool", config,
-                                                                             stream, p)
-               : Launch<PoolMaxima<T, kAffine, kPlaces, kKept, false, kSm90>>("max_pool", config,
-                                                                              stream, p);
-  };
-  if (shared == 1) return launch(std::integral_constant<int, 1>());
-  if (shared == 2) return launch(std::integral_constant<int, 2>());
-  return launch(std::integral_constant<int, 0>());
-}
-
-template <typename T, bool kSm90>
-Status LaunchOfType(const MaxPool& pool, void* stream) {
-  if (pool.mean != nullptr) {
-    return pool.places != nullptr ? LaunchForm<T, true, true, kSm90>(pool, stream)
-                                  : LaunchForm<T, true, false, kSm90>(pool, stream);
-  }
-  return pool.places != nullptr ? LaunchForm<T, false, true, kSm90>(pool, stream)
-                                : LaunchForm<T, false, false, kSm90>(pool, stream);
+  config.threads = kPoolThreads;
+  config.grid = static_cast<unsigned>((p.threads + kPoolThreads - 1) / kPoolThreads);
+  return Launch<PoolMaxima<Tag, kSm90>>("max_pool", config, stream, p);
 }
 
 }  // namespace max_pool_internal
-
-template <bool kSm90>
-Status LaunchMaxPoolOn(DType dtype, const MaxPool& pool, void* stream) {
-  return dtype == DType::kF16 ? max_pool_internal::LaunchOfType<__half, kSm90>(pool, stream)
-                              : max_pool_internal::LaunchOfType<__nv_bfloat16, kSm90>(pool, stream);
-}
-
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_POOLING_MAX_POOL_CUH_

@@ -16,6 +16,7 @@
 
 #include "core/conv_problem.h"
 #include "core/status.h"
+#include "cuda/common/pass.h"
 #include "cuda/pooling/windows.h"
 
 namespace jaxconv {
@@ -29,7 +30,7 @@ struct MaxPool {
   void* maxima;
   uint8_t* places;  // or null
   void* operands;   // or null; with places only
-  int64_t walk;     // windows of a thread at most, or 0: as many as the shape suggests
+  int64_t walk;     // windows of a thread at most (plan.h)
 };
 
 // Unimplemented: a type, windows or a number of channels that the kernels do not take, operands
@@ -39,9 +40,8 @@ struct MaxPool {
 //   sm90: whether the device runs code of sm_90a, which compares pairs of bfloat16.
 Status LaunchMaxPool(DType dtype, const MaxPool& pool, bool sm90, void* stream);
 
-// The same of kernels that are compiled for sm_90a, or for all GPUs; of checked operands.
-template <bool kSm90>
-Status LaunchMaxPoolOn(DType dtype, const MaxPool& pool, void* stream);
+// The same of kernels that are compiled for sm_90a, of checked operands.
+Status LaunchMaxPoolSm90(DType dtype, const PassForm& form, const MaxPool& pool, void* stream);
 
 }  // namespace jaxconv
 

@@ -1,23 +1,20 @@
 #include <cuda_runtime.h>
 
-#include <string>
 #include <type_traits>
 
 #include "core/fast_divmod.h"
 #include "cuda/common/element.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/pooling/element_pair.cuh"
+#include "cuda/pooling/element_words.cuh"
 #include "cuda/pooling/max_pool_gradient.h"
+#include "cuda/pooling/plan.h"
 #include "cuda/ptx/kept.cuh"
 
 namespace jaxconv {
 namespace {
 
-constexpr int kThreads = 128;
-// Windows whose places and gradients a thread holds at most: 3x3 with stride 1. Of more it holds
-// groups of kGroup.
-constexpr int kMaxHeld = 9, kGroup = 4;
-constexpr int kMaxBefore = (kMaxPoolWindow + kGroup - 1) / kGroup * kGroup;
+// With what is behind the last window of a group of four.
+constexpr int kMaxBefore = kMaxPoolWindow + 3;
 
 // One of the windows that the elements of a stride may lie in.
 struct Before {
@@ -44,20 +41,27 @@ struct Params {
   void* dx;
 };
 
-template <typename T>
-__device__ __forceinline__ uint4 LoadVector(const void* array, int64_t at) {
-  return __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at));
-}
-
 // A thread has 8 channels of one stride along each axis, elements that lie in the same windows: the
 // one that begins with the stride, and those that begin before it. It holds the places and gradients
 // of kHeld of them; all, or it reads them in groups for each element. A warp's loads and stores are
 // whole lines, or shared with the next warp. Loops are the same in all threads: a window that does
 // not exist is read as another one without places, and what lies in the padding is not stored.
-template <typename T, int kHeld, bool kAll, bool kTwo, bool kAffine>
-__global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
+template <typename T, int kHeldArg, bool kAllArg, bool kTwoArg, bool kAffineArg>
+struct GatherForm {
+  using Element = T;
+  static constexpr int kHeld = kHeldArg;
+  static constexpr bool kAll = kAllArg, kTwo = kTwoArg, kAffine = kAffineArg;
+  static constexpr int kCtas = kHeld > 4 ? 2 : sizeof(T) == 4 ? 3 : 4;  // of an SM
+};
+
+template <class Tag>
+__global__ void __launch_bounds__(kPoolThreads, Tag::kCtas)
     GatherGradient(const __grid_constant__ Params p) {
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  using T = typename Tag::Element;
+  using Words = ElementWords<T>;
+  constexpr int kHeld = Tag::kHeld;
+  constexpr bool kAll = Tag::kAll, kTwo = Tag::kTwo, kAffine = Tag::kAffine;
+  const int64_t index = int64_t{blockIdx.x} * kPoolThreads + threadIdx.x;
   if (index >= p.threads) return;
   int32_t rest, vector, example, block[kPoolAxes];
   p.vectors.Divmod(static_cast<int32_t>(index), &rest, &vector);
@@ -71,8 +75,7 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
   float dy[kHeld][kPoolVector];
   uint2 places[kHeld];
   auto load = [&](int32_t first) {
-    uint4 gradients[kHeld];
-    uint4 gradients2[kTwo ? kHeld : 1];
+    Words gradients[kHeld], gradients2[Tag::kTwo ? Tag::kHeld : 1];
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const Before& before = p.before[first + k];
@@ -87,23 +90,14 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
       }
       const int64_t at = int64_t{pixel} * p.channels + channel;
       places[k] = __ldg(reinterpret_cast<const uint2*>(p.places + at));
-      gradients[k] = LoadVector<T>(p.dy, at);
-      if constexpr (kTwo) gradients2[k] = LoadVector<T>(p.dy2, at);
+      gradients[k] = Words::Load(p.dy, at);
+      if constexpr (kTwo) gradients2[k] = Words::Load(p.dy2, at);
       if (!exists) places[k] = make_uint2(0xffffffffu, 0xffffffffu);  // kNoPlace
     }
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const uint32_t words[] = {gradients[k].x, gradients[k].y, gradients[k].z, gradients[k].w};
-      uint32_t words2[kPoolVector / 2] = {};
-      if constexpr (kTwo) {
-        words2[0] = gradients2[k].x, words2[1] = gradients2[k].y;
-        words2[2] = gradients2[k].z, words2[3] = gradients2[k].w;
-      }
-#pragma unroll
-      for (int i = 0; i < kPoolVector / 2; ++i) {
-        const float2 pair = UnpackPair<T>(kTwo ? AddPairs<T>(words[i], words2[i]) : words[i]);
-        dy[k][2 * i] = pair.x, dy[k][2 * i + 1] = pair.y;
-      }
+      if constexpr (kTwo) gradients[k] = gradients[k].Plus(gradients2[k]);
+      gradients[k].Unpack(dy[k]);
     }
   };
   // Adds where the place is the element's.
@@ -142,9 +136,9 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
         Bits contain = c < p.reach[2] ? in_b : in_b & static_cast<Bits>(~p.farthest[2]);
         const int32_t w = first[2] + c;
         const bool stored = inside && w >= 0 && w < p.in[2];
-        uint4 y = {};
+        Words y = {};
         if constexpr (kAffine) {
-          if (stored) y = LoadVector<T>(p.y, at);
+          if (stored) y = Words::Load(p.y, at);
         }
         float sum[kPoolVector] = {};
         for (int32_t group = 0; group < (kAll ? 1 : p.windows); group += kHeld) {
@@ -156,60 +150,50 @@ __global__ void __launch_bounds__(kThreads, kHeld > 4 ? 2 : 4)
           if constexpr (!kAll) contain >>= kHeld;
         }
         if constexpr (kAffine) {
-          const uint32_t words[] = {y.x, y.y, y.z, y.w};
+          float of_y[kPoolVector];
+          y.Unpack(of_y);
 #pragma unroll
-          for (int i = 0; i < kPoolVector; i += 2) {
-            const float2 pair = UnpackPair<T>(words[i / 2]);
-            sum[i] = sum[i] * scale[i] + (pair.x * y_scale[i] + offset[i]);
-            sum[i + 1] = sum[i + 1] * scale[i + 1] + (pair.y * y_scale[i + 1] + offset[i + 1]);
+          for (int i = 0; i < kPoolVector; ++i) {
+            sum[i] = sum[i] * scale[i] + (of_y[i] * y_scale[i] + offset[i]);
           }
         }
-        if (stored) Neighbours<T, kPoolVector>::Rounded(sum).Store(static_cast<T*>(p.dx) + at);
+        if (stored) Words::Rounded(sum).Store(p.dx, at);
       }
     }
   }
 }
 
-template <typename T, int kHeld, bool kAll, bool kTwo>
-Status LaunchForm(const Params& p, void* stream) {
+template <class Tag>
+Status LaunchGather(const Params& p, void* stream) {
   LaunchConfig config;
-  config.threads = kThreads;
-  config.grid = static_cast<unsigned>((p.threads + kThreads - 1) / kThreads);
-  return p.y != nullptr ? Launch<GatherGradient<T, kHeld, kAll, kTwo, true>>("max_pool_gradient",
-                                                                             config, stream, p)
-                        : Launch<GatherGradient<T, kHeld, kAll, kTwo, false>>("max_pool_gradient",
-                                                                              config, stream, p);
+  config.threads = kPoolThreads;
+  config.grid = static_cast<unsigned>((p.threads + kPoolThreads - 1) / kPoolThreads);
+  return Launch<GatherGradient<Tag>>("max_pool_gradient", config, stream, p);
 }
 
-template <typename T, int kHeld, bool kAll>
-Status LaunchHolding(const Params& p, void* stream) {
-  return p.dy2 != nullptr ? LaunchForm<T, kHeld, kAll, true>(p, stream)
-                          : LaunchForm<T, kHeld, kAll, false>(p, stream);
-}
+#define JAXCONV_OF_max_pool(...)
+#define PASS_SM90(...)
+#define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
+#define JAXCONV_OF_max_pool_gradient(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, max_pool_gradient, variant, GatherForm, __VA_ARGS__)
+#include "cuda/pooling/kernels.def"
+#undef JAXCONV_OF_max_pool_gradient
 
-template <typename T>
-Status LaunchOfType(const Params& p, void* stream) {
-  if (p.windows == 1) return LaunchHolding<T, 1, true>(p, stream);
-  if (p.windows == 2) return LaunchHolding<T, 2, true>(p, stream);
-  if (p.windows <= 4) return LaunchHolding<T, 4, true>(p, stream);
-  if (p.windows <= kMaxHeld) return LaunchHolding<T, kMaxHeld, true>(p, stream);
-  return LaunchHolding<T, kGroup, false>(p, stream);
-}
+constexpr PassLaunch<Params> kLaunches[] = {
+#define JAXCONV_OF_max_pool_gradient(types, variant, ...)                                \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_ROW, max_pool_gradient, variant, LaunchGather, \
+                             __VA_ARGS__)
+#include "cuda/pooling/kernels.def"
+};
 
 }  // namespace
 
 Status LaunchMaxPoolGradient(DType dtype, const MaxPoolGradient& gradient, void* stream) {
   const PoolWindows& w = gradient.windows;
   JAXCONV_RETURN_IF_ERROR(CheckPoolWindows(w, /*places=*/true));
-  for (const void* array :
-       {gradient.dy, gradient.dy2, gradient.y, static_cast<const void*>(gradient.places),
-        static_cast<const void*>(gradient.scale), static_cast<const void*>(gradient.y_scale),
-        static_cast<const void*>(gradient.offset), static_cast<const void*>(gradient.dx)}) {
-    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
-      return Status::Unimplemented(
-          "max_pool_gradient: an array does not lie on a multiple of 16 bytes");
-    }
-  }
+  JAXCONV_RETURN_IF_ERROR(
+      CheckAligned({gradient.dy, gradient.dy2, gradient.y, gradient.places, gradient.scale,
+                    gradient.y_scale, gradient.offset, gradient.dx}));
   Params p = {};
   p.threads = w.batch * (w.channels / kPoolVector);
   for (int i = 0; i < kPoolAxes; ++i) {
@@ -242,14 +226,8 @@ Status LaunchMaxPoolGradient(DType dtype, const MaxPoolGradient& gradient, void*
   p.dy = gradient.dy, p.dy2 = gradient.dy2, p.places = gradient.places, p.dx = gradient.dx;
   p.y = gradient.y, p.scale = gradient.scale, p.y_scale = gradient.y_scale;
   p.offset = gradient.offset;
-  switch (dtype) {
-    case DType::kBF16:
-      return LaunchOfType<__nv_bfloat16>(p, stream);
-    case DType::kF16:
-      return LaunchOfType<__half>(p, stream);
-    default:
-      return Status::Unimplemented("max_pool_gradient: expected float16 or bfloat16");
-  }
+  const PassForm form = pooling::FormOfGradient(w, p.dy2 != nullptr, p.y != nullptr);
+  return LaunchOfForm(kLaunches, dtype, form, p, stream);
 }
 
 }  // namespace jaxconv

@@ -3,15 +3,14 @@
 #ifndef JAXCONV_CUDA_POOLING_WINDOWS_H_
 #define JAXCONV_CUDA_POOLING_WINDOWS_H_
 
+#include <cstddef>
 #include <cstdint>
-
-#include "core/status.h"
 
 namespace jaxconv {
 
 inline constexpr int kPoolAxes = 3;
 
-// Channels of a thread, 16 bytes of 16-bit elements.
+// Channels of a thread: 16 bytes of 16-bit elements, 32 of float32.
 inline constexpr int kPoolVector = 8;
 
 // The most elements of a window, 7x7.
@@ -27,6 +26,14 @@ struct PoolWindows {
   int64_t size[kPoolAxes] = {1, 1, 1};    // elements of a window
   int64_t stride[kPoolAxes] = {1, 1, 1};  // from window to window
   int64_t low[kPoolAxes] = {0, 0, 0};     // elements of padding in front
+
+  // Of one of an array's spatial axes: of two the outer and the inner one, of one the outer one.
+  void SetAxis(size_t axis, size_t axes, int64_t elements, int64_t of_window, int64_t windows,
+               int64_t step, int64_t padding) {
+    const size_t at = axis == 1 && axes == 2 ? 2 : axis;
+    in[at] = elements, size[at] = of_window, out[at] = windows;
+    stride[at] = step, low[at] = padding;
+  }
 
   // The most windows that an element lies in.
   int64_t overlaps(int axis) const { return (size[axis] + stride[axis] - 1) / stride[axis]; }
@@ -44,9 +51,6 @@ struct PoolWindows {
     return place;
   }
 };
-
-// Unimplemented: what the kernels do not take.
-Status CheckPoolWindows(const PoolWindows& windows, bool places);
 
 }  // namespace jaxconv
 

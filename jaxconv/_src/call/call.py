@@ -36,14 +36,14 @@ from jaxconv._src.problem.spec import (
     flops,
 )
 from jaxconv._src.sharding import partition
-from jaxconv._src.sharding.partition import SPATIAL, Part, Tensor
+from jaxconv._src.sharding.partition import SPATIAL, Part, Split, Tensors
 
 _log = logging.getLogger("jaxconv")
 
 Selected = tuple[native.Selection, str]  # and the problem key, "" where there is none
 
 
-class Call(abc.ABC):
+class Call(partition.Splittable):
     """A convolution primitive with its static parameters; a frozen dataclass of these.
 
     Attributes:
@@ -98,7 +98,7 @@ class Call(abc.ABC):
         return self.conv.sizes(self.op, lhs_shape, rhs_shape)
 
     @abc.abstractmethod
-    def tensors(self, *shapes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
         """The operands, of these shapes, and the results.
 
         The first two operands and the first result are those of the convolution.
@@ -113,6 +113,23 @@ class Call(abc.ABC):
     def on_device(self, part: Part, *operands: jax.Array) -> list[jax.Array]:
         """One device's results, of operands that have all rows it reads."""
         return [partition.sum_over(each, part.summed) for each in part.compute(*operands)]
+
+    def choose_split(
+        self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
+    ) -> Split:
+        return partition.choose_for(self, tensors, mesh, given, explicit)
+
+    def summed(self, tensors: Tensors) -> list[str]:
+        operands, results = tensors
+        return partition.contracted(operands, results[0])
+
+    def on_devices(
+        self, tensors: Tensors, split: Split, mesh: Mapping[str, int], *operands: jax.Array
+    ) -> list[jax.Array]:
+        """Rows are exchanged, and partial sums are added."""
+        part = Part.of(self, tensors, split, mesh)
+        lhs, rhs, *terms = operands
+        return self.on_device(part, *part.exchanged(lhs, rhs), *terms)
 
     # --- how it is computed ---
 

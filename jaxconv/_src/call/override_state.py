@@ -1,8 +1,9 @@
-"""By which algorithms the convolutions of ``jax.lax`` are to be computed where they are lowered."""
+"""What ``override`` says: by which algorithms lax's convolutions are computed; what is fused."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import jax
 
@@ -32,6 +33,23 @@ def algorithms_of_lax() -> tuple[str, str, str] | None:
         return None
     fprop, dgrad, wgrad = mark.split(",")
     return fprop, dgrad, wgrad
+
+
+# Whether `fuse` may change what this thread traces, None where nothing is said. What is traced
+# within an override is marked, as for the algorithms above.
+fuse_in_force = jax.make_user_context(None)
+_FUSE_MARK, _ON = "jaxconv_fuse", "on"
+
+
+def marked_for_fuse(enabled: bool):
+    """A context in which ``fuse`` takes traced convolutions, or leaves them."""
+    return compat.set_xla_metadata(**{_FUSE_MARK: _ON if enabled else _OFF})
+
+
+def may_fuse(eqn: Any) -> bool:
+    """Whether ``override`` lets ``fuse``, which is called here, change an equation."""
+    mark = compat.metadata(eqn).get(_FUSE_MARK)
+    return mark == _ON if mark is not None else fuse_in_force.value is not False
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxconv._src import compat
-from jaxconv._src.library.native import Refusal, Selection
+from jaxconv._src.library.native import PassPlan, Refusal, Selection
 from jaxconv._src.ways import winograd_jax
 
 
@@ -43,7 +43,8 @@ class Convolution:
         apart: of a convolution with an epilogue that no kernel computes with it, each refusing
             kernel and its reason; XLA then computes the epilogue from the float32 result.
         chain_end: of a forward convolution in a function that ``jaxconv.fuse`` gave, why the
-            operation behind it, or behind its epilogue, is not part of its call; "" elsewhere.
+            operation behind it, or behind its epilogue, is not part of its call, by the names of
+            JAX's primitives; "" elsewhere, and where a call would save no pass over the result.
         module: the named scopes around it, such as the path of Flax's and Haiku's modules,
             "ResNet/Block_2/Conv_0"; "" where there are none.
     """
@@ -79,19 +80,47 @@ class Convolution:
         return winograd_jax.rms_error(self.instance or "", self.platform, self.precision)
 
 
-# Attribute of the operation that computes a recorded convolution: its index in the recording.
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass that convolves nothing in a program lowered for CUDA, and what became of it.
+
+    Attributes:
+        op: what it computes: "masked_sums", "moments", "normalise_add", "max_pool" or
+            "max_pool_gradient".
+        array: dtype and shape of its first operand, such as "bf16[256,56,56,64]".
+        problem: the key that kernels are asked by.
+        instance: the kernel, or None where XLA computes it.
+        microseconds: the kernel's predicted time, 0 where there is none.
+        refusal: why there is no kernel; "" where there is one.
+        source, module, count: as of a ``Convolution``.
+    """
+
+    op: str
+    array: str
+    problem: str
+    instance: str | None
+    microseconds: float
+    refusal: str
+    source: str
+    module: str
+    count: int = 1
+
+
+# Attributes of the operation that computes a recorded convolution or pass: its index among those.
 TAG = "jaxconv.convolution"
+PASS_TAG = "jaxconv.pass"
 
 # XLA metadata of a convolution that ``fuse`` saw: why what follows is not part of its call.
 CHAIN_END = "jaxconv_chain_end"
 
 
 class Recording(list[Convolution]):
-    """A growing list of convolutions; with ``tagged``, their operations carry ``TAG``."""
+    """A growing list of convolutions, and the passes; with ``tagged``, their operations say so."""
 
     def __init__(self, tagged: bool):
         super().__init__()
         self.tagged = tagged
+        self.passes: list[Pass] = []
 
 
 _sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("sinks", default=())
@@ -159,6 +188,37 @@ def located(
 def wanted() -> bool:
     """True while somebody records."""
     return bool(_sinks.get())
+
+
+def emit_pass(ctx, key: str, plan: PassPlan, results: Sequence) -> Sequence:
+    """Records the lowering of a pass.
+
+    Args:
+        ctx: the lowering context, whose first operand is shown.
+        key: of the pass.
+        plan: the kernel, or why there is none.
+        results: what it was lowered to.
+
+    Returns:
+        ``results``.
+    """
+    if not wanted():
+        return results
+    found = Pass(
+        op=key.split()[0],
+        array=ctx.avals_in[0].str_short(short_dtypes=True),
+        problem=key,
+        instance=plan.kernel,
+        microseconds=plan.microseconds,
+        refusal=plan.reason,
+        source=_outer.get().source or compat.user_location(ctx),
+        module=_outer.get().module or compat.module_path(ctx),
+    )
+    for sink in _sinks.get():
+        if sink.tagged:
+            compat.set_attribute(results[0], PASS_TAG, len(sink.passes))
+        sink.passes.append(found)
+    return results
 
 
 def emit(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxconv._src import compat
+from jaxconv._src.call import record
 from jaxconv._src.library import native
+from jaxconv._src.sharding import partition
+from jaxconv._src.sharding.split_pass import Pass
 
 
 def register(
@@ -41,10 +44,44 @@ def register(
         )
 
 
-def calls_cuda(platform: str, ctx: Any) -> bool:
-    """Whether a primitive with a CUDA kernel alone lowers to its call: on one device, by XLA."""
-    return (
-        platform == "cuda"
-        and not isinstance(native.load(platform), native.Refusal)
-        and not compat.device_axes(ctx)
-    )
+def planned(key: str) -> native.PassPlan | None:
+    """The plan of a pass on CUDA, by its key; None where the kernels' library is not there."""
+    kernels = native.load("cuda")
+    if isinstance(kernels, native.Refusal):
+        return None
+    return kernels.plan_pass(key, native.target())
+
+
+def lowered_pass(
+    platform: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    key: str | None,
+    by_kernel: Callable[[native.PassPlan], Sequence[Any]],
+    in_jax: Callable[..., Sequence[Any]],
+    call: Pass,
+) -> Sequence[Any]:
+    """Lowers a primitive with a CUDA kernel alone: on each device to its call, else by XLA.
+
+    Args:
+        platform, ctx: as for a lowering rule.
+        operands: the primitive's.
+        key: of the pass, or None where the call cannot say what the primitive computes.
+        by_kernel: emits the call, by a plan with a kernel.
+        in_jax: lowers to operations of JAX.
+        call: the primitive's parameters, and how devices share its arrays.
+    """
+    on_cuda = platform == "cuda"
+    plan = planned(key) if on_cuda and key is not None else None
+    if key is None or (on_cuda and plan is None):
+        return in_jax(ctx, *operands)
+    results = None
+    if plan is None or plan.kernel is not None:
+        with record.paused():  # the parts on every device are this one pass
+            results = partition.lower(ctx, call, operands)
+    if results is None:
+        if plan is not None and plan.kernel is not None:
+            results = by_kernel(plan)
+        else:
+            results = in_jax(ctx, *operands)
+    return results if plan is None else record.emit_pass(ctx, key, plan, results)

@@ -40,11 +40,9 @@ from jaxconv._src.call.call import Call, Selected
 from jaxconv._src.conv import bilinear, primitives
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.problem.epilogue import (
-    Activation,
     Epilogue,
     accumulator_dtype,
     along_channels,
-    checked,
     finish,
     moments,
     moments_tangent,
@@ -57,46 +55,6 @@ TARGET = "jaxconv_fused"
 
 conv_fused_p = Primitive("jaxconv_fused")
 conv_fused_p.multiple_results = True
-
-
-def conv_fused(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    spec: ConvSpec,
-    activation: Activation = None,
-    out_dtype: np.dtype,
-) -> jax.Array:
-    """activation(scale * fprop(x, w) + bias + residual), rounded once.
-
-    Args:
-        x, w: floating-point operands in the axis order of ``spec``; two dtypes are computed at the
-            wider one.
-        scale, bias: (K,) floating-point numbers, or None.
-        residual: of the result's shape and dtype, or None.
-        spec: the convolution; not batched.
-        activation: as in ``jaxconv.conv``.
-        out_dtype: dtype of the result.
-
-    Raises:
-        TypeError, ValueError: an operand or the activation does not fit; the algorithm that
-            ``spec`` demands does not take this problem.
-    """
-    sizes = spec.sizes(Op.FPROP, x.shape, w.shape)
-    form, terms = checked(
-        scale,
-        bias,
-        residual,
-        activation,
-        operand_dtype=compat.wider_dtype(x.dtype, w.dtype),
-        channels=sizes.k,
-        out_shape=spec.shape("y", sizes),
-        out_dtype=out_dtype,
-    )
-    return bind(x, w, terms, spec=spec, epilogue=form, out_dtype=out_dtype)[0]
 
 
 def bind(
@@ -122,9 +80,10 @@ def bind(
     wide = accumulator_dtype(kernel_dtype)
     call.check(Fused(spec, epilogue, kernel_dtype), x.shape, w.shape, common)
     dtypes = {"x": common, "w": common, "scale": wide, "bias": wide, "residual": kernel_dtype}
+    given = {"x": x, "w": w, **terms}
+    in_order = [(given[name], dtypes[name]) for name in ("x", "w", *epilogue.terms)]
     operands = [
-        a if a.dtype == dtypes[name] else lax.convert_element_type(a, dtypes[name])
-        for name, a in {"x": x, "w": w, **terms}.items()
+        a if a.dtype == dtype else lax.convert_element_type(a, dtype) for a, dtype in in_order
     ]
     operands = compat.match_varying(*operands)
     y, *rest = conv_fused_p.bind(*operands, spec=spec, epilogue=epilogue, out_dtype=kernel_dtype)
@@ -392,7 +351,7 @@ class Fused(Call):
         if self.epilogue.statistics and over:
             count = results[0].size // results[-1].shape[1]
             parts = part.parts("n", *SPATIAL)
-            results[-1] = _merged(results[-1], tuple(over), parts, count)
+            results[-1] = partition.merge_moments(results[-1], tuple(over), parts, count)
         return results
 
     def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
@@ -442,26 +401,6 @@ class Fused(Call):
 
 def _lowered(*, epilogue: Epilogue, **static: Any) -> Fused:
     return Fused(epilogue=epilogue.as_computed(), **static)
-
-
-def _merged(moments: jax.Array, names: tuple[str, ...], parts: int, count: int) -> jax.Array:
-    """The statistics of all devices' parts, of ``count`` elements of a channel each.
-
-    With mean_i and M_i of part i, and averages over the parts, one all-reduce gives
-
-        mean = avg of mean_i,   M / (parts * count) = avg of (mean_i^2 + M_i / count) - mean^2
-
-    in float64. With r = |mean| / deviation, the sums' roundings give M a relative error of at most
-    (parts + 4) 2^-53 r^2: 3e-7 for 256 parts and r = 3000. Deviations of the means from the whole
-    mean, which need a second all-reduce, are hardly more accurate: each mean_i is rounded to
-    float32, which gives M an error of up to 2^-23 r, 4e-4 for r = 3000, where the means differ.
-    """
-    with jax.enable_x64(True):
-        mean, squares = moments.astype(np.float64)
-        local = jnp.stack([mean, mean * mean + squares / count])
-        mean, square = lax.psum(local, names) / parts
-        variance = jnp.maximum(square - mean * mean, 0)
-        return jnp.stack([mean, parts * count * variance]).astype(moments.dtype)
 
 
 ad.primitive_jvps[conv_fused_p] = _jvp

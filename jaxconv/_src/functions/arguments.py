@@ -176,6 +176,16 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
     return number
 
 
+def described(value: Any) -> str:
+    """An argument of a wrong type in an error message, without the contents of arrays."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"an array, {jax.typeof(value).str_short(short_dtypes=True)}"
+    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is None)
+    if all(isinstance(leaf, bool | int | float | str | type | None) for leaf in leaves):
+        return repr(value)
+    return f"an object of type {type(value).__name__}"
+
+
 def _is_one(value: Any) -> bool:
     """Whether an argument is one thing, and not a sequence or an array of some."""
     return isinstance(value, str | bytes) or not (

@@ -9,21 +9,24 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 
-from jaxconv._src import compat
-from jaxconv._src.fuse import fuse_program
+from jaxconv._src.functions import arguments
+from jaxconv._src.fuse import differentiate, fuse_trace
+from jaxconv._src.library import native
 
 _Function = TypeVar("_Function", bound=Callable)
 
 
 @overload
-def fuse(fun: _Function, *, fold: bool = False) -> _Function: ...
+def fuse(fun: _Function, *, fold: bool = False, gradients: bool = True) -> _Function: ...
 
 
 @overload
-def fuse(fun: None = None, *, fold: bool = False) -> Callable[[_Function], _Function]: ...
+def fuse(
+    fun: None = None, *, fold: bool = False, gradients: bool = True
+) -> Callable[[_Function], _Function]: ...
 
 
-def fuse(fun: Callable | None = None, *, fold: bool = False) -> Callable:
+def fuse(fun: Callable | None = None, *, fold: bool = False, gradients: bool = True) -> Callable:
     """A function that computes the same, with elementwise operations in the convolutions' calls.
 
     Behind each convolution, of ``jax.lax`` or of this library, a chain of
@@ -42,10 +45,13 @@ def fuse(fun: Callable | None = None, *, fold: bool = False) -> Callable:
         logits = jax.jit(jaxconv.fuse(model.apply))(variables, images)
         step = jax.jit(jaxconv.fuse(train_step), donate_argnums=0)
 
-    A gradient may be taken outside (``jax.grad(fuse(f))``) or inside (``fuse(train_step)``). The
-    convolutions that are left as they are stay lax's where they are; ``install`` and ``override``
-    serve them as usual. ``jaxconv.explain(fuse(f), *args)`` shows what each call computes, and why
-    its chain ends where it does.
+    A gradient may be taken outside (``jax.grad(fuse(f))``) or inside (``fuse(train_step)``): JAX
+    differentiates the fused function in both. The convolutions that are left as they are stay lax's
+    where they are; ``install`` and ``override`` serve them as usual. ``jaxconv.explain(fuse(f),
+    *args)`` shows what each call computes, and why its chain ends where it does.
+
+    ``with jaxconv.override(fuse=False)`` leaves a part of a function as it is, and the environment
+    variable JAXCONV_FUSE=0 all functions of a process.
 
     Args:
         fun: a function of arrays in pytrees. Its program must not depend on values that it changes
@@ -54,53 +60,104 @@ def fuse(fun: Callable | None = None, *, fold: bool = False) -> Callable:
         fold: multiply scales into the filters where both are constants of the program (arrays that
             ``fun`` captures, not arguments). It saves the multiplication; the filter is rounded
             once more to its dtype.
+        gradients: where ``fun`` takes a derivative, by ``jax.grad``, ``vjp``, ``linearize``,
+            ``jvp`` and what is made of these, JAX differentiates ``fuse`` of the function. A
+            function that cannot be traced apart from ``fun`` stays as it is. False leaves
+            derivatives to JAX: ``fuse`` sees their programs.
 
     Returns:
         The function. Every call traces ``fun`` again, so that it belongs inside ``jax.jit``.
 
     Raises:
-        TypeError: ``fun`` cannot be called.
+        TypeError: ``fun`` cannot be called, or an option is neither True nor False.
         ValueError: ``fun`` changes an argument in place.
     """
+    options = fuse_trace.Options(_flag("fold", fold), _flag("gradients", gradients))
     if fun is None:
-        return functools.partial(fuse, fold=fold)
+        return functools.partial(fuse, fold=fold, gradients=gradients)
     if not callable(fun):
-        raise TypeError(f"fun: expected a function, got {fun!r}")
+        raise TypeError(
+            f"fun: expected a function, got {arguments.described(fun)}. Where f is the function, "
+            "write fuse(f)(x), not fuse(f(x))"
+        )
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = _mutable((args, kwargs))
+        out = fun(*args, **kwargs)
+        _check_unchanged(given)
+        return out
 
     @functools.wraps(fun)
     def fused_function(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-        rest: list[Any] = []
-
-        def program(arrays: Sequence[jax.Array]) -> list[Any]:
-            values = list(leaves)
-            for i, array in zip(places, arrays, strict=True):
-                values[i] = array
-            args, kwargs = jax.tree.unflatten(tree, values)
-            given = _mutable((args, kwargs))
-            out = fun(*args, **kwargs)
-            _check_unchanged(given)
-            results, out_tree = jax.tree.flatten(out)
-            traced = [i for i, result in enumerate(results) if _is_array(result)]
-            # What outlives the trace holds none of its arrays.
-            constants = [None if i in traced else result for i, result in enumerate(results)]
-            rest[:] = [out_tree, constants, traced]
-            return [results[i] for i in traced]
-
-        closed = jax.make_jaxpr(program)([leaves[i] for i in places])
-        jaxpr, extra = fuse_program.rewritten(closed, fold)
-        outs = compat.eval_jaxpr(jaxpr, [*closed.consts, *extra], *(leaves[i] for i in places))
-        out_tree, results, traced = rest
-        for i, out in zip(traced, outs, strict=True):
-            results[i] = out
-        return jax.tree.unflatten(out_tree, results)
+        if not native.fusing():
+            return fun(*args, **kwargs)
+        if options.gradients:
+            differentiate.place()
+        return fuse_trace.traced(checked, args, kwargs, options).evaluate()
 
     return fused_function
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+def value_and_grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """``jax.value_and_grad`` of the fused function: ``jax.value_and_grad(fuse(fun), ...)``.
+
+    ``fuse(train_step)`` does the same for the gradients that a training step takes.
+
+        loss, gradients = jax.jit(jaxconv.value_and_grad(loss_fn))(params, batch)
+
+    Args:
+        fun: the function, as in ``fuse``: every call traces it, so that values of its arguments
+            that are arrays are not known in it.
+        argnums: by which positional arguments to differentiate.
+        has_aux: whether ``fun`` returns a pair, of which the first part is differentiated.
+        holomorphic: whether ``fun`` is promised to be holomorphic.
+        allow_int: whether to differentiate by integers, with gradients of dtype float0.
+
+    Returns:
+        A function of ``fun``'s arguments that returns its value and its gradient.
+
+    Raises:
+        TypeError: ``fun`` cannot be called.
+    """
+    return jax.value_and_grad(fuse(fun), argnums, has_aux, holomorphic, allow_int)
+
+
+def grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable:
+    """``jax.grad`` of the fused function: ``jax.grad(fuse(fun), ...)``.
+
+    Args:
+        fun: the function, as in ``fuse``.
+        argnums: as in ``value_and_grad``, like all that follow.
+        has_aux: whether ``fun`` returns a pair.
+        holomorphic: whether it is promised to be holomorphic.
+        allow_int: whether to differentiate by integers.
+
+    Returns:
+        A function of ``fun``'s arguments that returns its gradient; with ``has_aux`` the gradient
+        and the second part of the pair.
+
+    Raises:
+        TypeError: ``fun`` cannot be called.
+    """
+    return jax.grad(fuse(fun), argnums, has_aux, holomorphic, allow_int)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: expected True or False, got {arguments.described(value)}")
+    return bool(value)
 
 
 def _mutable(tree: Any) -> list[tuple[Any, list[Any]]]:
@@ -110,7 +167,9 @@ def _mutable(tree: Any) -> list[tuple[Any, list[Any]]]:
     that it changes in place (Flax's nnx) is the caller's.
     """
     objects = jax.tree.leaves(tree, is_leaf=lambda n: not isinstance(n, dict | list | tuple))
-    return [(o, jax.tree.leaves(o)) for o in objects if o is not None and not _is_array(o)]
+    return [
+        (o, jax.tree.leaves(o)) for o in objects if o is not None and not fuse_trace.is_array(o)
+    ]
 
 
 def _check_unchanged(before: list[tuple[Any, list[Any]]]) -> None:
@@ -118,7 +177,7 @@ def _check_unchanged(before: list[tuple[Any, list[Any]]]) -> None:
     for module, leaves in before:
         after = jax.tree.leaves(module)
         if len(after) != len(leaves) or any(
-            a is not b for a, b in zip(after, leaves, strict=True) if _is_array(a)
+            a is not b for a, b in zip(after, leaves, strict=True) if fuse_trace.is_array(a)
         ):
             raise ValueError(
                 f"fun: it changes an argument in place, a {type(module).__name__}. Split it into "

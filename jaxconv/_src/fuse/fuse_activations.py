@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxconv._src import compat
+from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_graph import Graph, live, type_of
 
 # A name of the contract, or the name and a slope.
@@ -117,12 +118,27 @@ class Written:
     Attributes:
         function: the operations, of an array of one shape and dtype, element by element.
         operand: that array's type.
-        activation: which activation it is.
+        activation: which activation it is, if it has a name of the contract.
+        mask, named: as of ``normalise.Activation``.
     """
 
     function: Callable[[jax.Array], jax.Array]
     operand: Any
-    activation: Activation
+    activation: Activation | None = None
+    mask: fuse_derivatives.Mask | None = None
+    named: tuple[str, float] | None = None
+
+    def value(self, t: jax.Array) -> jax.Array:
+        """The function of t, whose elements have any shape."""
+        return self._shaped(t.astype(self.operand.dtype))
+
+    def _shaped(self, t: jax.Array) -> jax.Array:
+        shape = self.operand.shape
+        if t.shape == shape:
+            return self.function(t)
+        if t.size == self.operand.size:
+            return self.function(t.reshape(shape)).reshape(t.shape)
+        return jax.vmap(self.function)(t.reshape(-1, *shape)).reshape(t.shape)
 
     @functools.cached_property
     def differentiates_from_y(self) -> bool:
@@ -143,12 +159,13 @@ class Written:
 
     def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
         """The derivative at ``value`` times dt. Both have any shape, as vmap folds axes."""
-        function, (shape, wide) = self.function, (dt.shape, dt.dtype)
-        t, dt = (a.astype(self.operand.dtype) for a in (value, dt))
-        if shape != self.operand.shape:
-            function = jax.vmap(function)
-            t, dt = (a.reshape(-1, *self.operand.shape) for a in (t, dt))
-        return jax.jvp(function, (t,), (dt,))[1].astype(wide).reshape(shape)
+        t, narrow = (a.astype(self.operand.dtype) for a in (value, dt))
+        return jax.jvp(self._shaped, (t,), (narrow,))[1].astype(dt.dtype)
+
+    def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
+        """The same of dz, also of a function that has a derivative backwards alone."""
+        z, back = jax.vjp(self._shaped, value.astype(self.operand.dtype))
+        return back(dz.astype(z.dtype))[0].astype(dz.dtype)
 
 
 def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written | None:

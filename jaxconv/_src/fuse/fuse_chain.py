@@ -214,7 +214,7 @@ def _step(graph: Graph, chain: Chain, taken: Set[int]) -> Chain | str:
             )
     uses = graph.uses(value)
     if value in graph.returned:
-        return "its result is returned" if not uses else "its result is returned and used"
+        return f"{fuse_convolution.RETURNED} and used" if uses else fuse_convolution.RETURNED
     if not uses:
         return "its result is not used"
     if len(uses) > 1:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxconv._src import compat
-from jaxconv._src.call import override_state, selection
+from jaxconv._src.call import override_state, record, selection
 from jaxconv._src.conv import bilinear, canonical
 from jaxconv._src.conv.bilinear import Bilinear
 from jaxconv._src.conv.fused import Fused
@@ -24,6 +24,9 @@ from jaxconv._src.ways import winograd_jax
 
 # Primitives that convolve forward, or may.
 NAMES = ("conv_general_dilated", "jaxconv_fprop")
+
+# Why a chain ends at the end of its function.
+RETURNED = "its result is returned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +43,18 @@ class Convolution:
         return self.spec.axis("y", "k")
 
 
+def channel_axis(eqn: JaxprEqn) -> int:
+    """The axis of channels of a convolution's result."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return eqn.params["dimension_numbers"].out_spec[1]
+    return eqn.params["spec"].axis("y", "k")
+
+
 def find(graph: Graph, position: int) -> Convolution | str:
     """A convolution that a call with an epilogue computes, or why there is none."""
     eqn = graph.eqns[position]
+    if reason := _left(eqn):
+        return reason
     x, w = eqn.invars
     shapes = [type_of(a).shape for a in (x, w, *eqn.outvars)]
     if reason := lax_lowering.outside(shapes, eqn.params.get("window_strides", ())):
@@ -65,6 +77,18 @@ def find(graph: Graph, position: int) -> Convolution | str:
     elif algorithm not in (selection.AUTO, selection.NATIVE):
         return f"algorithm={algorithm!r} was asked for"
     return Convolution(position, x, w, spec)
+
+
+def _left(eqn: JaxprEqn) -> str:
+    """Why a convolution is none of the caller's, or "".
+
+    In a derivative it has been seen already, in the function of which that is one. What follows may
+    be new only where that function returned its result.
+    """
+    if not override_state.may_fuse(eqn):
+        return "override(fuse=False)"
+    seen = compat.metadata(eqn).get(record.CHAIN_END, "")
+    return "" if seen == RETURNED else seen
 
 
 def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> str:
@@ -126,7 +150,7 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
         return ""
     sizes = conv.spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
     found: list[native.Refusal] = []
-    for platform in platforms():
+    for platform in platforms()[:1]:
         if platform not in native.PLATFORMS:
             found.append(native.Refusal(platform, "no kernels for it"))
             continue

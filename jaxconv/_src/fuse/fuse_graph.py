@@ -31,7 +31,7 @@ _ABSORBING = REDUCTIONS | {
     *("logistic", "erf", "erfc", "select_n", "clamp", "convert_element_type"),
     *("eq", "ne", "lt", "le", "gt", "ge"),
 }
-_ELEMENTWISE = (_ABSORBING - REDUCTIONS) | {"add", "add_any"}
+ELEMENTWISE = (_ABSORBING - REDUCTIONS) | {"add", "add_any"}
 
 
 def is_float(dtype: Any) -> bool:
@@ -120,7 +120,7 @@ class Graph:
             if atom in stored or atom in self.returned or len(uses) > 1:
                 return False
             if made.primitive.name != "convert_element_type":
-                return made.primitive.name in _ELEMENTWISE
+                return made.primitive.name in ELEMENTWISE
             atom = made.invars[0]
         return False
 

@@ -25,19 +25,20 @@ from jaxconv._src.fuse import (
     fuse_activations,
     fuse_chain,
     fuse_convolution,
-    fuse_gradient,
-    fuse_normalise_add,
-    fuse_normalised_gradient,
+    fuse_layers,
     fuse_pooling,
+    fuse_reasons,
+    fuse_statistics,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
 from jaxconv._src.fuse.fuse_convolution import Convolution
 from jaxconv._src.fuse.fuse_graph import Graph, live, traced, type_of
 from jaxconv._src.fuse.fuse_statistics import Moment
+from jaxconv._src.lax import fold_padding
+from jaxconv._src.lax.inlining import JITTED, inlined
 from jaxconv._src.library import native
+from jaxconv._src.passes import masked_sums, normalise
 from jaxconv._src.problem import epilogue
-
-_JITTED = ("jit", "pjit")
 
 # A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
 # many equations.
@@ -45,6 +46,9 @@ _INLINED = 64
 
 # Why a chain ends before a batch norm in training.
 _WHOLE_RESULT = "what follows takes the statistics of the whole result"
+
+# What a program has that is a derivative, or of which such layers are calls.
+_BACKWARD = {"jaxconv_wgrad", masked_sums.TARGET, normalise.TARGET}
 
 # Operations whose jaxprs are not programs of XLA's.
 _OPAQUE = ("pallas_call", "core_map", "run_state")
@@ -88,7 +92,8 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
     """
     if not _convolves(jaxpr):
         return jaxpr
-    eqns, outvars = _inlined(jaxpr)
+    eqns, outvars = inlined(jaxpr, _becomes_part)
+    eqns = fold_padding.folded(eqns, outvars, known)
     graph = Graph(live(eqns, outvars), outvars, known)
     refused = _Refused()
     while True:
@@ -97,13 +102,11 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra)
         if refused.count == before:
-            if "cuda" in fuse_convolution.platforms():  # XLA's fusions on CPUs are others
-                eqns = live(fuse_pooling.with_calls(eqns, outvars), outvars)
-                eqns = live(fuse_gradient.rewritten(eqns, outvars), outvars)
-                eqns = live(fuse_normalised_gradient.rewritten(eqns, outvars), outvars)
-                eqns = live(fuse_normalise_add.rewritten(eqns, outvars), outvars)
-                eqns = fuse_pooling.without_unused(eqns, outvars)
-            eqns = live(fuse_pooling.rewritten(eqns, outvars), outvars)
+            if not any(eqn.primitive.name in _BACKWARD for eqn in eqns):
+                eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
+                eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
+                eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
+                eqns = fuse_layers.with_readers(eqns, outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
@@ -128,6 +131,8 @@ def _with_calls_traced(
     """
     fusions: dict[int, Fusion] = {}
     notes = dict(refused.calls)
+    ends: dict[int, tuple[Var, int]] = {}
+    without: set[int] = set()
     taken: set[int] = set()
     # From the end: of two convolutions that are added, the later one's residual is the other.
     for position in reversed(range(len(graph.eqns))):
@@ -135,8 +140,11 @@ def _with_calls_traced(
         if name not in fuse_convolution.NAMES or position in refused.calls:
             continue
         conv = fuse_convolution.find(graph, position)
+        (whole,) = graph.eqns[position].outvars
+        ends[position] = whole, fuse_convolution.channel_axis(graph.eqns[position])
         if isinstance(conv, str):
             notes[position] = conv
+            without.add(position)
             continue
         fusion, notes[position] = fuse_chain.follow(graph, conv, taken)
         if (counted := fuse_chain.with_statistics(graph, conv, fusion)) is not None:
@@ -145,6 +153,10 @@ def _with_calls_traced(
         if fusion is not None:
             fusions[position] = fusion
             taken |= fusion.chain.taken
+            ends[position] = fusion.chain.out, fusion.chain.axis
+    for position, (end, axis) in ends.items():
+        alone = (graph, end, axis, taken, notes[position])
+        notes[position] = fuse_reasons.told(*alone, refused=position in without)
     rewritten: list[JaxprEqn] = []
     results = {fusion.chain.out for fusion in fusions.values()}
     for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):
@@ -274,19 +286,11 @@ def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
     """
     whole = type_of(graph.eqns[answer.fusion.conv.position].outvars[0])
     count = whole.size // type_of(answer.statistics).shape[1]
-
-    def compute(statistics: Any, vectors: list[Any]) -> Any:
-        return [answer.moment.value(statistics, vectors, count)]
-
-    position = graph.index(answer.moment.out)
-    assert position is not None
-    operands = answer.statistics, answer.moment.atoms
     try:
-        eqns = traced(compute, operands, answer.outvars, graph, position)
+        return fuse_statistics.answered(graph, answer.moment, answer.statistics, count)
     except (TypeError, ValueError, compat.ShardingTypeError) as error:
         reason = str(error).splitlines()[0]
         raise _RefusedError(answer.fusion.conv.position, reason, True) from error
-    return [compat.within(graph.eqns[position], e) for e in eqns]
 
 
 def _traced_call(
@@ -357,39 +361,9 @@ def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
 # --- equations ---
 
 
-def _inlined(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a program with small jitted functions in place of their calls."""
-    eqns: list[JaxprEqn] = []
-    substitution: dict[Var, Any] = {}
-
-    def renamed(atom: Any, names: Mapping[Var, Any]) -> Any:
-        return names.get(atom, atom) if isinstance(atom, Var) else atom
-
-    def visit(inner: Any, names: dict[Var, Any], callers: tuple[JaxprEqn, ...]) -> None:
-        for eqn in inner.eqns:
-            invars = [renamed(a, names) for a in eqn.invars]
-            if _becomes_part(eqn):
-                called = compat.open_jaxpr(eqn.params["jaxpr"])
-                own = dict(zip(called.invars, invars, strict=True))
-                visit(called, own, (*callers, eqn))
-                for var, atom in zip(eqn.outvars, called.outvars, strict=True):
-                    names[var] = renamed(atom, own)
-                continue
-            outvars = eqn.outvars
-            if callers:
-                outvars = [compat.variable(type_of(v)) for v in eqn.outvars]
-                names.update(zip(eqn.outvars, outvars, strict=True))
-                for caller in reversed(callers):
-                    eqn = compat.within(caller, eqn)
-            eqns.append(eqn.replace(invars=invars, outvars=outvars))
-
-    visit(jaxpr, substitution, ())
-    return eqns, [renamed(atom, substitution) for atom in jaxpr.outvars]
-
-
 def _becomes_part(eqn: JaxprEqn) -> bool:
     """Whether a call is of a jitted function that may be part of an epilogue."""
-    if eqn.primitive.name not in _JITTED or not compat.inlinable(eqn):
+    if eqn.primitive.name not in JITTED or not compat.inlinable(eqn):
         return False
     called = compat.open_jaxpr(eqn.params["jaxpr"])
     return (
@@ -404,7 +378,7 @@ def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
 ) -> list[JaxprEqn | _FusedCall | _Answer]:
     """The program with calls in the place of the chains, and notes at other convolutions."""
-    placed: dict[int, _FusedCall | _Answer] = {}
+    placed: dict[int, list[_FusedCall | _Answer]] = {}
     dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
     again: dict[int, JaxprEqn] = {}
@@ -412,11 +386,11 @@ def _with_calls(
         chain = fusion.chain
         pre = chain.pre if fusion.keeps_pre else None
         statistics = _statistics(graph, fusion.conv) if fusion.moments else None
-        placed[fusion.position] = _FusedCall(fusion, pre, statistics, notes[position])
+        placed[fusion.position] = [_FusedCall(fusion, pre, statistics, notes[position])]
         for moment in fusion.moments:
             made = graph.index(moment.out)
             assert made is not None and statistics is not None
-            placed[made] = _Answer(fusion, moment, statistics)
+            placed.setdefault(made, []).append(_Answer(fusion, moment, statistics))
             dropped.add(made)
         dropped |= {position, *chain.taken}
         if chain.pre is not None and type_of(chain.pre).shape == type_of(chain.out).shape:
@@ -429,8 +403,7 @@ def _with_calls(
             redirected |= {i: (chain.out, of_pre) for i in fusion.compared}
     items: list[JaxprEqn | _FusedCall | _Answer] = []
     for position, eqn in enumerate(graph.eqns):
-        if position in placed:
-            items.append(placed[position])
+        items += placed.get(position, [])
         if position in again:
             items.append(again[position])
         if position in dropped:

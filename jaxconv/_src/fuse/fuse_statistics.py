@@ -1,81 +1,104 @@
-"""Finds the sums over a convolution's result that its statistics answer: those of batch norm.
+"""Finds sums over an array that its moments answer: those of batch, group and instance norm.
 
-With M the squared deviations of y from its mean, summed over all n examples and positions of a
-channel, and a, b vectors of channels,
+With the mean of each channel and M, its summed squared deviations, over n positions (and examples),
+and a, b numbers of each channel,
 
     sum of (y - a)            = n (mean - a)
     sum of (y - a) (y - b)    = M + n (mean - a) (mean - b)
     E[y y] - E[y] E[y]        = M / n
 
-so that the call's mean and M give each of these sums, whatever the program subtracts, and neither
-formula of the variance cancels. A sum may be made in steps, with factors between them: Equinox
-averages over positions, then over examples.
+so that they give each of these sums, whatever the program subtracts, and neither formula of the
+variance cancels. Sums over a group of channels are sums of these. A sum may be made in steps, with
+factors between them: Equinox averages over positions, then over examples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from typing import Literal as OneOf
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from jaxconv._src.fuse.fuse_graph import (
-    IDENTITIES,
-    Graph,
-    Vector,
-    is_float,
-    renumbered_axis,
-    type_of,
-)
-
-_RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
+from jaxconv._src import compat
+from jaxconv._src.fuse import fuse_affine, fuse_axes
+from jaxconv._src.fuse.fuse_affine import Coefficient
+from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
+from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
 
 # A factor of the program is 1 / n where it differs by no more than so many roundings of it.
 _ROUNDINGS = 4
 
+# Over what moments are taken: all examples and positions, or an example's positions.
+Over = OneOf["examples", "positions"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A variable that the statistics answer.
+    """A variable that the moments answer.
 
     Attributes:
-        out: the variable, of as many elements as channels.
+        out: the variable.
+        axes: its axes, which are of channels, and of examples where each has moments of its own.
+        counts: how many examples and channels the array has.
         factor: what the sum is multiplied by.
-        shifts: the vectors of a first (one) or second (two) moment; None for zeros.
-        central: M alone, times the factor.
+        shifts: what a first (one) or second (two) moment subtracts; None for zeros.
+        central: of squared deviations from the mean of all that is summed, times the factor.
     """
 
     out: Var
+    axes: Axes
+    counts: tuple[int, int]
     factor: float
-    shifts: tuple[Vector | None, ...]
+    shifts: tuple[Coefficient | None, ...]
     central: bool = False
 
     @property
     def atoms(self) -> list[Any]:
-        """The vectors' arrays, which ``value`` takes."""
-        return [s.atom for s in self.shifts if s is not None]
+        """The variables that ``value`` takes."""
+        return [a for s in self.shifts if s is not None for a in s.atoms if isinstance(a, Var)]
 
-    def value(self, statistics: Any, vectors: list[Any], count: int) -> Any:
-        """The variable, from the statistics (2, channels) of ``count`` numbers a channel."""
-        mean, squares = statistics[0], statistics[1]
-        channels, arrays = mean.shape[0], iter(vectors)
-        offsets = [
-            mean if s is None else mean - s.read(next(arrays), channels) for s in self.shifts
-        ]
+    def value(self, statistics: Any, arrays: Mapping[Any, Any], count: int) -> Any:
+        """The variable.
+
+        Args:
+            statistics: means and M, (2, C) or (N, 2, C).
+            arrays: values of ``atoms``.
+            count: of the numbers of a channel that are summed.
+        """
+        mean, squares = statistics[..., 0, :], statistics[..., 1, :]
         if self.central:
-            total = squares
-        elif len(offsets) == 1:
-            total = count * offsets[0]
+            average = self._grouped(mean, jnp.mean, repeated=True)
+            shifts = [average, average]
         else:
-            total = squares + count * (offsets[0] * offsets[1])
+            shifts = [0.0 if s is None else s.value(arrays) for s in self.shifts]
+        total = count * (mean - shifts[0])
+        if len(shifts) == 2:
+            total = squares + total * (mean - shifts[1])
+        total = self._grouped(total, jnp.sum)
         if self.factor != 1:
             total = total * self.factor
         aval = type_of(self.out)
-        return total.astype(aval.dtype).reshape(aval.shape)
+        digits = [d for axis in self.axes for d in axis]
+        total = total.reshape([d.extent for d in fuse_axes.in_order(digits)])
+        before = tuple((d,) for d in fuse_axes.in_order(digits))
+        return fuse_axes.arranged(total, before, self.axes).astype(aval.dtype)
+
+    def _grouped(self, array: Any, reduce: Any, repeated: bool = False) -> Any:
+        """A reduction of (..., C) over the channels that the result does not tell apart."""
+        digits = fuse_axes.in_order(d for axis in self.axes for d in axis)
+        kept = [d for d in digits if d.what == CHANNELS]
+        if math.prod(d.extent for d in kept) == self.counts[1]:
+            return array
+        extents = fuse_axes.refined(kept, self.counts[1])
+        split = array.reshape((*array.shape[:-1], *extents))
+        axes = tuple(range(array.ndim - 1, split.ndim, 2))
+        found = reduce(split, axes, keepdims=repeated)
+        return jnp.broadcast_to(found, split.shape).reshape(array.shape) if repeated else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,146 +106,322 @@ class _Value:
     """What a variable is: product of (y - shift) over the shifts, summed over some axes.
 
     Attributes:
-        axis: the axis of channels.
+        axes: those that are left.
         shifts: as of ``Moment``.
-        summed: whether anything is summed: products are taken before.
         factor: what it is multiplied by.
         precision: the relative error of the factor, from the types on the way.
+        absolute: whether it is the absolute value of the difference.
     """
 
-    axis: int
-    shifts: tuple[Vector | None, ...] = (None,)
-    summed: bool = False
+    axes: Axes
+    shifts: tuple[Coefficient | None, ...] = (None,)
     factor: float = 1.0
     precision: float = 0.0
+    absolute: bool = False
+
+    @property
+    def single(self) -> bool:
+        """Whether it is y, less a vector."""
+        return len(self.shifts) == 1 and not self.absolute
 
 
-def find(graph: Graph, y: Var, axis: int) -> list[Moment]:
-    """The sums over y that the statistics answer; none where no second moment is among them.
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """Values side by side along an axis that they do not have; None for what is no value."""
+
+    axis: int
+    parts: tuple[_Value | None, ...]
+
+    def each(self, change: Callable[[_Value], _Value | None]) -> _Stack:
+        return _Stack(self.axis, tuple(None if p is None else change(p) for p in self.parts))
+
+
+class _Finder:
+    """Reads the sums over one array.
 
     Args:
         graph: the program.
-        y: the call's result.
+        y: the array.
         axis: its axis of channels.
+        over: of which moments.
     """
-    shape = type_of(y).shape
-    count = math.prod(shape) // max(shape[axis], 1)
-    if shape[axis] == 1 or count <= 1:
-        return []
-    values: dict[Var, _Value] = {y: _Value(axis)}
-    moments: dict[Var, Moment] = {}
-    pending = sorted(set(graph.uses(y)))
-    while pending:
-        position = pending.pop(0)
-        eqn = graph.eqns[position]
-        (out, *more) = eqn.outvars
-        if more or not is_float(getattr(type_of(out), "dtype", bool)):
-            continue
-        operands = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
-        value = _made(graph, eqn, operands)
-        if value is not None:
-            values[out] = value
-            pending = sorted({*pending, *graph.uses(out)})
-            known = [(a, v) for a, v in zip(eqn.invars, operands, strict=True) if v is not None]
-            if _complete(out, value) and not any(_complete(a, v) for a, v in known):
-                moments[out] = Moment(out, value.factor, value.shifts)
-        elif _is_variance(graph, eqn, values, count):
-            moments[out] = Moment(out, 1 / count, (), central=True)
-    if not any(len(m.shifts) == 2 for m in moments.values()):
-        return []
-    return list(moments.values())
 
+    def __init__(self, graph: Graph, y: Var, axis: int, over: Over):
+        self.graph, self.y, self.over = graph, y, over
+        self.axes = fuse_axes.of(type_of(y).shape, axis)
+        self.size = type_of(y).size
+        digits = [d for each in self.axes for d in each]
+        kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
+        self.counts = math.prod(kinds[0]), math.prod(kinds[1])
 
-def _complete(var: Any, value: _Value) -> bool:
-    """Whether a variable is a sum over everything but the channels."""
-    shape = type_of(var).shape
-    return value.summed and all(e == 1 for i, e in enumerate(shape) if i != value.axis)
+    def found(self) -> list[Moment]:
+        """The sums, those of which others are made too."""
+        values: dict[Var, _Value] = {self.y: _Value(self.axes)}
+        stacks: dict[Var, _Stack] = {}
+        moments: dict[Var, Moment] = {}
+        pending = sorted(set(self.graph.uses(self.y)))
+        while pending:
+            position = pending.pop(0)
+            eqn = self.graph.eqns[position]
+            if not all(is_float(getattr(type_of(v), "dtype", bool)) for v in eqn.outvars):
+                continue
+            operands = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+            of_stacks = [stacks[a] for a in eqn.invars if isinstance(a, Var) and a in stacks]
+            stacked = of_stacks[0] if len(of_stacks) == 1 else None
+            known = [v for v in operands if v is not None]
+            made = self._parts(eqn, stacked) if stacked else self._results(eqn, operands)
+            if made is not None:
+                for out, value in zip(eqn.outvars, made, strict=True):
+                    if isinstance(value, _Stack):
+                        stacks[out] = value
+                        pending = sorted({*pending, *self.graph.uses(out)})
+                    elif value is not None:
+                        values[out] = value
+                        pending = sorted({*pending, *self.graph.uses(out)})
+                        if self._complete(value) and not any(map(self._complete, known)):
+                            moments[out] = self._moment(out, value)
+                continue
+            (out, *more) = eqn.outvars
+            if more:
+                continue
+            if (averages := self._variance(eqn, values)) is not None:
+                factor = self._share(averages.axes)
+                moments[out] = Moment(out, averages.axes, self.counts, factor, (), central=True)
+        return list(moments.values())
 
+    def _moment(self, out: Var, value: _Value) -> Moment:
+        return Moment(out, value.axes, self.counts, value.factor, value.shifts)
 
-def _made(graph: Graph, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
-    """What an equation makes of such values, or None."""
-    name = eqn.primitive.name
-    if name in ("sub", "mul", "div"):
-        return _combined(graph, eqn, operands)
-    if not operands or (value := operands[0]) is None:
+    def _results(
+        self, eqn: JaxprEqn, operands: list[_Value | None]
+    ) -> Sequence[_Value | _Stack | None] | None:
+        """What an equation gives of such values, or None."""
+        name = eqn.primitive.name
+        if name == "reduce":
+            found = [_sum(v, eqn.params["dimensions"]) if v else None for v in operands]
+            found = found[: len(eqn.outvars)]
+            # An equation is replaced as a whole.
+            return found if _adds(eqn) and all(v and self._complete(v) for v in found) else None
+        if len(eqn.outvars) > 1:
+            return None
+        if name == "stack":
+            return [_Stack(eqn.params["axis"], tuple(operands))]
+        if name == "concatenate":
+            axis = eqn.params["dimension"]
+            if any(type_of(a).shape[axis] != 1 for a in eqn.invars):
+                return None
+            parts = [v and dataclasses.replace(v, axes=_without(v.axes, axis)) for v in operands]
+            return [_Stack(axis, tuple(parts))]
+        value = self._made(eqn, operands)
+        return None if value is None else [value]
+
+    def _parts(self, eqn: JaxprEqn, stack: _Stack) -> Sequence[_Value | _Stack | None] | None:
+        """What an equation gives of a stack: the same of its parts, or some of them."""
+        name, params, axis = eqn.primitive.name, eqn.params, stack.axis
+
+        def kept(value: _Value | None) -> _Value | None:
+            if value is None:
+                return None
+            return dataclasses.replace(value, axes=(*value.axes[:axis], (), *value.axes[axis:]))
+
+        if name in IDENTITIES or name == "convert_element_type":
+            return [stack]
+        if name == "reduce_sum" and axis not in params["axes"]:
+            axes = [a - (a > axis) for a in params["axes"]]
+            after = axis - sum(a < axis for a in params["axes"])
+            return [_Stack(after, stack.each(lambda v: _sum(v, axes)).parts)]
+        if name in ("mul", "div"):
+            numbers = [self.graph.constant(a) for a in eqn.invars]
+            number, dtype = numbers[1] or numbers[0], type_of(eqn.outvars[0]).dtype
+            if not number or not math.isfinite(number) or (name == "div" and numbers[0]):
+                return None
+            factor = number if name == "mul" else 1 / number
+            return [stack.each(lambda v: _scaled(v, factor, dtype) if self._summed(v) else None)]
+        if name == "slice" and params["limit_indices"][axis] - params["start_indices"][axis] == 1:
+            others = [e for a, e in enumerate(type_of(eqn.outvars[0]).shape) if a != axis]
+            of_stack = [e for a, e in enumerate(type_of(eqn.invars[0]).shape) if a != axis]
+            part = stack.parts[params["start_indices"][axis]]
+            return [kept(part)] if others == of_stack else None
+        if name == "unstack" and params["axis"] == axis:
+            return stack.parts
+        if name == "split" and params["axis"] == axis and set(params["sizes"]) == {1}:
+            return [kept(v) for v in stack.parts]
         return None
-    if name in IDENTITIES or name == "convert_element_type":
-        return value
-    if name in _RESHAPES:
-        return _reshaped(eqn, value)
-    if _squares(eqn) and not value.summed and len(value.shifts) == 1:
-        return dataclasses.replace(value, shifts=value.shifts * 2)
-    if name == "reduce_sum" and eqn.params.get("out_sharding") is None:
-        return _sum(value, eqn.params["axes"])
-    # Over an axis that vmap has named: its rule makes the name a position.
-    if name == "psum" and eqn.params.get("axis_index_groups") is None:
-        return _sum(value, eqn.params["axes"])
-    return None
+
+    def _summed(self, value: _Value) -> bool:
+        return math.prod(fuse_axes.shape_of(value.axes)) < self.size
+
+    def _share(self, axes: Axes) -> float:
+        """1 over the count of the numbers that are summed."""
+        return math.prod(fuse_axes.shape_of(axes)) / self.size
+
+    def _complete(self, value: _Value) -> bool:
+        """Whether a value is a sum over all that the moments are over."""
+        digits = [d for axis in value.axes for d in axis]
+        kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
+        extents = tuple(map(math.prod, kinds))
+        if not self._summed(value) or value.absolute or any(d.what == POSITIONS for d in digits):
+            return False
+        if self.over == "examples":
+            if any(s is not None and s.examples for s in value.shifts):
+                return False
+            return extents == (1, self.counts[1])
+        return self.counts[0] > 1 and extents[0] == self.counts[0]
+
+    def _made(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
+        """What an equation makes of such values, or None."""
+        name = eqn.primitive.name
+        if name in ("sub", "mul", "div"):
+            return self._combined(eqn, operands)
+        if name == "dot_general":
+            return self._contracted(eqn, operands)
+        if not operands or (value := operands[0]) is None:
+            return None
+        if name in IDENTITIES or name == "convert_element_type":
+            return value
+        if fuse_affine.reshapes(eqn):
+            axes = fuse_axes.reshaped(value.axes, type_of(eqn.outvars[0]).shape)
+            return None if axes is None else dataclasses.replace(value, axes=axes)
+        if name == "transpose":
+            axes = fuse_axes.transposed(value.axes, eqn.params["permutation"])
+            return dataclasses.replace(value, axes=axes)
+        if name == "abs" and not self._summed(value) and len(value.shifts) == 1:
+            return dataclasses.replace(value, absolute=True)
+        if _squares(eqn) and not self._summed(value) and len(value.shifts) == 1:
+            return dataclasses.replace(value, shifts=value.shifts * 2, absolute=False)
+        if name == "reduce_window_sum":
+            return _pooled(eqn, value)
+        if name == "reduce_sum" and eqn.params.get("out_sharding") is None:
+            return _sum(value, eqn.params["axes"])
+        # Over an axis that vmap has named: its rule makes the name a position.
+        if name == "psum" and eqn.params.get("axis_index_groups") is None:
+            return _sum(value, eqn.params["axes"])
+        return None
+
+    def _combined(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
+        """A product of two differences; a difference with a vector; a sum times a number."""
+        name, (out,) = eqn.primitive.name, eqn.outvars
+        left, right = operands
+        if name == "sub" and left is not None and right is not None and self._summed(right):
+            right = None  # the mean, as a vector
+        if left is not None and right is not None:
+            return self._product(left, right) if name == "mul" else None
+        value = left if left is not None else right
+        if value is None:
+            return None
+        own, other = eqn.invars if left is not None else reversed(eqn.invars)
+        if type_of(out).shape != type_of(own).shape:
+            return None
+        if self._summed(value):
+            number = self.graph.constant(other)
+            if name not in ("mul", "div") or number is None or (name == "div" and left is None):
+                return None
+            if not number or not math.isfinite(number):
+                return None
+            return _scaled(value, number if name == "mul" else 1 / number, type_of(out).dtype)
+        if name != "sub" or left is None or value.shifts != (None,) or value.absolute:
+            return None
+        shift = fuse_affine.coefficient(self.graph, other, value.axes, self.counts)
+        return None if shift is None else dataclasses.replace(value, shifts=(shift,))
+
+    def _product(self, left: _Value, right: _Value) -> _Value | None:
+        single = all(not self._summed(v) and v.single for v in (left, right))
+        if left == right and left.absolute and len(left.shifts) == 1:
+            single, left = not self._summed(left), dataclasses.replace(left, absolute=False)
+        if not single or left.axes != right.axes:
+            return None
+        return dataclasses.replace(left, shifts=left.shifts + right.shifts)
+
+    def _contracted(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
+        """A sum as a product of matrices: with ones, or of two values by channels."""
+        (sums, batches), (left, right) = eqn.params["dimension_numbers"], operands
+        if left is not None and right is not None:
+            value = self._product(left, right)
+            if value is None or sums[0] != sums[1] or batches[0] != batches[1]:
+                return None
+            if len(sums[0]) + len(batches[0]) != len(value.axes):
+                return None
+            return dataclasses.replace(value, axes=tuple(value.axes[a] for a in batches[0]))
+        own = 0 if left is not None else 1
+        value, ones = operands[own], eqn.invars[1 - own]
+        contracted = sums[1 - own]
+        number = self.graph.constant(ones)
+        if value is None or not number or not math.isfinite(number) or batches[0]:
+            return None
+        if any(e > 1 for a, e in enumerate(type_of(ones).shape) if a not in contracted):
+            return None
+        found = _sum(value, sums[own])
+        axes = fuse_axes.reshaped(found.axes, type_of(eqn.outvars[0]).shape) if found else None
+        if found is None or axes is None:
+            return None
+        value = dataclasses.replace(found, axes=axes)
+        return value if number == 1 else _scaled(value, number, type_of(ones).dtype)
+
+    def _variance(self, eqn: JaxprEqn, values: dict[Var, _Value]) -> _Value | None:
+        """The mean of y of an equation that is E[y y] - E[y] E[y], or None."""
+        if eqn.primitive.name != "sub":
+            return None
+        of_squares, of_mean = eqn.invars
+        made = self.graph.producer(of_mean)
+        if made is None or not (_squares(made) or made.primitive.name == "mul"):
+            return None
+        if not self._average(of_squares, values, (None, None)):
+            return None
+        if not all(self._average(a, values, (None,)) for a in made.invars):
+            return None
+        mean = made.invars[0]
+        return values[mean] if isinstance(mean, Var) else None
+
+    def _average(self, atom: Any, values: dict[Var, _Value], shifts: tuple) -> bool:
+        """Whether an atom is the mean of y, or of its squares."""
+        value = values.get(atom) if isinstance(atom, Var) else None
+        if value is None or value.shifts != shifts or not self._complete(value):
+            return False
+        return abs(value.factor / self._share(value.axes) - 1) <= _ROUNDINGS * value.precision
+
+
+def _scaled(value: _Value, number: float, dtype: np.dtype) -> _Value:
+    """A sum times a number of the program."""
+    precision = value.precision + float(jnp.finfo(dtype).eps)
+    return dataclasses.replace(value, factor=value.factor * number, precision=precision)
+
+
+def _pooled(eqn: JaxprEqn, value: _Value) -> _Value | None:
+    """The sum over windows, each of which is all of some axes."""
+    params = eqn.params
+    extents = fuse_axes.shape_of(value.axes)
+    window = params["window_dimensions"]
+    whole = all(w in (1, e) for w, e in zip(window, extents, strict=True))
+    same = [s for w, s in zip(window, params["window_strides"], strict=True) if w == 1]
+    dilations = (*params["base_dilation"], *params["window_dilation"])
+    if not whole or any(map(any, params["padding"])) or {*same, *dilations} - {1}:
+        return None
+    kept = [() if w == e else axis for w, e, axis in zip(window, extents, value.axes, strict=True)]
+    return dataclasses.replace(value, axes=tuple(kept))
 
 
 def _sum(value: _Value, axes: Sequence[Any]) -> _Value | None:
-    if value.axis in axes or not all(isinstance(a, int | np.integer) for a in axes):
+    if not all(isinstance(a, int | np.integer) for a in axes):
         return None
-    axis = value.axis - sum(a < value.axis for a in axes)
-    return dataclasses.replace(value, axis=axis, summed=True)
+    kept = tuple(axis for at, axis in enumerate(value.axes) if at not in axes)
+    return dataclasses.replace(value, axes=kept)
 
 
-def _reshaped(eqn: JaxprEqn, value: _Value) -> _Value | None:
-    (out,) = eqn.outvars
-    before, after = type_of(eqn.invars[0]).shape, type_of(out).shape
-    reordered = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
-    if len(eqn.invars) > 1 or reordered:
-        return None
-    places = list(eqn.params.get("broadcast_dimensions", ()))
-    axis = renumbered_axis(before, after, value.axis)
-    if axis is None or places != sorted(places):
-        return None
-    return dataclasses.replace(value, axis=axis)
+def _without(axes: Axes, axis: int) -> Axes:
+    return (*axes[:axis], *axes[axis + 1 :])
 
 
-def _combined(graph: Graph, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
-    """A product of two differences; a difference with a vector; a sum times a number."""
-    name, (out,) = eqn.primitive.name, eqn.outvars
-    left, right = operands
-    if name == "sub" and left is not None and right is not None and right.summed:
-        right = None  # the mean, as a vector
-    if left is not None and right is not None:
-        single = all(not v.summed and len(v.shifts) == 1 for v in (left, right))
-        if name != "mul" or not single or left.axis != right.axis:
-            return None
-        return dataclasses.replace(left, shifts=left.shifts + right.shifts)
-    value = left if left is not None else right
-    if value is None:
-        return None
-    own, other = eqn.invars if left is not None else reversed(eqn.invars)
-    if type_of(out).shape != type_of(own).shape:
-        return None
-    if value.summed:
-        number = graph.constant(other)
-        if name not in ("mul", "div") or number is None or (name == "div" and left is None):
-            return None
-        if not number or not math.isfinite(number):
-            return None
-        factor = value.factor * (number if name == "mul" else 1 / number)
-        precision = value.precision + float(jnp.finfo(type_of(out).dtype).eps)
-        return dataclasses.replace(value, factor=factor, precision=precision)
-    if name != "sub" or left is None or value.shifts != (None,):
-        return None
-    vector = graph.channel_vector(other, type_of(own).shape, value.axis)
-    return None if vector is None else dataclasses.replace(value, shifts=(vector,))
-
-
-def _is_variance(graph: Graph, eqn: JaxprEqn, values: dict[Var, _Value], count: int) -> bool:
-    """Whether an equation is E[y y] - E[y] E[y]."""
-    if eqn.primitive.name != "sub":
-        return False
-    of_squares, of_mean = eqn.invars
-    made = graph.producer(of_mean)
-    return (
-        made is not None
-        and (_squares(made) or made.primitive.name == "mul")
-        and _is_average(of_squares, values, (None, None), count)
-        and all(_is_average(a, values, (None,), count) for a in made.invars)
+def _adds(eqn: JaxprEqn) -> bool:
+    """Whether a reduction sums each of its operands."""
+    inner, count = eqn.params["jaxpr"], len(eqn.outvars)
+    inner = compat.open_jaxpr(inner)
+    made = {e.outvars[0]: e for e in inner.eqns if e.primitive.name == "add"}
+    zeros = all(isinstance(a, Literal) and not np.any(a.val) for a in eqn.invars[count:])
+    return zeros and all(
+        isinstance(v, Var)
+        and v in made
+        and {id(a) for a in made[v].invars} == {id(inner.invars[i]), id(inner.invars[i + count])}
+        for i, v in enumerate(inner.outvars)
     )
 
 
@@ -231,9 +430,34 @@ def _squares(eqn: JaxprEqn) -> bool:
     return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
 
 
-def _is_average(atom: Any, values: dict[Var, _Value], shifts: tuple, count: int) -> bool:
-    """Whether an atom is the mean of y, or of its squares."""
-    value = values.get(atom) if isinstance(atom, Var) else None
-    if value is None or value.shifts != shifts or not _complete(atom, value):
-        return False
-    return abs(value.factor * count - 1) <= _ROUNDINGS * value.precision
+def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Moment]:
+    """The sums over y that its moments answer; none where no second moment is among them.
+
+    Args:
+        graph: the program.
+        y: an array, the examples along its first axis.
+        axis: its axis of channels.
+        over: of which moments.
+    """
+    finder = _Finder(graph, y, axis, over)
+    if 1 in (finder.counts[1], finder.size // max(finder.counts[1], 1)):
+        return []
+    found = finder.found()
+    return found if any(m.central or len(m.shifts) == 2 for m in found) else []
+
+
+def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[JaxprEqn]:
+    """The equations of a sum, from the moments of ``count`` numbers a channel.
+
+    Raises:
+        TypeError, ValueError: its type is another.
+    """
+
+    def compute(statistics: Any, given: list[Any]) -> list[Any]:
+        return [moment.value(statistics, dict(zip(moment.atoms, given, strict=True)), count)]
+
+    position = graph.index(moment.out)
+    assert position is not None
+    operands = statistics, moment.atoms
+    eqns = traced(compute, operands, [moment.out], graph, position)
+    return [compat.within(graph.eqns[position], e) for e in eqns]

@@ -39,7 +39,7 @@ from jaxconv._src.ways import winograd_jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PackedPlan:
     """How one int8 convolution is computed, or why no kernel computes it.
 
     Attributes:
@@ -58,15 +58,15 @@ class Plan:
     k: int = 0
 
 
-def _refused(reason: str) -> Plan:
+def _refused(reason: str) -> PackedPlan:
     refusal = native.Refusal("jaxconv", reason)
-    return Plan(native.Selection(None, refusals=(refusal,)))
+    return PackedPlan(native.Selection(None, refusals=(refusal,)))
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
     platform: str, target: str, automatic: str, op: Op, spec: ConvSpec, sizes: Sizes, out: np.dtype
-) -> Plan:
+) -> PackedPlan:
     if spec.algorithm_of(op) in winograd_jax.ALGORITHMS:
         return _refused("Winograd of integers is not exact; jaxconv.int8.conv takes it")
     if op is Op.WGRAD:
@@ -105,14 +105,16 @@ def _plan(
         forms += [(stored, k, 1), (stored, padded_channels(k), 1)]
     elif spec.groups == c == k:  # depthwise: a channel of zeros is a group of its own
         forms.append((padded_channels(c),) * 3)
-    plan: Plan | None = None
+    plan: PackedPlan | None = None
     for c, k, groups in dict.fromkeys(forms):
         one = Sizes(
             1, sizes.n, c, k, call.conv.in_spatial, call.conv.filter_spatial, call.conv.out_spatial
         )
         grouped = dataclasses.replace(call, conv=dataclasses.replace(call.conv, groups=groups))
         chosen, key = Quantised(grouped).select(platform, one, np.dtype(np.int8))
-        found = Plan(chosen._replace(packed=chosen.instance is not None), key, grouped, crop, c, k)
+        found = PackedPlan(
+            chosen._replace(packed=chosen.instance is not None), key, grouped, crop, c, k
+        )
         if chosen.instance is not None:
             return found
         plan = plan or found
@@ -120,7 +122,7 @@ def _plan(
     return plan
 
 
-def plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtype) -> Plan:
+def plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtype) -> PackedPlan:
     """The kernel for one convolution of int8 operands on a platform, and how it is called.
 
     Raises:
@@ -131,7 +133,9 @@ def plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtyp
     return _plan(platform, *environment, op, spec, sizes, np.dtype(out_dtype))
 
 
-def convolve(plan: Plan, op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec) -> jax.Array:
+def convolve(
+    plan: PackedPlan, op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec
+) -> jax.Array:
     """Computes ``op`` on int8 operands as ``plan`` says; operands and result as the primitive's."""
     lhs_role, rhs_role, out_role = op.roles
     x = lax.transpose(lhs, spec.axes(lhs_role))
@@ -144,7 +148,7 @@ def convolve(plan: Plan, op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSp
     return lax.transpose(y, np.argsort(spec.axes(out_role)))
 
 
-def _convolve(plan: Plan, op: Op, x: jax.Array, w: jax.Array, groups: int) -> jax.Array:
+def _convolve(plan: PackedPlan, op: Op, x: jax.Array, w: jax.Array, groups: int) -> jax.Array:
     """One convolution: x (n, *spatial, c), w (*window, c / groups, k), as ``op`` reads them."""
     rank = w.ndim - 2
     if any(cut != (0, 0, 0) for cut in plan.crop):

@@ -45,7 +45,7 @@ _EXACT_CHANNELS = 2**24 // 128**2
 _HALF_EXPONENT = 15
 
 
-class Matrices(NamedTuple):
+class IntegerMatrices(NamedTuple):
     """Of F(m, 3) for integers; a row of B^T or G times integers is a multiple of its unit."""
 
     bt: Matrix
@@ -64,7 +64,7 @@ def _unit(row: tuple[Fraction, ...]) -> Fraction:
 
 
 @functools.cache
-def integer_matrices(m: int) -> Matrices:
+def integer_matrices(m: int) -> IntegerMatrices:
     """The matrices of F(m, 3), m = 2 or 4, B^T and G dyadic."""
     exact = matrices(m)
     g, factors = [], []
@@ -75,7 +75,7 @@ def integer_matrices(m: int) -> Matrices:
         g.append(dyadic)
         factors.append(scale * odd)
     at = tuple(tuple(a / f for a, f in zip(row, factors, strict=True)) for row in exact.at)
-    return Matrices(
+    return IntegerMatrices(
         exact.bt, tuple(g), at, tuple(map(_unit, exact.bt)), tuple(_unit(row) for row in g)
     )
 

@@ -25,6 +25,7 @@ from jaxconv._src import compat
 from jaxconv._src.call import override_state, record, selection
 from jaxconv._src.conv import bilinear, canonical
 from jaxconv._src.conv.bilinear import Bilinear
+from jaxconv._src.lax import fold_padding
 from jaxconv._src.library.native import Refusal, Selection
 from jaxconv._src.problem.spec import Op, dilated_extents
 from jaxconv._src.problem.spec import flops as flops_of
@@ -303,8 +304,13 @@ _registered: set[str] = set()
 
 
 def register() -> None:
-    """Puts the rule in place for good; it asks ``algorithms_of_lax`` each time it is used."""
+    """Puts the rule in place for good; it asks ``algorithms_of_lax`` each time it is used.
+
+    So does what folds padding before it (``fold_padding``).
+    """
     with _registering:
+        if not _registered:
+            compat.rewrite_before_lowering(fold_padding.before_lowering)
         for platform in set(selection.PLATFORMS) - _registered:
             original = compat.lowering_rule(lax.conv_general_dilated_p, platform)
             mlir.register_lowering(

@@ -63,8 +63,9 @@ def install(*, algorithm: Algorithm = "auto") -> Installation:
 
     Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
     is replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
-    recognized as forward pass, data gradient or weight gradient. What no kernel takes
-    stays XLA's (``jaxconv.explain`` says which and why).
+    recognized as forward pass, data gradient or weight gradient. Zeros that a program pads by hand
+    in front of a convolution become its padding. What no kernel takes stays XLA's
+    (``jaxconv.explain`` says which and why).
 
         jaxconv.install()  # until the process ends, or uninstall()
 
@@ -112,14 +113,21 @@ def installed() -> dict[str, str] | None:
 
 
 @overload
-def override(enabled: bool = True, *, algorithm: Algorithm = "auto") -> Override: ...
+def override(
+    enabled: bool | None = None, *, algorithm: Algorithm | None = None, fuse: bool | None = None
+) -> Override: ...
 
 
 @overload
 def override(enabled: _Function) -> _Function: ...
 
 
-def override(enabled: bool | Callable = True, *, algorithm: Algorithm = "auto") -> Any:
+def override(
+    enabled: bool | Callable | None = None,
+    *,
+    algorithm: Algorithm | None = None,
+    fuse: bool | None = None,
+) -> Any:
     """Like ``install``, for the calling thread and the body of a ``with`` statement, or a function.
 
         with jaxconv.override():
@@ -135,19 +143,29 @@ def override(enabled: bool | Callable = True, *, algorithm: Algorithm = "auto") 
     more than what its caller says.
 
     Args:
-        enabled: whether lax convolutions go to our kernels meanwhile. Or the function to decorate,
-            as ``@jaxconv.override`` without parentheses has it.
-        algorithm: as in ``install``.
+        enabled: whether lax convolutions go to our kernels meanwhile; True unless ``fuse`` is the
+            only argument, which leaves this as it is. Or the function to decorate, as
+            ``@jaxconv.override`` without parentheses has it.
+        algorithm: as in ``install``; "auto" unless given.
+        fuse: False leaves the convolutions that are traced meanwhile out of ``jaxconv.fuse``, each
+            a call or an operation of its own. True takes them again, inside of an override that
+            leaves them out.
 
     Raises:
-        TypeError, ValueError: there is no such algorithm, or ``enabled`` is none of these.
+        TypeError, ValueError: there is no such algorithm, or ``enabled`` or ``fuse`` is none of
+            these.
     """
-    if isinstance(enabled, bool | np.bool_):
-        return Override(bool(enabled), algorithm)
+    if fuse is not None and not isinstance(fuse, bool | np.bool_):
+        raise TypeError(f"fuse: expected True or False, got {arguments.described(fuse)}")
+    if enabled is None and (fuse is None or algorithm is not None):
+        enabled = True
+    algorithm = "auto" if algorithm is None else algorithm
+    if enabled is None or isinstance(enabled, bool | np.bool_):
+        return Override(enabled, algorithm, fuse)
     if callable(enabled) and not isinstance(enabled, type):
-        return Override(True, algorithm)(enabled)
+        return Override(True, algorithm, fuse)(enabled)
     hint = f"; an algorithm is override(algorithm={enabled!r})" if isinstance(enabled, str) else ""
-    raise TypeError(f"enabled: expected True or False, got {enabled!r}{hint}")
+    raise TypeError(f"enabled: expected True or False, got {arguments.described(enabled)}{hint}")
 
 
 class Override(contextlib.AbstractContextManager):
@@ -156,17 +174,26 @@ class Override(contextlib.AbstractContextManager):
     May be entered again, also within itself, by any thread.
     """
 
-    def __init__(self, enabled: bool, algorithm: Algorithm):
+    def __init__(self, enabled: bool | None, algorithm: Algorithm, fuse: bool | None):
         algorithms = arguments.algorithms(algorithm)
         lax_lowering.register()
         self._algorithms = algorithms if enabled else None
+        self._enabled = enabled
+        self._fuse = fuse
         self._entered = threading.local()
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(override_state.override_in_force(self._algorithms))
-            if compat.is_tracing():  # the program is lowered later, when this one has exited
-                stack.enter_context(override_state.marked(self._algorithms))
+            # A program is lowered later, when this one has exited: what is traced is marked.
+            tracing = compat.is_tracing()
+            if self._enabled is not None:
+                stack.enter_context(override_state.override_in_force(self._algorithms))
+                if tracing:
+                    stack.enter_context(override_state.marked(self._algorithms))
+            if self._fuse is not None:
+                stack.enter_context(override_state.fuse_in_force(bool(self._fuse)))
+                if tracing:
+                    stack.enter_context(override_state.marked_for_fuse(bool(self._fuse)))
             self._entered.__dict__.setdefault("stacks", []).append(stack.pop_all())
 
     def __exit__(self, *error: object) -> None:

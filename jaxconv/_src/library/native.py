@@ -69,6 +69,24 @@ class Selection(NamedTuple):
         return self.xla_microseconds if self.xla_is_faster else self.microseconds
 
 
+class PassPlan(NamedTuple):
+    """The plan of a call that convolves nothing, or why no kernel takes it.
+
+    Attributes:
+        kernel: its name, or None.
+        reason: with no kernel, why.
+        parts: of the rows of a segment, where the program adds up a sum of parts.
+        block_rows: the rows that a part takes at a time.
+        microseconds: predicted time.
+    """
+
+    kernel: str | None
+    reason: str
+    parts: int
+    block_rows: int
+    microseconds: float
+
+
 def runtime_ffi_version() -> tuple[int, int]:
     """The FFI API version of the installed jaxlib, read from the header it ships."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
@@ -147,6 +165,24 @@ class Platform:
             xla_microseconds,
         )
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def plan_pass(self, key: str, target: str) -> PassPlan:
+        """Plans a pass by its key (cc/cuda/common/pass.h).
+
+        Args:
+            key: what is asked for.
+            target: as in ``select``.
+
+        Raises:
+            ValueError: the key cannot be read.
+        """
+        kernel, reason, parts, block_rows, microseconds = self.module.plan_pass(key, target)
+        return PassPlan(kernel or None, reason, parts, block_rows, microseconds)
+
+    def pass_kernels(self) -> list[list[str]]:
+        """Of every kernel of a pass its name, family and pass; none on a CPU."""
+        return self.module.pass_kernels() if hasattr(self.module, "pass_kernels") else []
+
     def kernels(self) -> list[str]:
         """Names of every instance of this build."""
         return self.module.kernels()
@@ -186,6 +222,18 @@ def automatic() -> str:
 def target() -> str:
     """The architecture to lower for: $JAXCONV_TARGET, or "" for the devices of this process."""
     return os.environ.get("JAXCONV_TARGET", "")
+
+
+def fusing() -> bool:
+    """Whether ``fuse`` changes functions in this process: $JAXCONV_FUSE, "1" or "0".
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    value = os.environ.get("JAXCONV_FUSE", "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"JAXCONV_FUSE: expected '0' or '1', got {value!r}")
+    return value == "1"
 
 
 def settings() -> tuple[str, str]:

@@ -1,21 +1,26 @@
-"""The primitive masked_sums: the sums of batch norm's backward pass, and the masked gradient.
+"""The primitive masked_sums: the sums of a normalisation's backward pass, and the masked gradient.
 
-With one or two gradients, one or two arrays y_i, and an activation's result a, all of one 16-bit
-type and shape, channels last,
+With one or two gradients and up to two arrays y_i, all of one type and shape, channels last, and
+float32 vectors,
 
-    dz      = (the gradient, or the sum of two, rounded) where above < a < below, else 0
+    g       = the gradient, or the sum of two, rounded
+    dz      = g where above < a < below, else 0; or g * activation'(u), rounded; or g
     sums[0] = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 
-On NVIDIA GPUs one kernel reads every array once; in place of a it reads a bit for each element, or
-computes a from y_0, where it may. Elsewhere, under vmap and where XLA partitions the program, it is
-the same in operations of JAX.
+The mask's a is an activation's result, or u = (y_0 - mean_0) * scale + offset, rounded as the
+arrays' type, or bits tell the mask. The sums are over all positions, or over those of each segment
+of the leading axis.
+
+On NVIDIA GPUs one kernel reads every array once, on each device those that it has. Elsewhere and
+under vmap it is the same in operations of JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,49 +34,55 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
+from jaxconv._src.library import custom_call, native
+from jaxconv._src.passes.derivatives import DERIVATIVES, derivative
+from jaxconv._src.problem.spec import DTYPE_NAMES
+from jaxconv._src.sharding import explicit_mesh
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET = "jaxconv_masked_sums"
 
 masked_sums_p = Primitive(TARGET)
 masked_sums_p.multiple_results = True
 
-# Channels of a thread, the most threads along the channels, and the threads of a CTA
-# (cc/cuda/batch_norm/masked_sums.cu).
-_VECTOR, _LANES, _THREADS = 8, 32, 256
+# Channels of a thread, whose bits are a byte (cc/cuda/normalisation/plan.h).
+_VECTOR = 8
 
-# CTAs of a launch, two to an SM of an H200, and the fewest rows that each of their threads adds.
-# The bits of the sums depend on them, so they are the same on every device.
-_CTAS, _LEAST_ROWS = 264, 8
-
-
-# What a kernel tells the mask from.
-MaskedBy = Literal["result", "affine", "bits"]
+# What tells the mask.
+MaskedBy = Literal["result", "affine", "bits", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
     """What a call computes, and of what.
 
-    Its operands are the gradients, the arrays, their means (C,), what tells the mask, and the
-    activation's result, which the operations of JAX always take the mask from. Vectors are float32.
+    Its operands are the gradients, the arrays, their means, and what tells the mask. Vectors are
+    float32, (C,), or (segments, C) where there are several segments.
 
     Attributes:
         gradients: 1 or 2.
-        arrays: how many are multiplied by dz, 1 or 2.
-        masked_by: "result": the activation's result. "affine": its operand, which is
-            (y_0 - mean_0) * scale + offset, rounded as the gradient's type; scale and offset (C,)
-            are operands. "bits": those of ``normalise_add``, uint8 (..., C / 8), an operand.
+        arrays: how many are multiplied by dz, 0 to 2.
+        masked_by: "result": the activation's result, an operand. "affine": u, by the operands scale
+            and offset. "bits": those of ``normalise_add``, uint8 (..., C / 8), an operand. "none":
+            dz is the gradient.
         stores: whether dz is a result, in front of the sums.
-        above, below: between what the activation's result is where dz is not 0; below may be None.
+        above, below: between what a is where dz is not 0; None: no bound.
+        activation: with "affine", the activation whose derivative the gradient is multiplied by, of
+            ``DERIVATIVES``, "relu" or "relu6"; None: a mask by above and below.
+        slope: of leaky_relu and elu.
+        segments: of the leading axis, evenly.
     """
 
     gradients: int
     arrays: int
     masked_by: MaskedBy
     stores: bool
-    above: float
+    above: float | None
     below: float | None
+    activation: str | None = None
+    slope: float = 0.0
+    segments: int = 1
 
     def split(self, operands: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """The operands as gradients, arrays, means, and what tells the mask."""
@@ -80,22 +91,71 @@ class Sums:
         rest = means + self.arrays
         return given[:arrays], given[arrays:means], given[means:rest], given[rest:]
 
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """Those of the mask, where it is one."""
+        if self.activation in ("relu", "relu6"):
+            return 0.0, 6.0 if self.activation == "relu6" else None
+        return self.above, self.below
+
+    @property
+    def derivative(self) -> str | None:
+        """The activation whose derivative takes the place of a mask."""
+        return None if self.activation in ("relu", "relu6") else self.activation
+
+
+def key(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    """What the kernels are asked by, or None where no call says it."""
+    if form.activation is not None and form.masked_by != "affine":
+        return None
+    words = [f"g{form.gradients}", f"y{form.arrays}"]
+    words += [form.masked_by] * (form.masked_by != "none")
+    words += [f"activation:{form.derivative}"] * (form.derivative is not None)
+    words += ["stores"] * form.stores
+    return key_of_rows("masked_sums", shape, dtype, form.segments, words)
+
 
 def accepts(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
-    return (
-        dtype in (jnp.bfloat16, np.float16)
-        and 2 <= len(shape) <= 7
-        and shape[-1] % _VECTOR == 0
-        and 0 not in shape
-        and (form.masked_by != "affine" or form.gradients == form.arrays == 1)
-        and 1 <= form.gradients <= 2
-        and 1 <= form.arrays <= 2
+    least = 0 if form.masked_by == "none" else 1
+    most = 1 if form.derivative else 2
+    takes_form = (
+        1 <= form.gradients <= 2
+        and least <= form.arrays <= most
+        and (form.derivative is None or form.derivative in DERIVATIVES)
     )
+    return accepts_rows(key(form, shape, dtype), shape, takes_form)
+
+
+def key_of_rows(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, segments: int, words: Iterable[str] = ()
+) -> str | None:
+    """The key of a pass over rows of channels, or None where its call does not take the array."""
+    short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
+    extents = all(isinstance(n, int) and n > 0 for n in shape) and 2 <= len(shape) <= 7
+    if short is None or not extents or segments < 1 or shape[0] % segments:
+        return None
+    rows = math.prod(shape[:-1]) // segments
+    sizes = [f"s{segments}", f"r{rows}", f"c{shape[-1]}"]
+    return " ".join([name, short, *sizes, *words])
+
+
+def accepts_rows(key: str | None, shape: tuple[int, ...], otherwise: bool = True) -> bool:
+    """Whether a kernel takes a pass: by its plan, or where there is no library, by what it says.
+
+    ``otherwise`` is the form's part of that.
+    """
+    plan = None if key is None else rules.planned(key)
+    if plan is not None:
+        return plan.kernel is not None
+    return key is not None and shape[-1] % _VECTOR == 0 and otherwise
 
 
 def masked_sums(*operands: jax.Array, form: Sums) -> list[jax.Array]:
-    """dz of the gradient's type, where ``form`` stores it, and the sums (1 + arrays, C)."""
+    """dz of the gradient's type, where ``form`` stores it, and the sums.
+
+    They are (1 + arrays, C), or (segments, 1 + arrays, C) where there are several segments.
+    """
     return masked_sums_p.bind(*compat.match_varying(*operands), form=form)
 
 
@@ -103,28 +163,70 @@ def in_jax(*operands: jax.Array, form: Sums) -> list[jax.Array]:
     """The same in operations of JAX."""
     gradients, arrays, means, of_mask = form.split(operands)
     gradient = functools.reduce(jnp.add, gradients)
-    centred = [y.astype(np.float32) - mean for y, mean in zip(arrays, means, strict=True)]
-    # XLA would compute it again from its operand, or store the mask of its own.
-    result = lax.optimization_barrier(of_mask[-1])
-    kept = result > jnp.asarray(form.above, result.dtype)
-    if form.below is not None:
-        kept = kept & (result < jnp.asarray(form.below, result.dtype))
-    masked = lax.select(kept, gradient, jnp.zeros_like(gradient))
+    centred = [
+        y.astype(np.float32) - along_segments(mean, y.shape, form.segments)
+        for y, mean in zip(arrays, means, strict=True)
+    ]
+    masked = _masked(gradient, centred, of_mask, form)
     wide = masked.astype(np.float32)
-    axes = tuple(range(gradient.ndim - 1))
-    sums = jnp.stack([p.sum(axes) for p in (wide, *(wide * c for c in centred))])
-    return [masked, sums] if form.stores else [sums]
+    sums = [over_segments(jnp.sum, p, form.segments) for p in (wide, *(wide * c for c in centred))]
+    return [*[masked] * form.stores, jnp.stack(sums, -2)]
+
+
+def _masked(
+    gradient: jax.Array, centred: list[jax.Array], of_mask: list[jax.Array], form: Sums
+) -> jax.Array:
+    if form.masked_by == "none":
+        return gradient
+    nothing = jnp.zeros_like(gradient)
+    if form.masked_by == "bits":
+        channels = gradient.shape[-1]
+        kept = jnp.unpackbits(of_mask[0], axis=-1, count=channels, bitorder="little")
+        return lax.select(kept.astype(bool), gradient, nothing)
+    if form.masked_by == "result":
+        # XLA would compute it again from its operand, or store the mask of its own.
+        a = lax.optimization_barrier(of_mask[0])
+    else:
+        scale, offset = (along_segments(v, gradient.shape, form.segments) for v in of_mask)
+        a = (centred[0] * scale + offset).astype(gradient.dtype)
+    if form.derivative is not None:
+        factor = derivative(form.derivative, form.slope, a)
+        return (gradient.astype(np.float32) * factor).astype(gradient.dtype)
+    above, below = form.bounds
+    kept = a > jnp.asarray(-np.inf if above is None else above, a.dtype)
+    if below is not None:
+        kept = kept & (a < jnp.asarray(below, a.dtype))
+    return lax.select(kept, gradient, nothing)
+
+
+def along_segments(vector: jax.Array, shape: tuple[int, ...], segments: int) -> jax.Array:
+    """A vector (C,) or (segments, C), to be broadcast to an array's shape."""
+    if vector.ndim == 1:
+        return lax.expand_dims(vector, range(len(shape) - 1))
+    if segments < shape[0]:
+        repeated = [jnp.expand_dims(vector, 1)] * (shape[0] // segments)
+        vector = explicit_mesh.merge_axes(jnp.concatenate(repeated, 1), 0, 2)
+    return lax.expand_dims(vector, range(1, len(shape) - 1))
+
+
+def over_segments(reduce: Callable[..., jax.Array], array: jax.Array, segments: int) -> jax.Array:
+    """A reduction over positions, (C,), or over those of each segment, (segments, C)."""
+    if segments == 1:
+        return reduce(array, tuple(range(array.ndim - 1)))
+    split = explicit_mesh.split_axis(array, 0, (segments, array.shape[0] // segments))
+    return reduce(split, tuple(range(1, split.ndim - 1)))
 
 
 def _abstract_eval(*operands: Any, form: Sums) -> list[Any]:
     gradient = operands[0]
     sums = gradient.update(
-        shape=(1 + form.arrays, gradient.shape[-1]),
+        shape=(*of_segments(form.segments), 1 + form.arrays, gradient.shape[-1]),
         dtype=np.dtype(np.float32),
         weak_type=False,
         sharding=NamedSharding(gradient.sharding.mesh, PartitionSpec()),
     )
-    return [gradient, sums] if form.stores else [sums]
+    results = [gradient, sums] if form.stores else [sums]
+    return result_types(_MaskedSums(form), results, *operands)
 
 
 def _jvp(primals, tangents, *, form: Sums):
@@ -139,41 +241,93 @@ def _batch(operands, mapped_axes, *, form: Sums):
     return results, [0] * len(results)
 
 
-def parts(shape: tuple[int, ...]) -> int:
-    """Into how many parts the kernel cuts the rows of an array."""
-    vectors = shape[-1] // _VECTOR
-    lanes = min(vectors, _LANES)
-    rows = int(np.prod(shape[:-1]))
-    at_most = rows // (_LEAST_ROWS * (_THREADS // lanes))
-    return max(1, min(_CTAS // -(-vectors // lanes), at_most))
+def of_segments(segments: int) -> tuple[int, ...]:
+    """The leading extents of what is formed for each segment."""
+    return (segments,) if segments > 1 else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaskedSums(Pass):
+    """How devices share the arrays."""
+
+    form: Sums
+
+    primitive = masked_sums_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        form = self.form
+        gradients, arrays, means, of_mask = form.split(shapes)
+        dims = Dimensions(tuple(shapes[0]), form.segments, packed=form.masked_by == "bits")
+        operands = [
+            *(dims.array(f"gradient{i}_") for i in range(len(gradients))),
+            *(dims.array(f"y{i}_") for i in range(len(arrays))),
+            *(dims.vector(f"mean{i}_", shape) for i, shape in enumerate(means)),
+        ]
+        match form.masked_by:
+            case "result":
+                operands.append(dims.array("result"))
+            case "bits":
+                operands.append(dims.bits("bits"))
+            case "affine":
+                names = ("scale", "offset")
+                operands += map(dims.vector, names, of_mask)
+        masked = [dims.array("masked")] * form.stores
+        return operands, [*masked, dims.sums("sums", 1 + form.arrays)]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        form = self.form
+        if form.segments == 1:
+            return self.bind(*operands)
+        local = dataclasses.replace(form, segments=form.segments // parts("n"))
+        if local.segments > 1:
+            return _MaskedSums(local).bind(*operands)
+        gradients, arrays, means, of_mask = form.split(operands)
+        vectors = [*means, *(of_mask if form.masked_by == "affine" else ())]
+        rest = of_mask if form.masked_by != "affine" else []
+        vectors = [v[0] if v.ndim == 2 else v for v in vectors]
+        *masked, sums = _MaskedSums(local).bind(*gradients, *arrays, *vectors, *rest)
+        return [*masked, sums[None]]
 
 
 def _lower(platform: str, ctx, *operands, form: Sums):
     """Lowers to one custom call and the sum of its parts, or to operations of JAX."""
-    gradient = ctx.avals_in[0]
-    if not accepts(form, gradient.shape, gradient.dtype) or not rules.calls_cuda(platform, ctx):
-        return _lower_in_jax(ctx, *operands, form=form)
-    gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
-    of_mask = of_mask if form.masked_by == "result" else of_mask[:-1]
-    mask_names = {"result": ["result"], "affine": ["scale", "offset"], "bits": ["bits"]}
-    given = dict(zip(mask_names[form.masked_by], of_mask, strict=True))
-    for name, each in (("gradient", gradients), ("y", arrays), ("mean", means)):
-        given |= zip((name, f"{name}2"), each, strict=False)
-    sums = ctx.avals_out[-1]
-    by_part = ShapedArray((parts(gradient.shape), *sums.shape), sums.dtype)
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        TARGET,
-        given,
-        {"sums": by_part} | ({"masked": gradient} if form.stores else {}),
-        above=np.float32(form.above),
-        below=np.float32(np.nan if form.below is None else form.below),
+    gradient, sums = ctx.avals_in[0], ctx.avals_out[-1]
+
+    def by_kernel(plan: native.PassPlan) -> list[Any]:
+        gradients, arrays, means, of_mask = form.split(zip(operands, ctx.avals_in, strict=True))
+        names = {"result": ["result"], "affine": ["scale", "offset"], "bits": ["bits"]}
+        given = dict(zip(names.get(form.masked_by, ()), of_mask, strict=True))
+        for name, each in (("gradient", gradients), ("y", arrays), ("mean", means)):
+            given |= zip((name, f"{name}2"), each, strict=False)
+        leading = of_segments(form.segments)
+        by_part = ShapedArray((*leading, plan.parts, *sums.shape[len(leading) :]), sums.dtype)
+        above, below = form.bounds
+        # Programs of earlier versions have the first two alone.
+        attributes: dict[str, Any] = dict(
+            above=np.float32(-np.inf if above is None else above),
+            below=np.float32(np.nan if below is None else below),
+        )
+        if form.derivative is not None:
+            attributes |= dict(activation=form.derivative, slope=np.float32(form.slope))
+        if form.segments > 1:
+            attributes |= dict(segments=np.int64(form.segments))
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            given,
+            {"sums": by_part} | ({"masked": gradient} if form.stores else {}),
+            **attributes,
+        )
+        add = mlir.lower_fun(lambda s: lax.reduce_sum(s, (len(leading),)), multiple_results=False)
+        added = add(ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"])
+        return [*[found["masked"]] * form.stores, *added]
+
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    asked = key(form, gradient.shape, gradient.dtype)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _MaskedSums(form)
     )
-    added = mlir.lower_fun(lambda s: lax.reduce_sum(s, (0,)), multiple_results=False)(
-        ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"]
-    )
-    return [*[found["masked"]] * form.stores, *added]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

@@ -13,8 +13,8 @@ is NO_PLACE, and the operand 0, where the maximum is not above 0: relu has no gr
 
 An element of the gradient is summed in float32, in the same order in every run, and rounded once.
 
-On NVIDIA GPUs a kernel computes either in one pass. Elsewhere, under vmap and where XLA partitions
-the program, it is the same in operations of JAX:
+On NVIDIA GPUs a kernel computes either in one pass, on each device of the examples and the channels
+that it has; of positions it has all. Elsewhere and under vmap it is the same in operations of JAX:
 
     forwards    maximum and place of a window, from the operand's slices, one for each position in
                 the window
@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,13 +40,20 @@ from jax.interpreters import ad, mlir
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
+from jaxconv._src.library import custom_call, native
+from jaxconv._src.passes import masked_sums
+from jaxconv._src.passes.masked_sums import Sums
+from jaxconv._src.problem.spec import DTYPE_NAMES
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
 max_pool_p = Primitive(TARGET)
 max_pool_p.multiple_results = True
 max_pool_gradient_p = Primitive(GRADIENT_TARGET)
+max_pool_tangent_p = Primitive(TARGET + "_tangent")
+max_pool_tangent_p.multiple_results = True
 
 # Places are numbers below it.
 PLACES = 256
@@ -59,7 +66,7 @@ NO_PLACE = 255
 LARGEST = 49
 
 # Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
-# (cc/cuda/pooling/windows.cc).
+# (cc/cuda/pooling/plan.cc).
 _VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
 
 
@@ -84,6 +91,11 @@ class Windows:
         """The extents of the pooled array."""
         axes = zip(self.shape, self.sizes, self.strides, self.padding, strict=True)
         return tuple((n + sum(pad) - size) // step + 1 for n, size, step, pad in axes)
+
+    def of_part(self, parts: Callable[[str], int]) -> Windows:
+        """Those of one device, where examples and channels are split into so many parts."""
+        n, *spatial, c = self.shape
+        return dataclasses.replace(self, shape=(n // parts("n"), *spatial, c // parts("c")))
 
     @property
     def overlaps(self) -> tuple[int, ...]:
@@ -118,34 +130,58 @@ class Pooling:
         affine: whether z is batch norm and relu of x; otherwise it is x.
         places: whether the places are a result.
         operands: whether the operands at the places are; with places only.
+        copies: how many results are the maxima, one for each reader.
+        stored: whether the maxima's gradients are in memory in any case.
+        called: whether x is, so that a kernel may read it.
     """
 
     windows: Windows
     affine: bool
     places: bool
     operands: bool
+    copies: int = 1
+    stored: bool = False
+    called: bool = True
+
+
+def key(
+    name: str, windows: Windows, dtype: np.dtype, words: Iterable[str] = ("places",)
+) -> str | None:
+    """What the kernels are asked by, or None where no call says it."""
+    shape, spatial = windows.shape, slice(1, -1)
+    short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
+    extents = all(isinstance(n, int) and n > 0 for n in shape) and 3 <= len(shape) <= 5
+    if short is None or not extents:
+        return None
+    for axis in (0, len(shape) - 1):
+        whole = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
+        if whole != (1, 1, (0, 0)):
+            return None
+    if min(itertools.chain.from_iterable(windows.padding)) < 0:
+        return None
+    low = [pad for pad, _ in windows.padding]
+    by_axis = {"i": shape, "f": windows.sizes, "o": windows.counts, "s": windows.strides, "p": low}
+    axes = [letter + "x".join(map(str, each[spatial])) for letter, each in by_axis.items()]
+    return " ".join([name, short, f"b{shape[0]}", f"c{shape[-1]}", *axes, *words])
 
 
 def accepts(windows: Windows, dtype: np.dtype) -> bool:
     """Whether the kernels pool arrays of this type, channels last, by these windows."""
-    shape = windows.shape
-    if dtype not in (jnp.bfloat16, np.float16) or not 3 <= len(shape) <= 5 or 0 in shape:
-        return False
-    for axis in (0, len(shape) - 1):
-        whole = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
-        if whole != (1, 1, (0, 0)):
-            return False
+    asked = key("max_pool", windows, dtype)
+    plan = None if asked is None else rules.planned(asked)
+    if asked is None or plan is not None:
+        return plan is not None and plan.kernel is not None
+    shape, strides = windows.shape, windows.strides
     low = [pad for pad, _ in windows.padding]
     extents = [n + sum(pad) for n, pad in zip(shape, windows.padding, strict=True)]
-    strides = [-(-(n + p) // s) for n, p, s in zip(shape, low, windows.strides, strict=True)]
+    grid = [-(-(n + p) // s) for n, p, s in zip(shape, low, strides, strict=True)]
     vectors = shape[0] * shape[-1] // _VECTOR
     return (
         shape[-1] % _VECTOR == 0
-        and min(itertools.chain.from_iterable(windows.padding)) >= 0
         and math.prod(windows.sizes) <= LARGEST
         and windows.place(size - 1 for size in windows.sizes) < NO_PLACE
         and max(extents) < _MOST_ELEMENTS
-        and vectors * math.prod(strides[1:-1]) < _MOST_VECTORS
+        and vectors * math.prod(grid[1:-1]) < _MOST_VECTORS
         and vectors * math.prod(windows.counts[1:-1]) < _MOST_VECTORS
     )
 
@@ -180,13 +216,13 @@ def in_jax(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
     """``max_pool`` in operations of JAX."""
     x, z = operands[0], _activated(*operands)
     if not form.places:
-        return [_maxima(z, form.windows)]
+        return [_maxima(z, form.windows)] * form.copies
     largest, place, taken = _search(z, x if form.operands else z, form.windows)
     if form.affine:
         above = largest > 0
         place = lax.select(above, place, jnp.full_like(place, NO_PLACE))
         taken = lax.select(above, taken, jnp.zeros_like(taken))
-    return [largest, place, *[taken] * form.operands]
+    return [*[largest] * form.copies, place, *[taken] * form.operands]
 
 
 def _activated(x: jax.Array, *vectors: jax.Array) -> jax.Array:
@@ -221,21 +257,6 @@ def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, ja
         place = lax.select(keeps, place, jnp.full_like(place, number))
         largest = lax.max(largest, element)
     return largest, place, taken if same else operand
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def pooled(x: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array]:
-    """The maxima of windows, and the places of the elements that are taken, uint8."""
-    largest, place, _ = _search(x, x, windows)
-    return largest, place
-
-
-@pooled.defjvp
-def _pooled_jvp(windows: Windows, primals: Any, tangents: Any) -> Any:
-    """The derivative of the program's own pooling, to any order."""
-    largest, place = pooled(*primals, windows)
-    _, tangent = jax.jvp(functools.partial(_maxima, windows=windows), primals, tangents)
-    return (largest, place), (tangent, np.zeros(place.shape, jax.dtypes.float0))
 
 
 def _elements(x: jax.Array, windows: Windows) -> Iterator[tuple[int, jax.Array]]:
@@ -303,21 +324,29 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
 def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
     maxima = x.update(shape=form.windows.counts, weak_type=False)
     places = maxima.update(dtype=np.dtype(np.uint8))
-    return [maxima, *[places] * form.places, *[maxima] * form.operands]
+    results = [*[maxima] * form.copies, *[places] * form.places, *[maxima] * form.operands]
+    return result_types(_MaxPool(form), results, x, *vectors)
 
 
 def _jvp(primals, tangents, *, form: Pooling):
-    """The derivative of the program's own pooling, to any order."""
-
-    def differentiable(*operands: jax.Array) -> list[jax.Array]:
-        maxima = _maxima(_activated(*operands), form.windows)
-        return [maxima, *in_jax(*operands, form=form)[2:]]
-
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    _, (of_maxima, *of_operands) = jax.jvp(differentiable, tuple(primals), tuple(tangents))
-    found = max_pool_p.bind(*primals, form=form)
-    of_places = [ad.Zero(jax.typeof(p).to_tangent_aval()) for p in found[1:2]]
-    return found, [of_maxima, *of_places, *of_operands]
+    """The derivative at the places, which the forward pass gives."""
+    pairs = zip(("x", *_VECTORS), tangents, strict=False)
+    given = {name: t for name, t in pairs if not isinstance(t, ad.Zero)}
+    told = dataclasses.replace(form, places=True, operands=form.operands or form.affine)
+    results = max_pool_p.bind(*primals, form=told)
+    place, *operands = results[form.copies :]
+    vectors = dict(zip(_VECTORS, primals[1:], strict=False))
+    linear = MaximaTangent(told, tuple(given))
+    named = vectors | {"place": place} | dict(zip(("operands",), operands, strict=False))
+    named["maxima"] = results[0]
+    kept = [named[name] for name in linear.kept]
+    of_maxima = max_pool_tangent_p.bind(*compat.match_varying(*given.values(), *kept), form=linear)
+    found = [*results[: form.copies], *[place] * form.places, *operands[: form.operands]]
+    zeros: list[Any] = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
+    if form.operands:  # which only a derivative of a derivative differentiates
+        of_x = given.get("x", jnp.zeros_like(primals[0]))
+        zeros.append(_at_places(of_x, place, form.windows))
+    return found, [*of_maxima, *zeros]
 
 
 def _batch(operands, mapped_axes, *, form: Pooling):
@@ -333,21 +362,53 @@ def _attributes(windows: Windows) -> dict[str, Any]:
     return {name: np.asarray(each[spatial], np.int64) for name, each in named.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class _MaxPool(Pass):
+    """How devices share the arrays of ``max_pool``."""
+
+    form: Pooling
+
+    primitive = max_pool_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        form = self.form
+        dims = Dimensions(form.windows.shape, windows=True)
+        vectors = map(dims.vector, _VECTORS, shapes[1:])
+        names = [*(f"maxima{i}_" for i in range(form.copies)), *["places"] * form.places]
+        names += ["operands"] * form.operands
+        pooled = [dims.array(name, form.windows.counts) for name in names]
+        return [dims.array("x"), *vectors], pooled
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        windows = self.form.windows.of_part(parts)
+        return _MaxPool(dataclasses.replace(self.form, windows=windows)).bind(*operands)
+
+
 def _lower(platform: str, ctx, *operands, form: Pooling):
     """Lowers to one custom call, or to operations of JAX."""
-    if not accepts(form.windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
+    if not form.called:
         return _lower_in_jax(ctx, *operands, form=form)
-    given = zip(operands, ctx.avals_in, strict=True)
-    results = dict(zip(("maxima", "places", "operands"), ctx.avals_out, strict=False))
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        TARGET,
-        dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
-        results,
-        **_attributes(form.windows),
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        given = zip(operands, ctx.avals_in, strict=True)
+        avals = ctx.avals_out[form.copies - 1 :]
+        results = dict(zip(("maxima", "places", "operands"), avals, strict=False))
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
+            results,
+            **_attributes(form.windows),
+        )
+        return [found["maxima"]] * (form.copies - 1) + [found[name] for name in results]
+
+    words = [n for n in ("affine", "places", "operands") if getattr(form, n)]
+    asked = key("max_pool", form.windows, ctx.avals_in[0].dtype, words)
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _MaxPool(form)
     )
-    return [found[name] for name in results]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
@@ -358,8 +419,125 @@ rules.register(
 )
 
 
+# --- the derivative of max_pool ---
+
+_VECTORS = ("mean", "scale", "offset")
+
+
+@dataclasses.dataclass(frozen=True)
+class MaximaTangent:
+    """What a linear call computes: the tangents of the maxima.
+
+    Attributes:
+        form: the function that is differentiated, with places, and operands where it is affine.
+        given: which of x, mean, scale and offset have a tangent, an operand each.
+    """
+
+    form: Pooling
+    given: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of what the tangents are multiplied by."""
+        affine = ("mean", "scale", "maxima", "operands") if self.form.affine else ()
+        return (*affine, "place")
+
+
+def _at_places(x: jax.Array, place: jax.Array, windows: Windows) -> jax.Array:
+    """The elements of x at the places of its windows, 0 where there is none."""
+    total: Any = jnp.zeros(windows.counts, x.dtype)
+    for number, element in _elements(x, windows):
+        total = lax.select(place == np.uint8(number), element, total)
+    return total
+
+
+def tangent_in_jax(*operands: jax.Array, form: MaximaTangent) -> list[jax.Array]:
+    """``max_pool_tangent`` in operations of JAX."""
+    count = len(form.given)
+    given = dict(zip(form.given, operands[:count], strict=True))
+    named = dict(zip(form.kept, operands[count:], strict=True))
+    place = named["place"]
+    affine, total = form.form.affine, []
+    if "x" in given:
+        taken = _at_places(given["x"], place, form.form.windows)
+        total.append(taken.astype(np.float32) * named["scale"] if affine else taken)
+    if "mean" in given:
+        total.append(-given["mean"] * named["scale"])
+    if "scale" in given:
+        total.append((named["operands"].astype(np.float32) - named["mean"]) * given["scale"])
+    if "offset" in given:
+        total.append(given["offset"])
+    of_z = functools.reduce(jnp.add, total)
+    if affine:
+        of_z = jnp.broadcast_to(of_z, place.shape)
+        of_z = lax.select(place != NO_PLACE, of_z, jnp.zeros_like(of_z))
+        of_z = of_z.astype(named["maxima"].dtype)
+    return [of_z] * form.form.copies
+
+
+def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
+    named = dict(zip((*form.given, *form.kept), operands, strict=True))
+    like = named["maxima" if "maxima" in named else "x"]
+    return [named["place"].update(dtype=like.dtype, weak_type=False)] * form.form.copies
+
+
+def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
+    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+
+    def differentiable(*others: jax.Array) -> list[jax.Array]:
+        return tangent_in_jax(*others, primals[-1], form=form)
+
+    _, out = jax.jvp(differentiable, tuple(primals[:-1]), tuple(tangents[:-1]))
+    return max_pool_tangent_p.bind(*primals, form=form), out
+
+
+def _tangent_batch(operands, mapped_axes, *, form: MaximaTangent):
+    mapped = jax.vmap(functools.partial(tangent_in_jax, form=form), in_axes=mapped_axes)
+    results = mapped(*operands)
+    return results, [0] * len(results)
+
+
+def _tangent_transpose(cotangents, *operands, form: MaximaTangent):
+    """The gradient of x goes to the places; those of the vectors are sums over windows."""
+    count = len(form.given)
+    types = dict(zip(form.given, (o.aval for o in operands[:count]), strict=True))
+    named = dict(zip(form.kept, operands[count:], strict=True))
+    gradients = [c for c in cotangents if not isinstance(c, ad.Zero)]
+    if not gradients:
+        return [ad.Zero(t) for t in types.values()] + [None] * len(form.kept)
+    first, *rest = gradients
+    gradients = [first, functools.reduce(jnp.add, rest)] if rest else [first]
+    found: dict[str, Any] = {}
+    if form.form.affine and types.keys() - {"x"}:
+        sums = Sums(len(gradients), 1, "result", stores=False, above=0.0, below=None)
+        arrays = *gradients, named["operands"], named["mean"], named["maxima"]
+        accepted = masked_sums.accepts(sums, first.shape, first.dtype) and form.form.stored
+        summed = masked_sums.masked_sums if accepted else masked_sums.in_jax
+        (totals,) = summed(*arrays, form=sums)
+        found = {"offset": totals[0], "scale": totals[1], "mean": -totals[0] * named["scale"]}
+    if "x" in types:
+        dx = max_pool_gradient(gradients, named["place"], windows=form.form.windows)
+        if form.form.affine:
+            dx = (dx.astype(np.float32) * named["scale"]).astype(types["x"].dtype)
+        found["x"] = dx
+    return [found[name] for name in types] + [None] * len(form.kept)
+
+
+ad.primitive_jvps[max_pool_tangent_p] = _tangent_jvp
+ad.primitive_transposes[max_pool_tangent_p] = _tangent_transpose
+_lower_tangent = mlir.lower_fun(tangent_in_jax, multiple_results=True)
+rules.register(
+    max_pool_tangent_p,
+    shapes=_tangent_abstract_eval,
+    batch=_tangent_batch,
+    lower=lambda platform, ctx, *operands, form: _lower_tangent(ctx, *operands, form=form),
+    elsewhere=_lower_tangent,
+)
+
+
 def _gradient_abstract_eval(dy: Any, *operands: Any, windows: Windows, gradients: int) -> Any:
-    return dy.update(shape=windows.shape, weak_type=False)
+    dx = dy.update(shape=windows.shape, weak_type=False)
+    return result_types(_MaxPoolGradient(windows, gradients), [dx], dy, *operands)[0]
 
 
 def _gradient_jvp(primals, tangents, *, windows: Windows, gradients: int):
@@ -382,21 +560,52 @@ def _gradient_batch(operands, mapped_axes, **parameters):
     return jax.vmap(gradient, in_axes=mapped_axes)(*operands), 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _MaxPoolGradient(Pass):
+    """How devices share the arrays of ``max_pool_gradient``."""
+
+    windows: Windows
+    gradients: int
+
+    primitive = max_pool_gradient_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        dims = Dimensions(self.windows.shape, windows=True)
+        names = [*(f"dy{i}_" for i in range(self.gradients)), "places"]
+        operands = [dims.array(name, self.windows.counts) for name in names]
+        if len(shapes) > len(operands):
+            operands.append(dims.array("y"))
+            names = ["scale", "y_scale", "offset"]
+            operands += map(dims.vector, names, shapes[len(operands) :])
+        return operands, [dims.array("dx")]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        return _MaxPoolGradient(self.windows.of_part(parts), self.gradients).bind(*operands)
+
+
 def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
     """Lowers to one custom call, or to operations of JAX."""
-    if not accepts(windows, ctx.avals_in[0].dtype) or not rules.calls_cuda(platform, ctx):
-        return _gradient_lower_in_jax(ctx, *operands, windows=windows, gradients=gradients)
-    names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
-    given = zip(operands, ctx.avals_in, strict=True)
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        GRADIENT_TARGET,
-        dict(zip(names, given, strict=False)),
-        {"dx": ctx.avals_out[0]},
-        **_attributes(windows),
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
+        given = zip(operands, ctx.avals_in, strict=True)
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            GRADIENT_TARGET,
+            dict(zip(names, given, strict=False)),
+            {"dx": ctx.avals_out[0]},
+            **_attributes(windows),
+        )
+        return [found["dx"]]
+
+    words = [f"g{gradients}", *["affine"] * (len(operands) > gradients + 1)]
+    asked = key("max_pool_gradient", windows, ctx.avals_in[0].dtype, words)
+    in_jax_of_windows = functools.partial(
+        _gradient_lower_in_jax, windows=windows, gradients=gradients
     )
-    return [found["dx"]]
+    call = _MaxPoolGradient(windows, gradients)
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_windows, call)
 
 
 _gradient_lower_in_jax = mlir.lower_fun(gradient_in_jax, multiple_results=False)

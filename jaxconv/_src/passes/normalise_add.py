@@ -1,20 +1,22 @@
 """The primitive normalise_add: the end of a residual block in training, with the activation's mask.
 
-With one or two arrays y_i, of one 16-bit type and shape, channels last, and float32 vectors,
+With one or two arrays y_i, of one type and shape, channels last, and float32 vectors,
 
     n_i    = (y_i - mean_i) * scale_i + offset_i in float32, rounded
     result = n_0 + other, rounded, between 0 and below;  other: an array as it is, or n_1
     bits   = 0 < result < below, of 8 channels a byte, the first channel's the lowest
 
 The backward pass takes its mask from the bits (``masked_sums``), a sixteenth of the result. On
-NVIDIA GPUs one kernel reads every array once. Elsewhere, under vmap and where XLA partitions the
-program, it is the same in operations of JAX.
+NVIDIA GPUs one kernel reads every array once, on each device those that it has. Elsewhere and under
+vmap it is the same in operations of JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,18 +25,22 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
-from jaxconv._src.library import custom_call
+from jaxconv._src.library import custom_call, native
+from jaxconv._src.passes.masked_sums import accepts_rows, key_of_rows
+from jaxconv._src.sharding.explicit_mesh import given_partitions, partition_spec
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
 
 TARGET = "jaxconv_normalise_add"
 
 normalise_add_p = Primitive(TARGET)
 normalise_add_p.multiple_results = True
 
-# Channels of a thread (cc/cuda/batch_norm/channel_vectors.cuh), whose bits are a byte.
+# Channels of a thread (cc/cuda/normalisation/plan.h), whose bits are a byte.
 _VECTOR = 8
 
 
@@ -53,26 +59,30 @@ class BlockEnd:
     below: float | None
 
 
+def key(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    """What the kernels are asked by, or None where no call says it."""
+    if form.below is not None and float(np.asarray(form.below, dtype)) != form.below:
+        return None
+    words = [f"y{form.arrays}", *["bounded"] * (form.below is not None)]
+    return key_of_rows("normalise_add", shape, dtype, 1, words)
+
+
 def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a kernel computes this form of arrays of this type."""
-    return (
-        dtype in (jnp.bfloat16, np.float16)
-        and 2 <= len(shape) <= 7
-        and shape[-1] % _VECTOR == 0
-        and 0 not in shape
-        and 1 <= form.arrays <= 2
-        and (form.below is None or float(np.asarray(form.below, dtype)) == form.below)
-    )
+    return accepts_rows(key(form, shape, dtype), shape, 1 <= form.arrays <= 2)
 
 
 def bits_type(array: Any) -> Any:
     """The type of the bits of an array of this type."""
-    *spec, _ = array.sharding.spec
+    *spec, of_channels = given_partitions(array)
+    mesh, channels = array.sharding.mesh, array.shape[-1]
+    parts = math.prod(mesh.shape[axis] for axis in of_channels)
+    split = partition_spec((*spec, () if channels % (_VECTOR * parts) else of_channels))
     return array.update(
         shape=(*array.shape[:-1], -(-array.shape[-1] // _VECTOR)),
         dtype=np.dtype(np.uint8),
         weak_type=False,
-        sharding=NamedSharding(array.sharding.mesh, PartitionSpec(*spec, None)),
+        sharding=NamedSharding(mesh, split),
     )
 
 
@@ -104,7 +114,8 @@ def _result(*operands: jax.Array, form: BlockEnd) -> jax.Array:
 
 
 def _abstract_eval(*operands: Any, form: BlockEnd) -> list[Any]:
-    return [operands[0].update(weak_type=False), bits_type(operands[0])]
+    results = [operands[0].update(weak_type=False), bits_type(operands[0])]
+    return result_types(_NormaliseAdd(form), results, *operands)
 
 
 def _jvp(primals, tangents, *, form: BlockEnd):
@@ -119,23 +130,44 @@ def _batch(operands, mapped_axes, *, form: BlockEnd):
     return mapped(*operands), [0, 0]
 
 
+@dataclasses.dataclass(frozen=True)
+class _NormaliseAdd(Pass):
+    """How devices share the arrays."""
+
+    form: BlockEnd
+
+    primitive = normalise_add_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        dims = Dimensions(tuple(shapes[0]), packed=True)
+        arrays = [dims.array("first"), dims.array("second")]
+        vectors = [dims.vector(f"vector{i}_", shape) for i, shape in enumerate(shapes[2:])]
+        return [*arrays, *vectors], [dims.array("result"), dims.bits("bits")]
+
+
 def _lower(platform: str, ctx, *operands, form: BlockEnd):
     """Lowers to one custom call, or to operations of JAX."""
     y = ctx.avals_in[0]
-    if not accepts(form, y.shape, y.dtype) or not rules.calls_cuda(platform, ctx):
-        return _lower_in_jax(ctx, *operands, form=form)
-    second = "y2" if form.arrays == 2 else "shortcut"
-    names = ("y", second, "mean", "scale", "offset", "mean2", "scale2", "offset2")
-    result, bits = ctx.avals_out
-    found = custom_call.lowered(
-        ctx,
-        platform,
-        TARGET,
-        dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=False)),
-        {"result": result, "bits": bits},
-        below=np.float32(np.nan if form.below is None else form.below),
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        second = "y2" if form.arrays == 2 else "shortcut"
+        names = ("y", second, "mean", "scale", "offset", "mean2", "scale2", "offset2")
+        result, bits = ctx.avals_out
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=False)),
+            {"result": result, "bits": bits},
+            below=np.float32(np.nan if form.below is None else form.below),
+        )
+        return [found["result"], found["bits"]]
+
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    asked = key(form, y.shape, y.dtype)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _NormaliseAdd(form)
     )
-    return [found["result"], found["bits"]]
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

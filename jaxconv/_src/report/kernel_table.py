@@ -44,7 +44,8 @@ class Kernel:
     Attributes:
         name: the instance, ``<op>_<family>_<dtype>_<tile>_<form>``; CPU kernels have no tile.
         platform: "cpu" or "cuda".
-        op: "fprop", "dgrad" or "wgrad".
+        op: "fprop", "dgrad" or "wgrad"; of kernels that convolve nothing, which ``fuse`` calls,
+            "masked_sums", "moments", "normalise_add", "max_pool" or "max_pool_gradient".
         family: its kernel family, which ``algorithm`` takes too.
         dtype: that of its operands, as in the name: "f32", "bf16", "f16", "s8", "u8".
         takes: the kinds of problems that it accepts, found by asking it: of a dense 3x3 convolution
@@ -53,7 +54,7 @@ class Kernel:
             "groups" (of 16 channels), "depthwise", "3 input channels", "odd channels", "batched"
             (``vmap`` over both operands), "negative padding", "epilogue" (scale, bias, residual and
             activation in the same call). A kernel with none of them takes
-            special problems only.
+            special problems only. Of a kernel that convolves nothing its form, as in the name.
         precisions: the precisions that it serves of "default", "high" and "highest".
     """
 
@@ -182,6 +183,11 @@ def _kernel(platform: native.Platform, name: str, families: Sequence[str], targe
     )
 
 
+def _pass(platform: native.Platform, name: str, family: str, op: str) -> Kernel:
+    dtype, _, form = name.removeprefix(f"{op}_").partition("_")
+    return Kernel(name, platform.name, op, family, dtype, (form,), _PRECISIONS)
+
+
 def kernels(platform: str | None = None, *, target: str | None = None) -> Kernels:
     """Lists the kernels of this installation, with what each takes.
 
@@ -219,4 +225,5 @@ def kernels(platform: str | None = None, *, target: str | None = None) -> Kernel
         elif not asked and all(device.platform != "gpu" for device in jax.devices()):
             asked = _TARGET
         found += [_kernel(loaded, instance, families, asked) for instance in loaded.kernels()]
+        found += [_pass(loaded, *named) for named in loaded.pass_kernels()]
     return Kernels(tuple(found), missing)

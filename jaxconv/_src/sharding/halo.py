@@ -32,7 +32,7 @@ from jaxconv._src.problem.spec import ConvSpec, Op, as_fprop, dilated_extent, fi
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class HaloPlan:
     """One operation's split along one spatial axis. A tuple has one entry for every device.
 
     Attributes:
@@ -77,7 +77,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> Plan | None:
+def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> HaloPlan | None:
     """The plan for splitting spatial axis ``axis`` over ``parts`` devices, or None.
 
     There is none, and the axis stays whole, where ``even`` is asked for (types of an explicit mesh)
@@ -133,7 +133,7 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> P
         )
         # As much high padding gives the same extent of dy; cropping would need an operation.
         padding = (lo, max(hi, min(0, hi + dilation - 1)))
-    found = Plan(
+    found = HaloPlan(
         share,
         extent,
         first,
@@ -149,7 +149,7 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> P
     return None if found.gathers and own[-1] >= result_extent else found
 
 
-def local_spec(spec: ConvSpec, plans: dict[int, Plan]) -> ConvSpec:
+def local_spec(spec: ConvSpec, plans: dict[int, HaloPlan]) -> ConvSpec:
     """The spec of one device's part, of operands that are exchanged; plans by spatial axis."""
     extents, padding = list(spec.in_spatial), list(spec.padding)
     for axis, found in plans.items():
@@ -162,8 +162,8 @@ class Devices:
     """The devices that one array axis is split over, numbered as the shares lie in the array.
 
     Over several mesh axes, ``lax.axis_index`` and ``lax.all_gather`` number devices in the order of
-    the names that they are given, ``lax.ppermute`` in the mesh's. Numbers here and in a ``Plan``
-    are of the first kind.
+    the names that they are given, ``lax.ppermute`` in the mesh's. Numbers here and in a
+    ``HaloPlan`` are of the first kind.
 
     Attributes:
         names: the mesh axes, outermost first.
@@ -227,7 +227,7 @@ def _received(
     return pieces[::-1] if before else pieces
 
 
-def exchange(array: jax.Array, at: int, devices: Devices, plan: Plan) -> jax.Array:
+def exchange(array: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax.Array:
     """The rows that one device reads, from every device's share.
 
     Args:
@@ -260,14 +260,14 @@ def exchange(array: jax.Array, at: int, devices: Devices, plan: Plan) -> jax.Arr
     return _slice(array, at, start, plan.count)
 
 
-def own_rows(result: jax.Array, at: int, devices: Devices, plan: Plan) -> jax.Array:
+def own_rows(result: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax.Array:
     """One device's share of the result, of all rows that it computed."""
     if result.shape[at] == plan.result:
         return result
     return _slice(result, at, devices.own(plan.skip), plan.result)
 
 
-def placed_rows(own: jax.Array, at: int, devices: Devices, plan: Plan, rows: int) -> jax.Array:
+def placed_rows(own: jax.Array, at: int, devices: Devices, plan: HaloPlan, rows: int) -> jax.Array:
     """A device's share of a term of the result among all ``rows`` that it computes; zeros beside.
 
     What ``own_rows`` takes of the sum of term and result is then the same as without the rest.

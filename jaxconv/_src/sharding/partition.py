@@ -1,4 +1,4 @@
-"""How convolutions are split over devices: one algebra, under every way JAX has to shard.
+"""How operations are split over devices: one algebra, under every way JAX has to shard.
 
 A convolution has the *factors* batch, n, c, k and one for every spatial axis of x and y (s0, s1,
 s2); those of the filter are never split. With groups, the channel axes of x and y and the filter's
@@ -12,6 +12,8 @@ no channels in groups). Splitting those needs a sum of the partial results over 
 splitting spatial ones an exchange of the rows that windows share (``halo``); splitting any other
 one needs no communication.
 
+A pass over arrays (``split_pass``) says which factors its axes have, and the algebra is the same.
+
 Three kinds of meshes lead here:
 
 - automatic (``jit`` with shardings): the lowering emits ``custom_partitioning``; XLA's partitioner
@@ -23,12 +25,12 @@ Three kinds of meshes lead here:
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,54 @@ class Tensor:
         return tuple(split.get(each.name, ()) if each else () for each in self.axes)
 
 
+Tensors = tuple[list[Tensor], list[Tensor]]  # operands and results
+
+
+class Splittable(abc.ABC):
+    """An operation whose arrays devices may share: a convolution or a pass.
+
+    It is a frozen dataclass, whose ``repr`` shows all that decides what it computes.
+
+    Attributes:
+        subject: what errors call it.
+    """
+
+    subject: ClassVar[str]
+
+    @abc.abstractmethod
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        """The operands, of these shapes, and the results."""
+
+    @abc.abstractmethod
+    def bind(self, *operands: jax.Array) -> list[jax.Array]:
+        """The primitive's results."""
+
+    @abc.abstractmethod
+    def choose_split(
+        self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
+    ) -> Split:
+        """The mesh axes of every factor.
+
+        Args:
+            tensors: the operands and the results.
+            mesh: size of every mesh axis.
+            given: ``Partitions`` of these (None: open).
+            explicit: whether types say them.
+        """
+
+    @abc.abstractmethod
+    def on_devices(
+        self, tensors: Tensors, split: Split, mesh: Mapping[str, int], *operands: jax.Array
+    ) -> Sequence[jax.Array]:
+        """One device's results from its parts of the operands."""
+
+    def summed(self, tensors: Tensors) -> list[str]:
+        """The factors of operands that no result has."""
+        operands, results = tensors
+        names = dict.fromkeys(f.name for each in operands for f in each.axes if f)
+        return [name for name in names if all(r.axis(name) is None for r in results)]
+
+
 def tensor(spec: ConvSpec, role: str, shape: Sequence[int], name: str = "") -> Tensor:
     """An array with the axes of ``role``, by default the tensor of that role."""
     axes: list[Factor | None] = [None] * len(shape)
@@ -186,6 +236,35 @@ def _received(
     return total
 
 
+def assigned(
+    names: Iterable[str],
+    asking: Sequence[tuple[Tensor, Partitions]],
+    fitting: Callable[[str, tuple[str, ...]], tuple[str, ...]],
+    mesh: Mapping[str, int],
+) -> Split:
+    """The mesh axes of every factor, in the order of ``names``; a mesh axis serves one factor.
+
+    Args:
+        names: of factors.
+        asking: arrays and how they are split; of equally fine splits the first is taken.
+        fitting: the longest prefix of some mesh axes over which a factor splits.
+        mesh: size of every mesh axis.
+    """
+    used: set[str] = set()
+    chosen: Split = {}
+    for name in names:
+        asked = [
+            fitting(name, tuple(itertools.takewhile(lambda a: a not in used, split[at])))
+            for each, split in asking
+            if (at := each.axis(name)) is not None
+        ]
+        best = max(asked, key=lambda axes: _parts(axes, mesh), default=())
+        if best:
+            chosen[name] = best
+            used.update(best)
+    return chosen
+
+
 def choose(
     op: Op,
     spec: ConvSpec,
@@ -213,9 +292,8 @@ def choose(
     """
     extents = {name: extent for each in tensors for name, extent in each.extents().items()}
 
-    def fitting(name: str, axes: Sequence[str], used: set[str]) -> tuple[str, ...]:
-        """The longest prefix of free mesh axes over which the factor splits."""
-        axes = tuple(itertools.takewhile(lambda a: a not in used, axes))
+    def fitting(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The longest prefix of mesh axes over which the factor splits."""
         if name not in SPATIAL:
             return dividing(axes, extents[name], mesh)
         at = SPATIAL.index(name)
@@ -228,19 +306,8 @@ def choose(
     asking += terms
 
     def in_order(*channels: str) -> Split:
-        used: set[str] = set()
-        chosen: Split = {}
-        for name in ("batch", "n", *SPATIAL, "g", *channels):
-            asked = [
-                fitting(name, split[at], used)
-                for each, split in asking
-                if (at := each.axis(name)) is not None
-            ]
-            best = max(asked, key=lambda axes: _parts(axes, mesh), default=())
-            if best:
-                chosen[name] = best
-                used.update(best)
-        return chosen
+        names = ("batch", "n", *SPATIAL, "g", *channels)
+        return assigned(names, asking, fitting, mesh)
 
     summed = contracted(tensors, tensors[-1])
     first, second = sorted(("c", "k"), key=lambda name: name not in summed)
@@ -250,10 +317,23 @@ def choose(
     )
 
 
-def _leading(tensors: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
-    """The convolution's own operands and result, by which a call is split."""
+def choose_for(
+    call: Call, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
+) -> Split:
+    """``choose`` for a call, from how its arrays are split, as ``Splittable.choose_split``.
+
+    On explicit meshes it is by the types of all operands: what a term is split over, lax's type of
+    the result is too.
+    """
     operands, results = tensors
-    return [*operands[:2], results[0]]
+    leading, y = [*operands[:2], results[0]], given[len(operands)]
+    if explicit:
+        terms = list(zip(operands[2:], given[2 : len(operands)], strict=True))
+        return choose(call.op, call.conv, leading, mesh, [*given[:2], None], True, terms)
+    if y is None:  # open: as a term of the result's shape, which the result meets
+        alike = [i for i, a in enumerate(operands[2:], 2) if a.axes == results[0].axes]
+        y = given[alike[0]] if alike else None
+    return choose(call.op, call.conv, leading, mesh, [*given[:2], y], call.even)
 
 
 def sum_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -267,6 +347,27 @@ def sum_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
     if array.dtype.itemsize == 2 and kinds > {AxisType.Manual}:
         return lax.psum(array.astype(jnp.float32), tuple(axes)).astype(array.dtype)
     return lax.psum(array, tuple(axes))
+
+
+def merge_moments(moments: jax.Array, names: tuple[str, ...], parts: int, count: int) -> jax.Array:
+    """The statistics of all devices' parts, of ``count`` elements of a channel each.
+
+    With mean_i and M_i of part i, (..., 2, C), and averages over the parts, one all-reduce gives
+
+        mean = avg of mean_i,   M / (parts * count) = avg of (mean_i^2 + M_i / count) - mean^2
+
+    in float64. With r = |mean| / deviation, the sums' roundings give M a relative error of at most
+    (parts + 4) 2^-53 r^2: 3e-7 for 256 parts and r = 3000. Deviations of the means from the whole
+    mean, which need a second all-reduce, are hardly more accurate: each mean_i is rounded to
+    float32, which gives M an error of up to 2^-23 r, 4e-4 for r = 3000, where the means differ.
+    """
+    with jax.enable_x64(True):
+        wide = moments.astype(np.float64)
+        mean, squares = wide[..., 0, :], wide[..., 1, :]
+        local = jnp.stack([mean, mean * mean + squares / count])
+        mean, square = lax.psum(local, names) / parts
+        variance = jnp.maximum(square - mean * mean, 0)
+        return jnp.stack([mean, parts * count * variance], -2).astype(moments.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,12 +387,12 @@ class Part:
     results: Sequence[Tensor]
     split: Split
     mesh: Mapping[str, int]
-    plans: dict[int, halo.Plan]
+    plans: dict[int, halo.HaloPlan]
 
     @classmethod
     def of(cls, call: Call, tensors, split: Split, mesh: Mapping[str, int]) -> Part:
         operands, results = tensors
-        plans: dict[int, halo.Plan] = {}
+        plans: dict[int, halo.HaloPlan] = {}
         for at, name in enumerate(SPATIAL):
             if (parts := _parts(split.get(name, ()), mesh)) > 1:
                 plan = halo.plan(call.op, call.conv, at, parts)
@@ -355,21 +456,14 @@ class Part:
         return [self.own(each, t) for each, t in zip(results, self.results, strict=True)]
 
 
-def _on_device(call: Call, tensors, split: Split, mesh: Mapping[str, int], *operands):
-    """One device's results from its parts of the operands: rows exchanged, partial sums added."""
-    part = Part.of(call, tensors, split, mesh)
-    lhs, rhs, *terms = operands
-    return tuple(call.on_device(part, *part.exchanged(lhs, rhs), *terms))
-
-
 # --- automatic sharding ---
 
 
 @dataclasses.dataclass(frozen=True)
 class _Partitioned:
-    """A call as ``custom_partitioning`` sees it: its static half, and its callbacks."""
+    """An operation as ``custom_partitioning`` sees it: its static half, and its callbacks."""
 
-    call: Call
+    call: Splittable
     shapes: tuple[tuple[int, ...], ...]  # of the operands
     devices: Arrangement
 
@@ -382,14 +476,7 @@ class _Partitioned:
         arrays = [*operands, *results]
         shardings = [getattr(info, "sharding", None) for info in infos]
         layout, given = read_shardings(self.devices, shardings, [len(a.shape) for a in arrays])
-        y = given[len(operands)]
-        if y is None:  # open: as a term of the result's shape, which the result meets
-            alike = [i for i, a in enumerate(operands[2:], 2) if a.axes == results[0].axes]
-            y = given[alike[0]] if alike else None
-        call = self.call
-        split = choose(
-            call.op, call.conv, _leading(tensors), layout.split.shape, [*given[:2], y], call.even
-        )
+        split = self.call.choose_split(tensors, layout.split.shape, given, False)
         of = [NamedSharding(layout.split, partition_spec(a.partitions(split))) for a in arrays]
         return layout, split, of
 
@@ -402,7 +489,7 @@ class _Partitioned:
             # sum would be lowered with a sharding, which its reduction cannot have.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 tensors = self.call.tensors(*self.shapes)
-                return _on_device(self.call, tensors, split, layout.whole.shape, *operands)
+                return tuple(self.call.on_devices(tensors, split, layout.whole.shape, *operands))
 
         count = len(operands)
         return layout.whole, body, tuple(shardings[count:]), tuple(shardings[:count])
@@ -413,22 +500,23 @@ class _Partitioned:
         return tuple(self._chosen([*operands, *open_results])[2][len(operands) :])
 
     def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
-        operands, results = self.call.tensors(*self.shapes)
-        return shardy.rule_of(operands, results, contracted(operands, results[0]))
+        tensors = self.call.tensors(*self.shapes)
+        return shardy.rule_of(*tensors, self.call.summed(tensors))
 
 
 # --- explicit sharding ---
 
 
-def _chosen_explicitly(call: Call, mesh: AbstractMesh, tensors, avals: Sequence) -> Split:
-    """By the types of all operands: what a term is split over, lax's type of the result is too."""
-    lhs, rhs, *of_terms = map(given_partitions, avals)
-    terms = list(zip(tensors[0][2:], of_terms, strict=True))
-    given = [lhs, rhs, None]
-    return choose(call.op, call.conv, _leading(tensors), mesh.shape, given, True, terms)
+def _chosen_explicitly(
+    call: Splittable, mesh: AbstractMesh, tensors: Tensors, avals: Sequence
+) -> Split:
+    given = [*map(given_partitions, avals), *[None] * len(tensors[1])]
+    return call.choose_split(tensors, mesh.shape, given, True)
 
 
-def _check_explicit(call: Call, mesh: AbstractMesh, tensors, avals, split: Split) -> None:
+def _check_explicit(
+    call: Call, mesh: AbstractMesh, tensors: Tensors, avals: Sequence, split: Split
+) -> None:
     """Refuses what would move an activation, or what has two meanings.
 
     Only in the forward direction: the gradients' results are brought to their operands' shardings,
@@ -472,12 +560,9 @@ def _check_explicit(call: Call, mesh: AbstractMesh, tensors, avals, split: Split
             )
 
 
-def result_shardings(call: Call, *avals) -> list[NamedSharding] | None:
-    """The shardings of a call's results on an explicit mesh; None on any other.
-
-    Raises:
-        ShardingTypeError: the operands' shardings do not go together.
-    """
+def _explicit_split(
+    call: Splittable, avals: Sequence
+) -> tuple[AbstractMesh, Tensors, Split] | None:
     mesh = explicit_mesh.mesh_of(*avals)
     if mesh is None:
         return None
@@ -488,24 +573,40 @@ def result_shardings(call: Call, *avals) -> list[NamedSharding] | None:
                 f"{described(aval)}; jax.sharding.reshard it first"
             )
     tensors = call.tensors(*(aval.shape for aval in avals))
-    split = _chosen_explicitly(call, mesh, tensors, avals)
-    _check_explicit(call, mesh, tensors, avals, split)
+    return mesh, tensors, _chosen_explicitly(call, mesh, tensors, avals)
+
+
+def result_shardings(call: Splittable, *avals) -> list[NamedSharding] | None:
+    """The shardings of an operation's results on an explicit mesh; None on any other.
+
+    Raises:
+        ShardingTypeError: an operand is a partial sum.
+    """
+    found = _explicit_split(call, avals)
+    return None if found is None else _of_results(*found)
+
+
+def _of_results(mesh: AbstractMesh, tensors: Tensors, split: Split) -> list[NamedSharding]:
     return [NamedSharding(mesh, partition_spec(r.partitions(split))) for r in tensors[1]]
 
 
 def result_type(call: Call, shape: Sequence[int], *avals) -> Any:
-    """The type of a call's first result, from those of its operands.
+    """The type of a convolution's first result, from those of its operands.
 
     Raises:
-        ShardingTypeError: as ``result_shardings``.
+        ShardingTypeError: the operands' shardings do not go together.
     """
-    found = result_shardings(call, *avals)
+    sharding = avals[0].sharding
+    if (found := _explicit_split(call, avals)) is not None:
+        mesh, tensors, split = found
+        _check_explicit(call, mesh, tensors, avals, split)
+        sharding = _of_results(*found)[0]
     # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
     return avals[0].update(
         shape=tuple(shape),
         dtype=np.dtype(call.out_dtype),
         weak_type=False,
-        sharding=found[0] if found else avals[0].sharding,
+        sharding=sharding,
     )
 
 
@@ -524,14 +625,16 @@ def devices_of(ctx) -> tuple[AbstractMesh | None, Arrangement] | None:
     return mesh, devices
 
 
-def _map_explicit(mesh: AbstractMesh, call: Call, ctx, operands):
+def _map_explicit(mesh: AbstractMesh, call: Splittable, ctx, operands):
     """Lowers through ``shard_map`` over the explicit axes: the types say what each device holds."""
     tensors = call.tensors(*(aval.shape for aval in ctx.avals_in))
     split = _chosen_explicitly(call, mesh, tensors, ctx.avals_in)
     in_specs, out_specs = (
         tuple(partition_spec(each.partitions(split)) for each in arrays) for arrays in tensors
     )
-    local = functools.partial(_on_device, call, tensors, split, mesh.shape)
+
+    def local(*operands):
+        return tuple(call.on_devices(tensors, split, mesh.shape, *operands))
 
     def mapped(*operands):
         with jax.sharding.use_abstract_mesh(mesh):
@@ -553,12 +656,12 @@ def _map_explicit(mesh: AbstractMesh, call: Call, ctx, operands):
 # --- lowering ---
 
 
-def lower(ctx, call: Call, operands: Sequence) -> Any:
-    """Lowers a call on arrays that are, or may be, split over devices.
+def lower(ctx, call: Splittable, operands: Sequence) -> Any:
+    """Lowers an operation on arrays that are, or may be, split over devices.
 
     Returns:
-        The lowering's results, or None where the arrays are one device's and the call is to be
-        lowered as it stands.
+        The lowering's results, or None where the arrays are one device's and the operation is to
+        be lowered as it stands.
     """
     devices = devices_of(ctx)
     if devices is None:

@@ -1,0 +1,47 @@
+// The tasks of one call, worked off by whichever threads are free.
+#ifndef JAXCONV_CPU_TASK_QUEUE_H_
+#define JAXCONV_CPU_TASK_QUEUE_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+
+namespace jaxconv {
+
+// Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next
+// task, the calling thread included: so a call finishes even if the pool lends no thread (every
+// pool thread may itself be inside a call), and no thread is ever added to XLA's own.
+class TaskQueue {
+ public:
+  TaskQueue(int64_t tasks, const std::function<void(int64_t)>& body) : tasks_(tasks), body_(body) {}
+
+  void Work() {
+    for (int64_t task; (task = next_.fetch_add(1)) < tasks_;) {
+      body_(task);
+      if (done_.fetch_add(1) + 1 == tasks_) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        all_done_.notify_all();
+      }
+    }
+  }
+
+  // `body_` is only touched for claimed tasks, so it may go away once this returns.
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_done_.wait(lock, [&] { return done_.load() == tasks_; });
+  }
+
+ private:
+  const int64_t tasks_;
+  const std::function<void(int64_t)>& body_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> done_{0};
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+};
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CPU_TASK_QUEUE_H_

@@ -1,0 +1,82 @@
+// Eight channels of an array as accesses of 16 bytes, and of float32 vectors.
+#ifndef JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
+#define JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/element.cuh"
+#include "cuda/normalisation/plan.h"
+
+namespace jaxconv {
+
+// One access of 16-bit elements, two of float32.
+template <typename T>
+struct ChannelVector {
+  static constexpr int kAccesses = kChannelsOfThread * sizeof(T) / sizeof(uint4);
+  static constexpr int kWidth = kChannelsOfThread / kAccesses;
+  using Access = Neighbours<T, kWidth>;
+  Access accesses[kAccesses];
+
+  static __device__ __forceinline__ ChannelVector
+  Rounded(const float (&values)[kChannelsOfThread]) {
+    ChannelVector rounded;
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      float part[kWidth];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) part[k] = values[i * kWidth + k];
+      rounded.accesses[i] = Access::Rounded(part);
+    }
+    return rounded;
+  }
+  __device__ __forceinline__ void Unpack(float (&values)[kChannelsOfThread]) const {
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      float part[kWidth];
+      accesses[i].Unpack(part);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) values[i * kWidth + k] = part[k];
+    }
+  }
+  __device__ __forceinline__ void AddTo(float (&values)[kChannelsOfThread]) const {
+    float added[kChannelsOfThread];
+    Unpack(added);
+#pragma unroll
+    for (int i = 0; i < kChannelsOfThread; ++i) values[i] += added[i];
+  }
+  __device__ __forceinline__ void Store(void* array, int64_t at) const {
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      accesses[i].Store(static_cast<T*>(array) + at + i * kWidth);
+    }
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ ChannelVector<T> LoadChannels(const void* array, int64_t at) {
+  ChannelVector<T> loaded;
+  const auto* from = reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at);
+#pragma unroll
+  for (int i = 0; i < ChannelVector<T>::kAccesses; ++i) loaded.accesses[i] = {__ldg(from + i)};
+  return loaded;
+}
+// What nothing reads again soon.
+template <typename T>
+__device__ __forceinline__ ChannelVector<T> LoadLastChannels(const void* array, int64_t at) {
+  ChannelVector<T> loaded;
+  const auto* from = reinterpret_cast<const uint4*>(static_cast<const T*>(array) + at);
+#pragma unroll
+  for (int i = 0; i < ChannelVector<T>::kAccesses; ++i) loaded.accesses[i] = {__ldcs(from + i)};
+  return loaded;
+}
+
+__device__ __forceinline__ void LoadFloats(const float* from, float (&values)[kChannelsOfThread]) {
+#pragma unroll
+  for (int i = 0; i < kChannelsOfThread; ++i) values[i] = __ldg(from + i);
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_

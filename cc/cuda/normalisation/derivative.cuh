@@ -1,0 +1,117 @@
+// Derivatives of activations in float32, within some 4 units of the last place of the larger of 1
+// and the result. NaN stays NaN.
+#ifndef JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
+#define JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/activation.cuh"
+#include "cuda/normalisation/derivative.h"
+
+namespace jaxconv {
+
+__device__ __forceinline__ float Clamped(float u, float low, float high) {
+  return MaxNan(MinNan(u, high), low);
+}
+
+// e / (1 + e)^2 with e = exp(-|x|): s (1 - s) of s = sigmoid(x), without cancellation.
+__device__ __forceinline__ float LogisticDerivative(float x) {
+  const Exponential exp = Exp(-fabsf(x));
+  const float e = exp.value * exp.power, r = Reciprocal(1 + e);
+  return e * r * r;
+}
+
+__device__ __forceinline__ float SiluDerivative(float u) {
+  const float s = Logistic(-u);
+  return s * fmaf(u, 1 - s, 1);
+}
+
+// Phi(u) + u phi(u). Beyond 15 it is 0 or 1.
+__device__ __forceinline__ float GeluDerivative(float u) {
+  const float c = Clamped(u, -15, 15);
+  const NormalTail tail = NormalTailOf(c);
+  const float density = tail.exp.value * tail.exp.power, q = tail.ratio * density;
+  return fmaf(c * 0.398942280f, density, c < 0 ? q : 1 - q);
+}
+
+// s + u s (1 - s) v' with s = sigmoid(v), v = u (linear + cubic u^2).
+__device__ __forceinline__ float GeluTanhDerivative(float u) {
+  constexpr float kLinear = 1.5957691f, kCubic = 0.071354816f;
+  const float c = Clamped(u, -15, 15), square = c * c;
+  const float s = Logistic(-c * fmaf(square, kCubic, kLinear));
+  return s * fmaf(c * (1 - s), fmaf(square, 3 * kCubic, kLinear), 1);
+}
+
+// With e = exp(u) and n = e (e + 2): tanh(log(1 + e)) = n / (n + 2), of which the derivative is
+// 4 e (1 + e) / (n + 2)^2. Beyond 20 it is 1, below -80 it is 0.
+__device__ __forceinline__ float MishDerivative(float u) {
+  const float c = Clamped(u, -80, 20);
+  const Exponential exp = Exp(c);
+  const float e = exp.value * exp.power, n = e * (e + 2), r = Reciprocal(n + 2);
+  return r * fmaf(4 * c * r, e * (1 + e), n);
+}
+
+// 1 between two numbers, a half at each, else 0.
+__device__ __forceinline__ float BetweenHalved(float v, float low, float high) {
+  return v > low && v < high ? 1.0f : v == low || v == high ? 0.5f : 0.0f;
+}
+
+// In place of each value u. One uniform branch for all of them.
+template <int kCount>
+__device__ __forceinline__ void Differentiate(Derivative derivative, float slope,
+                                              float (&u)[kCount]) {
+  const auto each = [&](auto function) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) u[i] = function(u[i]);
+  };
+  switch (derivative) {
+    case Derivative::kNone:
+      break;
+    case Derivative::kLeakyRelu:
+      each([&](float v) { return v >= 0 ? 1.0f : slope; });
+      break;
+    case Derivative::kElu:
+      each([&](float v) {
+        const Exponential exp = Exp(v);
+        return v > 0 ? 1.0f : slope * (exp.value * exp.power);
+      });
+      break;
+    case Derivative::kHardSigmoid:
+      each([](float v) { return v > -3 && v < 3 ? 1 / 6.0f : 0.0f; });
+      break;
+    case Derivative::kHardSwish:
+      each([](float v) { return v <= -3 ? 0.0f : v >= 3 ? 1.0f : fmaf(v, 1 / 3.0f, 0.5f); });
+      break;
+    case Derivative::kSigmoid:
+      each([](float v) { return LogisticDerivative(v); });
+      break;
+    case Derivative::kSilu:
+      each([](float v) { return SiluDerivative(v); });
+      break;
+    case Derivative::kTanh:
+      each([](float v) { return 4 * LogisticDerivative(2 * v); });
+      break;
+    case Derivative::kGelu:
+      each([](float v) { return GeluDerivative(v); });
+      break;
+    case Derivative::kGeluTanh:
+      each([](float v) { return GeluTanhDerivative(v); });
+      break;
+    case Derivative::kSoftplus:
+      each([](float v) { return Logistic(-v); });
+      break;
+    case Derivative::kMish:
+      each([](float v) { return MishDerivative(v); });
+      break;
+    case Derivative::kMaximum:
+      each([](float v) { return v > 0 ? 1.0f : v == 0 ? 0.5f : 0.0f; });
+      break;
+    case Derivative::kClip6:
+      each([](float v) { return BetweenHalved(v, 0, 6); });
+      break;
+  }
+}
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_

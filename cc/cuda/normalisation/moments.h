@@ -1,0 +1,32 @@
+// The mean and the sum of squared deviations M of every channel, by part, in one pass:
+//
+//     mean = sum of y / rows,    M = sum of (y - mean)^2
+//
+// y is (segments, rows, channels), contiguous. Each of a segment's `parts` CTAs adds y - pivot and its
+// square over its share of the rows in a fixed order, with its first row as the pivot, so that
+// nothing cancels where the mean is large beside the deviations. Part i has the blocks
+// blocks - 1 - i, blocks - 1 - i - parts, ... of rows that the plan says, the last of which may
+// end early.
+#ifndef JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
+#define JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/status.h"
+
+namespace jaxconv {
+
+struct Moments {
+  int64_t segments, rows, channels, parts;  // rows and parts of a segment; every part has rows
+  const void* y;
+  float* moments;  // (segments, parts, 2, channels)
+};
+
+// Unimplemented: a type, a number of channels or parts that the kernels do not take, operands that
+// do not lie on multiples of 16 bytes.
+Status LaunchMoments(DType dtype, const Moments& moments, void* stream);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_NORMALISATION_MOMENTS_H_

@@ -1,0 +1,145 @@
+#include "cuda/normalisation/plan.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "cuda/normalisation/derivative.h"
+
+namespace jaxconv {
+namespace {
+
+// CTAs of one sum: two to an SM of an H200. Of several segments four times as many, so that the
+// last ones to run are few among them.
+constexpr int64_t kCtas = 264, kCtasOfSegments = 4 * kCtas;
+// The fewest rows that each thread adds.
+constexpr int64_t kLeastRows = 8;
+// Of a grid along y, and along x.
+constexpr int64_t kMaxParts = 65535, kMaxSlices = (int64_t{1} << 31) - 1;
+
+}  // namespace
+
+ChannelThreads::ChannelThreads(int64_t channels) {
+  const int64_t vectors = std::max<int64_t>(channels / kChannelsOfThread, 1);
+  lanes = static_cast<int>(std::min<int64_t>(vectors, kMaxLanes));
+  steps = kPassThreads / lanes;
+  slices = (vectors + lanes - 1) / lanes;
+}
+
+int64_t PartsOfRows(int64_t segments, int64_t rows, int64_t channels) {
+  const ChannelThreads threads(channels);
+  const int64_t ctas = segments == 1 ? kCtas : kCtasOfSegments;
+  const int64_t most = rows / (kLeastRows * threads.steps);
+  return std::max<int64_t>(1, std::min(ctas / (threads.slices * segments), most));
+}
+
+Status CheckCut(int64_t segments, int64_t rows, int64_t channels, int64_t parts) {
+  if (channels < kChannelsOfThread || channels % kChannelsOfThread != 0) {
+    return Status::Unimplemented("expected a multiple of 8 channels, got " +
+                                 std::to_string(channels));
+  }
+  if (rows < 1 || segments < 1 || parts < 1 || parts > kMaxParts ||
+      ChannelThreads(channels).slices * segments > kMaxSlices) {
+    return Status::Unimplemented("expected rows in 1 to 65535 parts, got " + std::to_string(rows) +
+                                 " rows in " + std::to_string(parts) + " parts of " +
+                                 std::to_string(segments) + " segments");
+  }
+  return {};
+}
+
+namespace normalisation {
+namespace {
+
+// What a key's form is, by pass, and its cost for an element: arrays that are read or written, bits
+// beside them, instructions (counted in the machine code of sm_90a).
+struct Form {
+  PassForm form = {};
+  int64_t arrays = 0;
+  bool bits = false;
+  double instructions = 0;
+};
+
+Status FormOfSums(const PassKey& key, Form* found) {
+  const int64_t gradients = key.Number('g', 1), arrays = key.Number('y', 0);
+  MaskBy::Kind told = key.Has("result")   ? MaskBy::kResult
+                      : key.Has("affine") ? MaskBy::kAffine
+                      : key.Has("bits")   ? MaskBy::kBits
+                                          : MaskBy::kNone;
+  const std::string_view activation = key.Behind("activation:");
+  Derivative derivative = Derivative::kNone;
+  if (!activation.empty()) {
+    JAXCONV_RETURN_IF_ERROR(ParseDerivative(activation, &derivative));
+    if (told != MaskBy::kAffine) {
+      return Status::Unimplemented("expected scale and offset for a derivative");
+    }
+    told = MaskBy::kDerivative;
+  }
+  found->form = {told, static_cast<int>(gradients), static_cast<int>(arrays)};
+  found->arrays = gradients + arrays + (told == MaskBy::kResult) + key.Has("stores");
+  found->bits = told == MaskBy::kBits;
+  found->instructions = static_cast<double>(3 + 2 * gradients + 3 * arrays) +
+                        (told == MaskBy::kNone ? 0 : 3) + (told == MaskBy::kDerivative ? 22 : 0);
+  return {};
+}
+
+}  // namespace
+
+const std::vector<PassKernel>& Kernels() {
+  static const std::vector<PassKernel> kernels = {
+#define JAXCONV_PASS_FAMILY "normalisation"
+#define PASS(pass, types, variant, form) JAXCONV_PASS_KERNELS(pass, types, variant, false, form)
+#include "cuda/normalisation/kernels.def"
+#undef PASS
+  };
+  return kernels;
+}
+
+int RowsOfMoments(DType dtype) {
+  for (const PassKernel& kernel : Kernels()) {
+    if (std::string_view(kernel.pass) == "moments" && kernel.dtype == dtype) return kernel.form[0];
+  }
+  return 0;
+}
+
+Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
+  const int64_t segments = key.Number('s', 1), rows = key.Number('r', 0);
+  const int64_t channels = key.Number('c', 0);
+  const bool wide = key.dtype() == DType::kF32, adds = key.pass() == "normalise_add";
+  Form form;
+  if (key.pass() == "masked_sums") {
+    JAXCONV_RETURN_IF_ERROR(FormOfSums(key, &form));
+  } else if (adds) {
+    form = {{static_cast<int>(key.Number('y', 1)), key.Has("bounded")}, 3, true, 14};
+  } else {
+    form = {{RowsOfMoments(key.dtype())}, 1, false, 6};
+  }
+  JAXCONV_RETURN_IF_ERROR(CheckCut(segments, rows, channels, 1));
+  const PassKernel* const kernel = FindForm(Kernels(), key.pass(), key.dtype(), form.form);
+  if (kernel == nullptr) {
+    return Status::Unimplemented("expected one or two gradients and arrays, got " +
+                                 std::to_string(key.Number('g', 1)) + " and " +
+                                 std::to_string(key.Number('y', 0)));
+  }
+  plan->kernel = kernel->name;
+  const ChannelThreads threads(channels);
+  PassCost cost;
+  const double elements =
+      static_cast<double>(segments) * static_cast<double>(rows) * static_cast<double>(channels);
+  cost.bytes = elements * (static_cast<double>(form.arrays) * (wide ? 4 : 2) + form.bits / 8.0);
+  cost.instructions = elements * form.instructions;
+  if (adds) {
+    cost.ctas = cost.ctas_of_sm * gpu.sm_count;
+  } else {
+    plan->parts = PartsOfRows(segments, rows, channels);
+    plan->block_rows = form.form[0] * threads.steps;
+    cost.ctas = plan->parts * segments * threads.slices;
+  }
+  // No more CTAs than there are rows of threads.
+  const int64_t blocks = (rows + threads.steps - 1) / threads.steps;
+  cost.ctas = std::min(cost.ctas, blocks * segments * threads.slices);
+  plan->microseconds = PassMicroseconds(cost, gpu);
+  return {};
+}
+
+}  // namespace normalisation
+}  // namespace jaxconv

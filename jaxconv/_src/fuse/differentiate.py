@@ -1,0 +1,97 @@
+"""Derivatives inside of ``fuse``: JAX differentiates the fused function.
+
+``jax.grad(fuse(loss))`` differentiates fused calls by their rules. ``fuse(train_step)`` reaches the
+same calls: while ``fuse`` traces, JAX differentiates ``fuse`` of each function in its place. The
+program of a derivative would show a convolution's result with uses that the forward pass lacks.
+
+``compat.replace_differentiated`` places this in JAX once, for the life of the process. Each
+derivative asks ``fuse_trace.options_in_force``, which belongs to one thread and is None outside of
+``fuse``'s traces: there, and in other threads, derivatives are JAX's own.
+
+A function stays as it is where it is no program apart from its caller: it branches on the value by
+which it is differentiated, or the rule of a custom derivative in it needs a value of its trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxconv._src import compat
+from jaxconv._src.fuse import fuse_trace
+
+_log = logging.getLogger("jaxconv")
+
+
+def _fused(function: Callable) -> Callable:
+    """What JAX is to differentiate in the place of a function, in the trace at hand."""
+    options = fuse_trace.options_in_force()
+    if options is None or not options.gradients:
+        return function
+
+    @functools.wraps(function)
+    def fused(*args: Any) -> Any:
+        try:
+            return _evaluated(function, args, options)
+        except _LeftError as left:
+            _log.info("fuse leaves a differentiated function: %s", left)
+        return function(*args)
+
+    return fused
+
+
+class _LeftError(Exception):
+    """A function that is no program apart from its caller."""
+
+
+def _evaluated(function: Callable, args: tuple[Any, ...], options: fuse_trace.Options) -> Any:
+    try:
+        traced = fuse_trace.traced(function, args, {}, options)
+    except Exception as error:  # where it is not about this trace, the function raises it again
+        raise _LeftError(str(error).partition("\n")[0]) from error
+    compat.end_trace(traced.trace)
+    try:
+        return traced.evaluate()
+    except jax.errors.UnexpectedTracerError as error:  # a custom derivative's rule needs a value
+        raise _LeftError(str(error).partition("\n")[0]) from error
+
+
+_placing = threading.Lock()
+_placed: bool | None = None  # None before the first `fuse`
+
+
+def place() -> None:
+    """Replaces what JAX differentiates, once in a process; warns once where that has no effect."""
+    global _placed
+    with _placing:
+        if _placed is None:
+            _placed = _place()
+
+
+def _place() -> bool:
+    seen = threading.Event()
+
+    def replaced(function: Callable) -> Callable:
+        seen.set()
+        return _fused(function)
+
+    try:
+        compat.replace_differentiated(replaced)
+        jax.eval_shape(lambda x: jax.vjp(lambda x: x, x)[0], 0.0)
+    except AttributeError:
+        pass
+    if not seen.is_set():
+        warnings.warn(
+            f"jaxconv.fuse does not know how JAX {jax.__version__} differentiates: it sees the "
+            "derivatives that a function takes, and fuses less. Use jaxconv.value_and_grad, or "
+            "jax.value_and_grad(jaxconv.fuse(loss)).",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return seen.is_set()

@@ -1,0 +1,400 @@
+"""Reads values between convolutions as centred affine functions of few arrays.
+
+    value = sum over arrays i of (y_i - mean_i) * scale_i + offset_i
+
+with coefficients that vary over channels, or over examples and channels, however the program writes
+products, quotients, sums, conversions, broadcasts and reshapes. Coefficients stay expressions of
+the program's own vectors; ``Coefficient.value`` computes them in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jaxconv._src.fuse import fuse_axes
+from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
+from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, type_of
+
+# The deepest nesting of operations that is read.
+_DEEPEST = 64
+
+
+# --- coefficients ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficient:
+    """A number for each channel, or for each example and channel.
+
+    Attributes:
+        atoms: the arrays of the program that it is computed from.
+        examples: whether it varies over examples.
+        compute: it of these arrays, in float32: a scalar, (C,) or (N, C).
+        number: what it is, where the program has it as a number.
+    """
+
+    atoms: tuple[Any, ...]
+    examples: bool
+    compute: Callable[[Sequence[Any]], Any]
+    number: float | None = None
+
+    def value(self, arrays: Mapping[Any, Any]) -> Any:
+        """The coefficient, from the values of variables."""
+        return self.compute([a.val if isinstance(a, Literal) else arrays[a] for a in self.atoms])
+
+
+def number(value: float) -> Coefficient:
+    return Coefficient((), False, lambda values: np.float32(value), value)
+
+
+def combined(function: Callable[..., Any], *operands: Coefficient) -> Coefficient:
+    """A coefficient that is a function of others."""
+    numbers = [o.number for o in operands if o.number is not None]
+    if len(numbers) == len(operands):
+        with np.errstate(all="ignore"), jax.ensure_compile_time_eval():
+            return number(float(function(*map(np.float32, numbers))))
+    ends: list[int] = [0]
+    atoms: list[Any] = []
+    for operand in operands:
+        atoms += operand.atoms
+        ends.append(len(atoms))
+
+    def compute(values: Sequence[Any]) -> Any:
+        parts = zip(operands, ends, ends[1:], strict=False)
+        return function(*(o.compute(values[start:end]) for o, start, end in parts))
+
+    return Coefficient(tuple(atoms), any(o.examples for o in operands), compute)
+
+
+def _sum(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
+    if a is None or b is None:
+        return a if b is None else b
+    found = combined(lambda x, y: x + y, a, b)
+    return None if found.number == 0 else found
+
+
+def _product(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
+    """A product in which None stands for 1."""
+    if a is None or b is None:
+        return a if b is None else b
+    found = combined(lambda x, y: x * y, a, b)
+    return None if found.number == 1 else found
+
+
+MINUS_ONE = number(-1.0)
+
+
+# Elementwise operations of which coefficients may consist where a program broadcasts first.
+_OF_COEFFICIENTS: dict[str, Callable[..., Any]] = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "neg": lax.neg,
+    "rsqrt": lax.rsqrt,
+    "sqrt": lax.sqrt,
+}
+
+
+def coefficient(
+    graph: Graph, atom: Any, axes: Axes, counts: tuple[int, int], depth: int = 0
+) -> Coefficient | None:
+    """An operand with these axes as a coefficient, or None where it varies over positions.
+
+    Args:
+        graph: the program.
+        atom: the operand.
+        axes: its axes.
+        counts: how many examples and channels there are.
+        depth: of the operations that are read so far.
+    """
+    known = graph.constant(atom)
+    if known is not None:
+        return number(known)
+    casts: list[np.dtype] = []
+    size = math.prod(fuse_axes.shape_of(axes))
+    if len(type_of(atom).shape) != len(axes):
+        return None
+    # Operations of lax repeat along axes of extent 1.
+    axes = tuple(() if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True))
+    while (made := graph.producer(atom)) is not None:
+        name, operand = made.primitive.name, made.invars[0] if made.invars else None
+        if name == "convert_element_type" and is_float(type_of(operand).dtype):
+            casts.append(np.dtype(made.params["new_dtype"]))
+        elif reshapes(made):
+            before = fuse_axes.reshaped(axes, type_of(operand).shape)
+            if before is None:
+                return None
+            axes = before
+        elif name == "transpose":
+            axes = fuse_axes.untransposed(axes, made.params["permutation"])
+        elif name == "broadcast_in_dim" and len(made.invars) == 1:
+            places = made.params["broadcast_dimensions"]
+            axes = tuple(
+                () if extent == 1 else axes[place]
+                for extent, place in zip(type_of(operand).shape, places, strict=True)
+            )
+        else:
+            break
+        atom = operand
+    atom = graph.source(atom)
+    if not is_float(getattr(type_of(atom), "dtype", bool)):
+        return None
+    if all(d.what != POSITIONS for axis in axes for d in axis) and type_of(atom).size < size:
+        return _leaf(atom, axes, tuple(reversed(casts)), counts)
+    function = None if made is None else _OF_COEFFICIENTS.get(made.primitive.name)
+    if made is None or function is None or depth > _DEEPEST or casts:
+        return None
+    operands = [coefficient(graph, a, axes, counts, depth + 1) for a in made.invars]
+    found = [o for o in operands if o is not None]
+    return combined(function, *found) if len(found) == len(operands) else None
+
+
+def reshapes(eqn: JaxprEqn) -> bool:
+    """Whether an equation gives its operand's elements in their order, in another shape."""
+    name = eqn.primitive.name
+    if len(eqn.invars) > 1 or (name == "reshape" and eqn.params["dimensions"] is not None):
+        return False
+    if name == "broadcast_in_dim":
+        places = list(eqn.params["broadcast_dimensions"])
+        same = type_of(eqn.invars[0]).size == type_of(eqn.outvars[0]).size
+        return same and places == sorted(places)
+    return name in ("reshape", "squeeze", "expand_dims")
+
+
+def _leaf(
+    atom: Any, axes: Axes, casts: tuple[np.dtype, ...], counts: tuple[int, int]
+) -> Coefficient | None:
+    """An array of the program as a coefficient."""
+    given = [d for axis in axes for d in axis]
+    digits = fuse_axes.in_order(given)
+    kinds = [[d for d in digits if d.what == what] for what in (EXAMPLES, CHANNELS)]
+    of_examples = bool(kinds[0])
+    extents: list[int] = []
+    for kind, count in zip(kinds, counts, strict=True):
+        if kind is not kinds[0] or of_examples:
+            extents += fuse_axes.refined(kind, count)
+    # Every other extent is repeated: what lies between the digits.
+    ends = [len(fuse_axes.refined(k, 1)) for k in (kinds if of_examples else kinds[1:])]
+    repeated = [i % 2 == 0 for end in ends for i in range(end)]
+    shape = (*counts,) if of_examples else counts[1:]
+
+    def compute(values: Sequence[Any]) -> Any:
+        array = jnp.asarray(values[0])
+        for dtype in casts:
+            array = array.astype(dtype)
+        array = array.astype(np.float32)
+        if not digits:
+            return array.reshape(())
+        order = [given.index(d) for d in digits]
+        if order != sorted(order):
+            array = array.reshape([d.extent for d in given]).transpose(order)
+        apart = [1 if again else e for again, e in zip(repeated, extents, strict=True)]
+        return jnp.broadcast_to(array.reshape(apart), extents).reshape(shape)
+
+    return Coefficient((atom,), of_examples, compute)
+
+
+# --- values ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A summand (array - mean) * scale + offset; None stands for 0, 1 and 0."""
+
+    array: Var
+    mean: Coefficient | None = None
+    scale: Coefficient | None = None
+    offset: Coefficient | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the array itself."""
+        return self.mean is None and self.scale is None and self.offset is None
+
+    @property
+    def coefficients(self) -> tuple[Coefficient, ...]:
+        given = (self.mean, self.scale, self.offset)
+        return tuple(c for c in given if c is not None)
+
+    def shifted(self, by: Coefficient) -> Term:
+        return dataclasses.replace(self, offset=_sum(self.offset, by))
+
+    def centred(self, by: Coefficient) -> Term:
+        """The summand without ``by``."""
+        if self.plain:
+            return dataclasses.replace(self, mean=by)
+        return self.shifted(combined(lambda x: -x, by))
+
+    def scaled(self, by: Coefficient) -> Term:
+        offset = None if self.offset is None else _product(self.offset, by)
+        return dataclasses.replace(self, scale=_product(self.scale, by), offset=offset)
+
+    def around(self, mean: Coefficient) -> Term:
+        """The same with this mean: what is not centred loses digits where the mean is large."""
+        if self.mean is not None:
+            return self
+        product = mean if self.scale is None else combined(lambda m, s: m * s, mean, self.scale)
+        return dataclasses.replace(self, mean=mean, offset=_sum(self.offset, product))
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """A value as a sum of terms.
+
+    Attributes:
+        axes: those of the value, in the arrays' digits.
+        terms: one for each array.
+        inside: positions of the equations that compute the value from the arrays.
+    """
+
+    axes: Axes
+    terms: tuple[Term, ...]
+    inside: frozenset[int] = frozenset()
+
+    def each(self, change: Callable[[Term], Term]) -> Affine:
+        return dataclasses.replace(self, terms=tuple(map(change, self.terms)))
+
+
+class Reader:
+    """Reads the values of a program.
+
+    Args:
+        graph: the program.
+        channels: the axis of channels of an array, by the array.
+        stops: whether a value is taken as an array, whatever computes it.
+    """
+
+    def __init__(self, graph: Graph, channels: Callable[[Var], int], stops: Callable[[Var], bool]):
+        self.graph = graph
+        self._channels = channels
+        self._stops = stops
+
+    def read(self, value: Var, root: bool = True, depth: int = 0) -> Affine:
+        """A value as an affine function; of nothing better than itself, as one array."""
+        position = self.graph.index(value)
+        found = None
+        if position is not None and depth <= _DEEPEST and (root or not self._stops(value)):
+            found = self._made(self.graph.eqns[position], depth)
+        if found is not None and not root and self._computed_once(position, value):
+            found = None
+        if found is None or position is None:
+            return self.array(value)
+        return dataclasses.replace(found, inside=found.inside | {position})
+
+    def _computed_once(self, position: int | None, value: Var) -> bool:
+        """Whether a value is computed for several readers: the operand of an activation is one."""
+        assert position is not None
+        eqn = self.graph.eqns[position]
+        moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
+        return not moves and len(self.graph.uses(value)) > 1
+
+    def array(self, value: Var) -> Affine:
+        """A value as one array."""
+        return Affine(fuse_axes.of(type_of(value).shape, self._channels(value)), (Term(value),))
+
+    def counts(self, axes: Axes) -> tuple[int, int]:
+        """The numbers of examples and of channels."""
+        digits = [d for axis in axes for d in axis]
+        kinds = [[d.extent for d in digits if d.what == what] for what in (EXAMPLES, CHANNELS)]
+        return math.prod(kinds[0]), math.prod(kinds[1])
+
+    def _made(self, eqn: JaxprEqn, depth: int) -> Affine | None:
+        if len(eqn.outvars) != 1:
+            return None
+        name, (out,) = eqn.primitive.name, eqn.outvars
+        if not is_float(getattr(type_of(out), "dtype", bool)):
+            return None
+        if name in IDENTITIES or (
+            name == "convert_element_type" and is_float(type_of(eqn.invars[0]).dtype)
+        ):
+            return self._operand(eqn.invars[0], depth)
+        if reshapes(eqn):
+            value = self._operand(eqn.invars[0], depth)
+            axes = None if value is None else fuse_axes.reshaped(value.axes, type_of(out).shape)
+            return None if axes is None or value is None else dataclasses.replace(value, axes=axes)
+        if name == "transpose":
+            value = self._operand(eqn.invars[0], depth)
+            if value is None:
+                return None
+            axes = fuse_axes.transposed(value.axes, eqn.params["permutation"])
+            return dataclasses.replace(value, axes=axes)
+        if name == "neg":
+            value = self._operand(eqn.invars[0], depth)
+            return None if value is None else value.each(lambda t: t.scaled(MINUS_ONE))
+        if name in ("add", "add_any", "sub", "mul", "div"):
+            left, right = eqn.invars
+            return self._combined(name, left, right, type_of(out).shape, depth)
+        return None
+
+    def _operand(self, atom: Any, depth: int) -> Affine | None:
+        return self.read(atom, False, depth + 1) if isinstance(atom, Var) else None
+
+    def _combined(
+        self, name: str, left: Any, right: Any, shape: tuple[int, ...], depth: int
+    ) -> Affine | None:
+        """A product or quotient with a coefficient, a sum or difference."""
+        for own, other, turned in ((left, right, False), (right, left, True)):
+            if not isinstance(own, Var) or (name == "div" and turned):
+                continue
+            if type_of(own).shape != shape or _spreads(self.graph, own):
+                continue
+            value = self._operand(own, depth)
+            if value is None:
+                continue
+            by = coefficient(self.graph, other, value.axes, self.counts(value.axes))
+            if by is None:
+                continue
+            if name in ("mul", "div"):
+                factor = by if name == "mul" else combined(lambda x: 1 / x, by)
+                return dataclasses.replace(
+                    value, terms=tuple(t.scaled(factor) for t in value.terms)
+                )
+            if name == "sub" and turned:
+                value, name = value.each(lambda t: t.scaled(MINUS_ONE)), "add"
+            first, *rest = value.terms
+            changed = first.centred(by) if name == "sub" else first.shifted(by)
+            return dataclasses.replace(value, terms=(changed, *rest))
+        if name in ("mul", "div") or not (isinstance(left, Var) and isinstance(right, Var)):
+            return None
+        if type_of(left).shape != type_of(right).shape:
+            return None
+        first, second = self._operand(left, depth), self._operand(right, depth)
+        if first is None or second is None:
+            return None
+        if first.axes != second.axes:
+            # The channels of an array in another layout are not known: it is taken as it comes.
+            first, second = (
+                self.array(a) if isinstance(a, Var) and v.terms[0].plain else v
+                for a, v in ((left, first), (right, second))
+            )
+        if first.axes != second.axes:
+            return None
+        if name == "sub":
+            second = second.each(lambda t: t.scaled(MINUS_ONE))
+        arrays = [t.array for t in (*first.terms, *second.terms)]
+        if len(set(arrays)) != len(arrays):
+            return None
+        return Affine(first.axes, first.terms + second.terms, first.inside | second.inside)
+
+
+def _spreads(graph: Graph, atom: Var) -> bool:
+    """Whether an array repeats a smaller one's elements."""
+    while (made := graph.producer(atom)) is not None:
+        if made.primitive.name == "broadcast_in_dim" and not reshapes(made):
+            return True
+        if made.primitive.name != "convert_element_type" and not reshapes(made):
+            return False
+        atom = made.invars[0]
+        if not isinstance(atom, Var):
+            return True
+    return False

@@ -1,0 +1,130 @@
+"""The axes of an array by what they number: examples, positions, or channels.
+
+A layer's values have one shape, but programs write them in many: positions flattened, channels
+apart in groups, axes of extent 1 between. Each axis of such an array is a product of digits, and a
+digit numbers a part of the examples, the positions or the channels: digit (c, s, e) counts e
+channels that lie s apart. A reshape regroups the digits and splits some, so that every value
+between two convolutions can be read in the axes of the convolution's result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+
+EXAMPLES, POSITIONS, CHANNELS = "n", "s", "c"
+
+
+class Digit(NamedTuple):
+    """A part of what an axis numbers.
+
+    Attributes:
+        what: EXAMPLES, POSITIONS or CHANNELS.
+        stride: how far apart two neighbours lie among these.
+        extent: how many there are.
+    """
+
+    what: str
+    stride: int
+    extent: int
+
+
+# For each axis its digits, the most significant first. An axis of extent 1 has none.
+Axes = tuple[tuple[Digit, ...], ...]
+
+
+def of(shape: Sequence[int], channels: int) -> Axes:
+    """The axes of an array: the examples first, and the channels at axis ``channels``."""
+    axes = []
+    for axis, extent in enumerate(shape):
+        what = CHANNELS if axis == channels else EXAMPLES if axis == 0 else POSITIONS
+        within = [e for a, e in enumerate(shape) if a > axis and a != channels]
+        stride = math.prod(within) if what == POSITIONS else 1
+        axes.append((Digit(what, stride, extent),) if extent != 1 else ())
+    return tuple(axes)
+
+
+def extent(axis: Sequence[Digit]) -> int:
+    return math.prod(d.extent for d in axis)
+
+
+def shape_of(axes: Axes) -> tuple[int, ...]:
+    return tuple(map(extent, axes))
+
+
+def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
+    """The axes of the same elements in another shape, or None where a digit does not divide."""
+    pending = [d for axis in axes for d in axis][::-1]
+    result: list[tuple[Digit, ...]] = []
+    for wanted in shape:
+        axis: list[Digit] = []
+        while wanted > 1:
+            if not pending:
+                return None
+            digit = pending.pop()
+            common = math.gcd(digit.extent, wanted)
+            if common == digit.extent:
+                axis.append(digit)
+            elif common == wanted:
+                rest = digit.extent // wanted
+                axis.append(Digit(digit.what, digit.stride * rest, wanted))
+                pending.append(Digit(digit.what, digit.stride, rest))
+                common = wanted
+            else:
+                return None
+            wanted //= common
+        result.append(tuple(axis))
+    return None if pending else tuple(result)
+
+
+def transposed(axes: Axes, permutation: Sequence[int]) -> Axes:
+    """The axes of a transposed array."""
+    return tuple(axes[i] for i in permutation)
+
+
+def untransposed(axes: Axes, permutation: Sequence[int]) -> Axes:
+    """The axes of the array that a transpose turns into one with these axes."""
+    before = dict(zip(permutation, axes, strict=True))
+    return tuple(before[i] for i in range(len(axes)))
+
+
+def in_order(digits: Iterable[Digit]) -> list[Digit]:
+    """Examples before channels, each by falling stride."""
+    return sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride))
+
+
+def arranged(array: jax.Array, before: Axes, after: Axes) -> jax.Array:
+    """The elements of an array with the axes ``before`` as one with the axes ``after``.
+
+    Each digit of the latter is a part of one of the former.
+    """
+    wanted = [d for axis in after for d in axis]
+    extents: list[int] = []
+    places: dict[Digit, int] = {}
+    for digit in (d for axis in before for d in axis):
+        end = digit.stride * digit.extent
+        parts = [d for d in wanted if d.what == digit.what and digit.stride <= d.stride < end]
+        for part in sorted(parts, key=lambda d: -d.stride):
+            places[part] = len(extents)
+            extents.append(part.extent)
+    order = [places[d] for d in wanted]
+    if order != sorted(order):
+        array = array.reshape(extents).transpose(order)
+    return array.reshape(shape_of(after))
+
+
+def refined(digits: Sequence[Digit], count: int) -> list[int]:
+    """The extents of axes into which ``count`` numbers are cut so that each digit is one of them.
+
+    Args:
+        digits: of one kind, by falling stride.
+        count: how many numbers there are.
+    """
+    extents, above = [], count
+    for digit in digits:
+        extents += [above // (digit.stride * digit.extent), digit.extent]
+        above = digit.stride
+    return [*extents, above]

@@ -1,0 +1,217 @@
+"""Names the derivatives of elementwise functions by their values, however programs write them.
+
+The equations of a function and of its derivative are computed in float64 at many numbers, among
+them those at which the tabulated derivatives jump. A derivative has the name of the tabulated one
+that it equals at all of them: at jumps too, and for custom derivatives as the program has them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.special  # type: ignore[import-untyped]
+from jax.extend.core import Literal
+
+from jaxconv._src import compat
+from jaxconv._src.fuse.fuse_graph import IDENTITIES
+from jaxconv._src.passes.derivatives import DERIVATIVES
+
+# A mask: between which numbers the derivative is 1, while it is 0 elsewhere (normalise.Activation).
+Mask = tuple[float, float | None]
+
+# Steps of 1 / 256 up to 12, then far numbers.
+_NEAR = np.arange(-12 * 256, 12 * 256 + 1) / 256
+_NUMBERS = np.concatenate([_NEAR, [-80.0, -40.0, -20.0, 20.0, 40.0, 80.0]])  # _NEAR in front
+
+# Where a function's derivative must be finite; beyond them its own operations may overflow.
+_FINITE = np.abs(_NUMBERS) <= 8
+
+# These consist of numbers of the program alone, without rounding.
+_EXACT = ("maximum", "clip6", "leaky_relu")
+
+# Numbers at which the derivative is the slope.
+_SLOPES = {"leaky_relu": -1.0, "elu": 0.0}
+
+_MASKS: tuple[Mask, ...] = ((0.0, None), (0.0, 6.0))
+
+
+class _UnknownError(Exception):
+    """An operation that is not computed here."""
+
+
+def known(
+    function: Callable[[jax.Array], jax.Array], operand: Any
+) -> tuple[Mask | None, tuple[str, float] | None]:
+    """The derivative of an elementwise function: as a mask, and by name and slope.
+
+    Args:
+        function: it.
+        operand: its operand's type.
+    """
+
+    def both(t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, back = jax.vjp(function, t)
+        return y, back(jax.numpy.ones_like(y))[0]
+
+    try:
+        with compat.varying(operand):
+            closed = jax.make_jaxpr(both)(operand)
+        y, derivative = _computed(compat.open_jaxpr(closed), closed.consts, [_NUMBERS])
+    except (_UnknownError, TypeError, ValueError):
+        return None, None
+    y, derivative = (np.broadcast_to(a, _NUMBERS.shape) for a in (y, derivative))
+    return _mask(y, derivative), _name(derivative, float(jax.numpy.finfo(operand.dtype).eps))
+
+
+def _mask(y: np.ndarray, derivative: np.ndarray) -> Mask | None:
+    """The mask that a derivative is, where comparisons of the result tell it."""
+    for low, high in _MASKS:
+        above = np.inf if high is None else high
+        inside = np.clip(_NUMBERS, low, above) == _NUMBERS
+        inside &= ~np.isin(_NUMBERS, (low, above))
+        if (derivative == inside).all() and (y == np.clip(_NUMBERS, low, above)).all():
+            return low, high
+    return None
+
+
+def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
+    """The tabulated derivative that is nearest, among those that differ by roundings alone."""
+    finite = np.isfinite(derivative)
+    if not finite[_FINITE].all():
+        return None
+    found: dict[tuple[str, float], float] = {}
+    for name in DERIVATIVES:
+        slope = 0.0
+        if name in _SLOPES:
+            slope = float(derivative[np.searchsorted(_NEAR, _SLOPES[name])])
+            if slope == 0:
+                continue
+        apart = np.abs(derivative - _tabulated(name, slope))[finite].max()
+        # Numbers of the program are rounded to its type.
+        if apart <= (0 if name in _EXACT else max(eps, 1e-6)):
+            found[name, slope] = apart
+    return min(found, key=found.__getitem__) if found else None
+
+
+@functools.lru_cache(64)
+def _tabulated(name: str, slope: float) -> np.ndarray:
+    one = jax.ShapeDtypeStruct(_NUMBERS.shape, np.float32)
+    closed = jax.make_jaxpr(lambda u: DERIVATIVES[name](u, slope))(one)
+    (found,) = _computed(compat.open_jaxpr(closed), closed.consts, [_NUMBERS])
+    return np.broadcast_to(found, _NUMBERS.shape)
+
+
+# --- operations in float64 ---
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "abs": np.abs,
+    "sign": np.sign,
+    "square": np.square,
+    "pow": np.power,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "tanh": np.tanh,
+    "logistic": scipy.special.expit,
+    "erf": scipy.special.erf,
+    "erfc": scipy.special.erfc,
+    "is_finite": np.isfinite,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+    "not": np.logical_not,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int8), cases),
+}
+
+# Operations that give their operand, each number where the program has it or everywhere.
+_SPREADING = {
+    *IDENTITIES,
+    "broadcast_in_dim",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "pvary",
+    "pcast",
+}
+
+# Parameters that are an operation's own function.
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def _computed(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The results of a function, at all numbers at once; what does not depend on them is scalar.
+
+    Raises:
+        _UnknownError: an operation is not elementwise, or has no equal here.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
+    values |= dict(zip(jaxpr.constvars, map(_scalar, consts), strict=True))
+
+    def value(atom: Any) -> Any:
+        return _scalar(atom.val) if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        with np.errstate(all="ignore"):
+            results = _results(eqn, [value(a) for a in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(a) for a in jaxpr.outvars]
+
+
+def _results(eqn: Any, operands: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if name in _OPERATIONS:
+        return [_OPERATIONS[name](*operands)]
+    if name in _SPREADING:
+        return operands[:1]
+    if name == "integer_pow":
+        return [operands[0] ** float(eqn.params["y"])]
+    if name == "convert_element_type":
+        return [_converted(operands[0], np.dtype(eqn.params["new_dtype"]))]
+    inner = next((eqn.params[p] for p in _CALLED if eqn.params.get(p) is not None), None)
+    if inner is None:
+        raise _UnknownError(name)
+    return _computed(compat.open_jaxpr(inner), getattr(inner, "consts", ()), operands)
+
+
+def _converted(value: Any, dtype: np.dtype) -> Any:
+    if dtype.kind in "biu":
+        return np.asarray(value).astype(dtype)
+    # A number of the program is rounded as there.
+    return _scalar(np.asarray(value).astype(dtype)) if np.ndim(value) == 0 else value.astype(float)
+
+
+def _scalar(value: Any) -> Any:
+    """The number of which an array consists."""
+    if compat.is_traced(value) or not np.size(value):
+        raise _UnknownError("no number")
+    flat = np.asarray(value).reshape(-1)
+    if (flat != flat[0]).any():
+        raise _UnknownError("several numbers")
+    first = flat[0]
+    return (
+        first if flat.dtype == bool or np.issubdtype(flat.dtype, np.integer) else np.float64(first)
+    )

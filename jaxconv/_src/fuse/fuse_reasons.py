@@ -1,0 +1,262 @@
+"""What reads a convolution's result, by the names that its author uses.
+
+``fuse_chain`` says where a chain ends, and names primitives. Here the readers of that place are
+taken together: a reduction and the operations that apply its numbers are one reader, "group norm"
+or "squeeze and excitation". A reader for which an epilogue saves no pass is no reason: another
+convolution, a reduction or pooling, the loss, and a sum that another call computes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Var
+
+from jaxconv._src import compat
+from jaxconv._src.fuse.fuse_graph import REDUCTIONS, Graph, type_of
+
+# What ``fuse_chain`` says of any reader. Its other reasons say more than that there is one.
+_OF_ANY_READER = re.compile(r"its result (is|has) .*|\w+ follows")
+
+# Equations that keep the number of elements and compute nothing of each.
+_NOT_ELEMENTWISE = ("conv_general_dilated", "jaxconv_", "reduce_window", "select_and", "cum")
+_NOT_ELEMENTWISE += ("rev", "sort", "scan", "while", "cond", "transpose")
+_SAME_ORDER = ("convert_element_type", "copy", "copy_p")
+_RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
+
+# Equations that are looked at behind a reduction, for what its numbers become.
+_REACH = 64
+
+
+def told(
+    graph: Graph, end: Var, axis: int, taken: Collection[int], reason: str, *, refused: bool
+) -> str:
+    """Why a chain ends, said of its readers; "" where an epilogue that goes on would save nothing.
+
+    Args:
+        graph: the program.
+        end: the chain's last variable.
+        axis: its axis of channels.
+        taken: positions of the equations that calls compute.
+        reason: what ``fuse_chain`` says; "" where nothing is left out that it knows.
+        refused: whether the convolution has no epilogue whatever follows, for that reason.
+    """
+    if not compat.is_constant_shape(type_of(end).shape):
+        return reason
+    names, norm, gains = _readers(graph, end, axis, taken)
+    of_any = _OF_ANY_READER.fullmatch(reason)
+    if not (gains if of_any or refused else norm or reason):
+        return ""
+    if reason and not of_any:
+        return reason
+    if end in graph.returned:
+        return reason
+    if len(names) == 1:
+        return f"{names[0]} follows"
+    return f"its result has {len(names)} uses ({', '.join(sorted(set(names)))})"
+
+
+class _Reader(NamedTuple):
+    """An equation that reads a value, with the shape in which it does.
+
+    Attributes:
+        eqn: the equation.
+        operand: the value, reshaped, converted or squared.
+        labels: what the axes of ``operand`` are: "n" images, "s" positions, "g" groups, "c"
+            channels, or several of them merged.
+    """
+
+    eqn: JaxprEqn
+    operand: Var
+    labels: tuple[str, ...]
+
+
+def _readers(
+    graph: Graph, value: Var, axis: int, taken: Collection[int]
+) -> tuple[list[str], bool, bool]:
+    """A value's readers: their names, whether a norm is one, and an operation of an epilogue's."""
+    rank = len(type_of(value).shape)
+    images = 0 if axis else 1
+    labels = ("c" if i == axis else "n" if i == images else "s" for i in range(rank))
+    found = list(_behind(graph, value, tuple(labels), taken))
+    norm, parts = _norm(graph, type_of(value).size, found)
+    others = {id(r.eqn): r for r in found if id(r.eqn) not in parts}.values()
+    names = [norm]
+    for reader in others:
+        names += [_name(graph, reader.eqn)] * reader.eqn.invars.count(reader.operand)
+    is_norm = norm not in ("", _SOFTMAX)
+    return [n for n in names if n], is_norm, is_norm or any(map(_elementwise, others))
+
+
+def _behind(
+    graph: Graph, value: Var, labels: tuple[str, ...], taken: Collection[int]
+) -> Iterator[_Reader]:
+    for position in dict.fromkeys(graph.uses(value)):
+        eqn = graph.eqns[position]
+        if position in taken:
+            continue
+        its_labels = _relabelled(eqn, labels)
+        if its_labels is not None:
+            yield from _behind(graph, eqn.outvars[0], its_labels, taken)
+            continue
+        yield _Reader(eqn, value, labels)
+        if _is_square(eqn):
+            squared = _behind(graph, eqn.outvars[0], labels, taken)
+            yield from (r for r in squared if r.eqn.primitive.name in REDUCTIONS)
+
+
+def _is_square(eqn: JaxprEqn) -> bool:
+    name, (first, *rest) = eqn.primitive.name, eqn.invars
+    return name in ("square", "integer_pow") or (name == "mul" and rest == [first])
+
+
+def _elementwise(reader: _Reader) -> bool:
+    (out, *_) = reader.eqn.outvars
+    shape = getattr(type_of(out), "shape", None)
+    name = reader.eqn.primitive.name
+    return shape == type_of(reader.operand).shape and not name.startswith(_NOT_ELEMENTWISE)
+
+
+def _name(graph: Graph, eqn: JaxprEqn) -> str:
+    """An equation's name: of a function that was jitted or has derivatives its own."""
+    name = eqn.primitive.name
+    if name == "reduce_sum" and _is_mean(graph, eqn):
+        return "mean"
+    called = eqn.params.get("name")
+    return called if isinstance(called, str) else name
+
+
+def _is_mean(graph: Graph, total: JaxprEqn) -> bool:
+    (out,) = total.outvars
+    unlabelled = ("",) * len(type_of(out).shape)
+    return any(r.eqn.primitive.name == "div" for r in _behind(graph, out, unlabelled, ()))
+
+
+# --- axes ---
+
+
+def _relabelled(eqn: JaxprEqn, labels: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The labels of an equation's result that has its operand's elements; None of another."""
+    name = eqn.primitive.name
+    if name in _SAME_ORDER:
+        return labels
+    if name == "transpose":
+        return tuple(labels[axis] for axis in eqn.params["permutation"])
+    before, after = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
+    if name not in _RESHAPES or len(eqn.invars) > 1 or math.prod(before) != math.prod(after):
+        return None
+    return _reshaped(before, after, labels)
+
+
+def _reshaped(
+    before: Sequence[int], after: Sequence[int], labels: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The labels of an array's axes once it is reshaped."""
+    found: list[str] = []
+    first = last = 0  # the axes of `before` that become some of `after`
+    while len(found) < len(after):
+        start, last = len(found) + 1, min(last + 1, len(before))
+        while (inner := math.prod(before[first:last])) != (
+            outer := math.prod(after[len(found) : start])
+        ):
+            start, last = (start, last + 1) if inner < outer else (start + 1, last)
+        merged = "".join(dict.fromkeys("".join(labels[first:last])))
+        parts = [merged] * (start - len(found))
+        if len(parts) > 1 and merged.startswith("c"):
+            parts[0] = "g"
+        found += parts
+        first = last
+    return tuple(found)
+
+
+# --- norms ---
+
+_SOFTMAX = "softmax"
+
+
+def _norm(graph: Graph, size: int, readers: Sequence[_Reader]) -> tuple[str, set[int]]:
+    """What the reductions among readers are part of, and the readers that are, by identity."""
+    reductions = [r for r in readers if r.eqn.primitive.name in REDUCTIONS]
+    operations, spread = _made_of([r.eqn.outvars[0] for r in reductions], graph, size)
+    applied = [r for r in readers if not spread.isdisjoint(_variables(r.eqn))]
+    parts = {id(r.eqn) for r in (*reductions, *applied)}
+    if not applied:
+        return "", set()
+    for reader in applied:  # the variance, of what the mean was subtracted from
+        centred = _behind(graph, reader.eqn.outvars[0], reader.labels, ())
+        again = [r.eqn.outvars[0] for r in centred if r.eqn.primitive.name in REDUCTIONS]
+        operations |= _made_of(again, graph, size)[0]
+    if operations & {"rsqrt", "sqrt"}:
+        kinds = [kind for r in reductions if (kind := _kind_of_norm(r))]
+        same = (r for r in readers if _is_square(r.eqn) or _is_scaled(graph, r.eqn, size))
+        return (kinds[0], parts | {id(r.eqn) for r in same}) if kinds else ("", set())
+    if any(r.eqn.primitive.name == "reduce_max" for r in reductions):
+        return _SOFTMAX, parts
+    excites = all(r.eqn.primitive.name == "mul" for r in applied)
+    squeezes = all(_reduced(r)[0] == "s" for r in reductions)
+    return ("squeeze and excitation", parts) if squeezes and excites else ("", set())
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if isinstance(atom, Var)]
+
+
+def _is_scaled(graph: Graph, eqn: JaxprEqn, size: int) -> bool:
+    """Whether an equation multiplies by the elements of a smaller array, as gradients of norms."""
+    if eqn.primitive.name != "mul":
+        return False
+    factors = [type_of(atom).size for atom in eqn.invars]
+    makers = [made for atom in eqn.invars if (made := graph.producer(atom)) is not None]
+    spread = (m for m in makers if m.primitive.name == "broadcast_in_dim")
+    return min(*factors, *(type_of(m.invars[0]).size for m in spread)) < size
+
+
+def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[Any]]:
+    """What is computed of small arrays: the primitives' names, and the arrays as they are applied.
+
+    Args:
+        start: the arrays.
+        graph: the program.
+        size: the elements of the array to which they are applied.
+    """
+    names: set[str] = set()
+    spread: set[Any] = set()
+    pending, seen = list(start), 0
+    while pending and seen < _REACH:
+        array = pending.pop(0)
+        if type_of(array).size < size:
+            spread.add(array)
+        for position in graph.uses(array):
+            eqn = graph.eqns[position]
+            seen += 1
+            (out, *_) = eqn.outvars
+            if getattr(type_of(out), "size", size) < size:
+                names.add(eqn.primitive.name)
+                pending.append(out)
+            elif eqn.primitive.name in ("broadcast_in_dim", *_SAME_ORDER):
+                spread.add(out)
+                pending.append(out)
+    return names, spread
+
+
+def _reduced(reader: _Reader) -> tuple[str, str]:
+    """The labels over which a reduction goes, sorted, and those that it keeps."""
+    axes = reader.eqn.params["axes"]
+    labels = enumerate(reader.labels)
+    sides: tuple[set[str], set[str]] = set(), set()
+    for axis, label in labels:
+        if type_of(reader.operand).shape[axis] > 1:
+            sides[axis not in axes].update(label)
+    return "".join(sorted(sides[0])), "".join(sorted(sides[1]))
+
+
+def _kind_of_norm(reader: _Reader) -> str:
+    over, kept = _reduced(reader)
+    if "n" in over:
+        return "" if "c" in over else "batch norm"
+    if "c" in over:
+        return "group norm" if "g" in kept else "layer norm"
+    return "instance norm" if over == "s" else ""

@@ -1,0 +1,58 @@
+"""Derivatives of activations by their operand, as kernels compute them, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxconv._src.problem.epilogue import activate, differential
+
+
+def _mish(u: jax.Array, slope: float) -> jax.Array:
+    # tanh(log(1 + e)) = n / (n + 2) with e = exp(u), n = e (e + 2)
+    e = jnp.exp(jnp.clip(u, -80.0, 20.0))
+    n = e * (e + 2)
+    return (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
+
+
+def _clip6(u: jax.Array, slope: float) -> jax.Array:
+    at_ends = jnp.where((u == 0) | (u == 6), np.float32(0.5), np.float32(0))
+    return jnp.where((u > 0) & (u < 6), np.float32(1), at_ends)
+
+
+def _from_y(name: str) -> Callable[[jax.Array, float], jax.Array]:
+    return lambda u, slope: differential(name, slope, activate(u, name), jnp.ones_like(u))
+
+
+def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
+    return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
+
+
+# By the names of the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
+# are those of jax.nn, and of the last two the mean of both sides, as of jnp.maximum and jnp.clip.
+DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
+    "leaky_relu": _from_operand("leaky_relu"),
+    "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),
+    "hard_sigmoid": lambda u, slope: jnp.where((u > -3) & (u < 3), np.float32(1 / 6), 0),
+    "hard_swish": lambda u, slope: jnp.where(
+        u <= -3, 0, jnp.where(u >= 3, np.float32(1), u / 3 + 0.5)
+    ),
+    "sigmoid": _from_y("sigmoid"),
+    "silu": _from_operand("silu"),
+    "tanh": _from_y("tanh"),
+    "gelu": _from_operand("gelu"),
+    "gelu_tanh": _from_operand("gelu_tanh"),
+    "softplus": lambda u, slope: lax.logistic(u),
+    "mish": _mish,
+    "maximum": lambda u, slope: jnp.where(u > 0, 1, jnp.where(u == 0, np.float32(0.5), 0)),
+    "clip6": _clip6,
+}
+
+
+def derivative(activation: str, slope: float, u: jax.Array) -> jax.Array:
+    """An activation's derivative at u, float32; ``slope`` is that of leaky_relu and elu."""
+    return DERIVATIVES[activation](u.astype(np.float32), slope)

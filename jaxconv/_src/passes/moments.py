@@ -1,0 +1,168 @@
+"""The primitive moments: mean and sum of squared deviations of every channel.
+
+    mean = sum of y / rows,    M = sum of (y - mean)^2
+
+in float32, over all positions of an array with channels last, or over those of each segment of its
+leading axis. On NVIDIA GPUs one kernel reads the array once, in parts, whose moments are merged
+(Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances", 1979), as are those of several devices. Elsewhere and under vmap it is two passes in
+operations of JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxconv._src.call import rules
+from jaxconv._src.library import custom_call, native
+from jaxconv._src.passes.masked_sums import (
+    accepts_rows,
+    along_segments,
+    key_of_rows,
+    of_segments,
+    over_segments,
+)
+from jaxconv._src.sharding import partition
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
+
+TARGET = "jaxconv_moments"
+
+moments_p = Primitive(TARGET)
+
+
+def accepts(shape: tuple[int, ...], dtype: np.dtype, segments: int = 1) -> bool:
+    """Whether a kernel computes the moments of an array of this type."""
+    return accepts_rows(key_of_rows("moments", shape, dtype, segments), shape)
+
+
+def moments(y: jax.Array, *, segments: int = 1) -> jax.Array:
+    """Mean and M, float32 (2, C), or (segments, 2, C) where there are several segments."""
+    return moments_p.bind(y, segments=segments)
+
+
+def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
+    """The same in operations of JAX."""
+    wide = y.astype(np.float32)
+    mean = over_segments(jnp.mean, wide, segments)
+    deviation = wide - along_segments(mean, y.shape, segments)
+    return jnp.stack([mean, over_segments(jnp.sum, deviation * deviation, segments)], -2)
+
+
+def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
+    """Linear in dy."""
+    deviation = y.astype(np.float32) - along_segments(found[..., 0, :], y.shape, segments)
+    wide = dy.astype(np.float32)
+    of_mean = over_segments(jnp.mean, wide, segments)
+    return jnp.stack([of_mean, 2 * over_segments(jnp.sum, deviation * wide, segments)], -2)
+
+
+def _jvp(primals, tangents, *, segments: int):
+    (y,), (dy,) = primals, tangents
+    found = moments_p.bind(y, segments=segments)
+    if isinstance(dy, ad.Zero):
+        return found, ad.Zero(jax.typeof(found).to_tangent_aval())
+    # jax.checkpoint: the backward pass keeps y, not its deviations in float32.
+    of_moments = jax.checkpoint(functools.partial(_tangent, segments=segments), prevent_cse=False)
+    return found, of_moments(y, found, dy)
+
+
+def _abstract_eval(y: Any, *, segments: int) -> Any:
+    found = y.update(
+        shape=(*of_segments(segments), 2, y.shape[-1]),
+        dtype=np.dtype(np.float32),
+        weak_type=False,
+        sharding=NamedSharding(y.sharding.mesh, PartitionSpec()),
+    )
+    return result_types(_Moments(segments), [found], y)[0]
+
+
+def _batch(operands, mapped_axes, *, segments: int):
+    (y,), (axis,) = operands, mapped_axes
+    return jax.vmap(functools.partial(in_jax, segments=segments), in_axes=axis)(y), 0
+
+
+def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
+    """The rows of each part of a segment's rows (cc/cuda/normalisation/moments.h)."""
+    blocks, n = -(-rows // plan.block_rows), plan.parts
+    found = (blocks - np.arange(n) + n - 1) // n * plan.block_rows
+    found[0] -= blocks * plan.block_rows - rows
+    return found
+
+
+def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
+    """Moments (..., parts, 2, C) of parts of so many rows, as those of all rows."""
+    weights = (count / count.sum()).astype(np.float32)[:, None]
+    of_part, squares = by_part[..., 0, :], by_part[..., 1, :]
+    # Deviations from the first part's mean are small beside the mean.
+    first = of_part[..., :1, :]
+    shift = jnp.sum((of_part - first) * weights, -2, keepdims=True)
+    between = of_part - first - shift
+    found = jnp.sum(squares + between * between * count.astype(np.float32)[:, None], -2)
+    return jnp.stack([(first + shift)[..., 0, :], found], -2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moments(Pass):
+    """How devices share the array."""
+
+    segments: int
+
+    primitive = moments_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        dims = Dimensions(tuple(shapes[0]), self.segments)
+        return [dims.array("y")], [dims.sums("moments", 2)]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        if self.segments == 1:
+            return self.bind(*operands)
+        local = self.segments // parts("n")
+        found = _Moments(local).bind(*operands)
+        return found if local > 1 else [found[0][None]]
+
+    def merged(
+        self, result: jax.Array, over: tuple[str, ...], parts: int, elements: int
+    ) -> jax.Array:
+        return partition.merge_moments(result, over, parts, elements)
+
+
+def _lower(platform: str, ctx, y, *, segments: int):
+    """Lowers to one custom call and the merging of its parts, or to operations of JAX."""
+    (aval,) = ctx.avals_in
+
+    def by_kernel(plan: native.PassPlan) -> Sequence[Any]:
+        count = counts(aval.size // aval.shape[-1] // segments, plan)
+        leading = of_segments(segments)
+        by_part = ShapedArray((*leading, plan.parts, 2, aval.shape[-1]), np.dtype(np.float32))
+        attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
+        found = custom_call.lowered(
+            ctx, platform, TARGET, {"y": (y, aval)}, {"moments": by_part}, **attributes
+        )
+        merged = mlir.lower_fun(functools.partial(_merged, count=count), multiple_results=False)
+        return merged(ctx.replace(avals_in=[by_part]), found["moments"])
+
+    in_jax_of_segments = functools.partial(_lower_in_jax, segments=segments)
+    asked = key_of_rows("moments", aval.shape, aval.dtype, segments)
+    return rules.lowered_pass(
+        platform, ctx, [y], asked, by_kernel, in_jax_of_segments, _Moments(segments)
+    )
+
+
+_lower_in_jax = mlir.lower_fun(in_jax, multiple_results=False)
+
+ad.primitive_jvps[moments_p] = _jvp
+rules.register(
+    moments_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+)

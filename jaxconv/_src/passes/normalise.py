@@ -1,0 +1,506 @@
+"""The primitive normalise: a centred affine function of arrays, a shortcut, an activation.
+
+With one or two arrays y_i, channels last, and float32 vectors of channels, (C,) or (N, C) with a
+row for each example,
+
+    n_i = (y_i - mean_i) * scale_i + offset_i
+    t   = n_0, or n_0 + n_1, or n_0 + shortcut       summands rounded as y_0
+    z   = activation(t)
+
+in float32. The program is the same in operations of JAX, which XLA fuses. What the primitive adds
+is its derivative: where the gradients of z lie in memory, one call of ``masked_sums`` forms all
+sums of the backward pass, with the activation's derivative, in one read of them and of y_i.
+
+z may be several results, one for each reader, so that their gradients are added in that call. Where
+a shortcut is added and the derivative of the activation is a mask, the forward pass writes it as
+bits (``normalise_add``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jaxconv._src import compat
+from jaxconv._src.call import rules
+from jaxconv._src.passes import masked_sums, normalise_add
+from jaxconv._src.passes.masked_sums import MaskedBy, Sums
+from jaxconv._src.passes.normalise_add import BlockEnd
+from jaxconv._src.sharding import explicit_mesh
+
+# What a summand is normalised by, in the order of the operands.
+VECTORS = ("mean", "scale", "offset")
+
+TARGET = "jaxconv_normalise"
+
+normalise_p = Primitive(TARGET)
+normalise_p.multiple_results = True
+normalise_tangent_p = Primitive(TARGET + "_tangent")
+normalise_tangent_p.multiple_results = True
+
+
+class Activation(Protocol):
+    """An elementwise function of a program.
+
+    Attributes:
+        named: its name among those that ``masked_sums`` differentiates, with the slope, or None.
+        mask: two numbers between which its derivative is 1, while it is 0 elsewhere, at them too;
+            None where the derivative is no such mask. The second number may be None.
+    """
+
+    @property
+    def named(self) -> tuple[str, float] | None: ...
+
+    @property
+    def mask(self) -> tuple[float, float | None] | None: ...
+
+    def value(self, t: jax.Array) -> jax.Array:
+        """The function of t, as the program computes it."""
+
+    def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
+        """The derivative at t times dt, of dt's dtype."""
+
+    def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
+        """The same of dz, also of a function that has a derivative backwards alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a call computes.
+
+    Its operands are the arrays, the shortcut, and for each array those of mean, scale and offset
+    that are not 0, 1 and 0 everywhere.
+
+    Attributes:
+        vectors: for each array that is normalised, one or two, the names of its vectors.
+        shortcut: whether an array is added as it is.
+        activation: the function behind the sum, or None.
+        dtype: of z.
+        copies: how many results are z.
+        stored: whether the arrays and the gradients of z are in memory in any case.
+        bits: whether the mask is a result, uint8 (..., C / 8).
+    """
+
+    vectors: tuple[tuple[str, ...], ...]
+    shortcut: bool
+    activation: Activation | None
+    dtype: np.dtype
+    copies: int = 1
+    stored: bool = False
+    bits: bool = False
+
+    @property
+    def arrays(self) -> int:
+        return len(self.vectors)
+
+    @property
+    def summands(self) -> int:
+        return self.arrays + self.shortcut
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operands' names, in order."""
+        arrays = tuple(f"y{i}" for i in range(self.arrays)) + ("shortcut",) * self.shortcut
+        return arrays + tuple(f"{v}{i}" for i, of in enumerate(self.vectors) for v in of)
+
+    @property
+    def block_end(self) -> BlockEnd | None:
+        """The call that computes z and the bits of a mask, or None."""
+        act = self.activation
+        if act is None or act.mask is None or act.mask[0] != 0:
+            return None
+        return BlockEnd(self.arrays, act.mask[1]) if self.summands == 2 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+    """What a linear call computes: the tangents of z.
+
+    Its operands are the tangents that are given, by the names of ``Form.names``, and what they are
+    multiplied by: arrays, vectors, and what tells the activation's derivative.
+
+    Attributes:
+        form: the function that is differentiated.
+        given: names of the operands with a tangent.
+        told_by: "bits" of the mask, the "result" z, the "operand" t, which is computed again, or
+            "nothing".
+    """
+
+    form: Form
+    given: tuple[str, ...]
+    told_by: Literal["bits", "result", "operand", "nothing"]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of what the tangents are multiplied by; an array is among all operands."""
+        needed = set(self.form.names) if self.told_by == "operand" else set()
+        for i in range(self.form.arrays):
+            if f"scale{i}" in self.given:
+                needed |= {f"y{i}", f"mean{i}"}
+            if {f"y{i}", f"mean{i}"} & set(self.given):
+                needed.add(f"scale{i}")
+        needed &= set(self.form.names)
+        if not {"y0", "y1", "shortcut"} & (needed | set(self.given)):
+            needed.add("y0")
+        told = (self.told_by,) if self.told_by in ("bits", "result") else ()
+        return tuple(n for n in self.form.names if n in needed) + told
+
+    @property
+    def sums(self) -> bool:
+        """Whether a vector has a tangent."""
+        return any(name[:-1] in ("mean", "scale", "offset") for name in self.given)
+
+
+def normalise(*operands: jax.Array, form: Form) -> list[jax.Array]:
+    """z, as often as ``form`` says, and the bits."""
+    return normalise_p.bind(*compat.match_varying(*operands), form=form)
+
+
+def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
+    """The same in operations of JAX."""
+    t = _operand(dict(zip(form.names, operands, strict=True)), form)
+    z = (t if form.activation is None else form.activation.value(t)).astype(form.dtype)
+    bits = [jnp.packbits(_inside(z, form), axis=-1, bitorder="little")] if form.bits else []
+    return [z] * form.copies + bits
+
+
+def _inside(z: jax.Array, form: Form) -> jax.Array:
+    """Where the derivative of an activation with a mask is 1, from its result."""
+    assert form.activation is not None and form.activation.mask is not None
+    above, below = form.activation.mask
+    inside = z > jnp.asarray(above, z.dtype)
+    return inside if below is None else inside & (z < jnp.asarray(below, z.dtype))
+
+
+def _spread(vector: jax.Array, like: Any) -> jax.Array:
+    """A vector of channels, (C,) or (N, C), to be broadcast to an array with the channels last."""
+    if vector.ndim == 1:
+        return vector
+    return lax.expand_dims(vector, tuple(range(1, len(like.shape) - 1)))
+
+
+def _centred(given: Mapping[str, jax.Array], i: int | str) -> jax.Array:
+    """An array without its mean, float32."""
+    wide = given[f"y{i}"].astype(np.float32)
+    mean = given.get(f"mean{i}")
+    return wide if mean is None else wide - _spread(mean, wide)
+
+
+def _times(value: jax.Array, named: Mapping[str, jax.Array], i: int | str) -> jax.Array:
+    """An array or a vector times the scale of array i."""
+    scale = named.get(f"scale{i}")
+    if scale is None:
+        return value
+    return value * (_spread(scale, value) if value.ndim > 2 else scale)
+
+
+def _operand(given: Mapping[str, jax.Array], form: Form) -> jax.Array:
+    """t: float32, or rounded where it is a sum of rounded summands."""
+    summands = []
+    for i in range(form.arrays):
+        summand = _times(_centred(given, i), given, i)
+        if f"offset{i}" in given:
+            summand = summand + _spread(given[f"offset{i}"], summand)
+        summands.append(summand)
+    if form.summands == 1:
+        return summands[0]
+    summands = [n.astype(given["y0"].dtype) for n in summands]
+    if form.shortcut:
+        summands.append(given["shortcut"])
+    return functools.reduce(jnp.add, summands)
+
+
+def _abstract_eval(*operands: Any, form: Form) -> list[Any]:
+    z = operands[0].update(dtype=form.dtype, weak_type=False)
+    return [z] * form.copies + [normalise_add.bits_type(z)] * form.bits
+
+
+def _batch(operands, mapped_axes, *, form: Form):
+    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
+    results = mapped(*operands)
+    return results, [0] * len(results)
+
+
+def _writes_bits(form: Form, operands: Sequence[Any]) -> bool:
+    """Whether one kernel computes z and the bits of its mask, of operands of these types."""
+    end, y = form.block_end, operands[0]
+    arrays, vectors = operands[: form.summands], operands[form.summands :]
+    return (
+        end is not None
+        and all(of == VECTORS for of in form.vectors)
+        and all(a.dtype == form.dtype and a.shape == y.shape for a in arrays)
+        and all(v.ndim == 1 for v in vectors)
+        and normalise_add.accepts(end, y.shape, y.dtype)
+    )
+
+
+def _by_kernel(*operands: jax.Array, form: Form) -> list[jax.Array]:
+    end = form.block_end
+    assert end is not None
+    z, bits = normalise_add.normalise_add(*operands, form=end)
+    return [z] * form.copies + [bits]
+
+
+def _lower(platform: str, ctx, *operands, form: Form):
+    if form.bits and _writes_bits(form, ctx.avals_in):
+        return mlir.lower_fun(_by_kernel, multiple_results=True)(ctx, *operands, form=form)
+    return _lower_in_jax(ctx, *operands, form=form)
+
+
+_lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
+
+rules.register(
+    normalise_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+)
+
+
+# --- differentiation ---
+
+
+def _jvp(primals, tangents, *, form: Form):
+    named = dict(zip(form.names, primals, strict=True))
+    pairs = zip(form.names, tangents, strict=True)
+    given = {name: t for name, t in pairs if not isinstance(t, ad.Zero)}
+    act = form.activation
+    with_bits = form.stored and _writes_bits(form, [jax.typeof(p) for p in primals])
+    computed = dataclasses.replace(form, bits=form.bits or with_bits)
+    results = normalise_p.bind(*primals, form=computed)
+    told_by: Any = "nothing"
+    if act is not None:
+        told_by = "operand"
+        if form.summands == 2 and act.mask is not None:
+            told_by = "bits" if computed.bits else "result"
+    linear = Tangent(dataclasses.replace(form, bits=False), tuple(given), told_by)
+    named |= {"bits": results[-1], "result": results[0]}
+    operands = compat.match_varying(*given.values(), *(named[name] for name in linear.kept))
+    of_z = normalise_tangent_p.bind(*operands, form=linear)
+    kept = results[: form.copies + form.bits]
+    return kept, [*of_z, *(ad.Zero(jax.typeof(b).to_tangent_aval()) for b in kept[form.copies :])]
+
+
+def _differentiated(
+    named: Mapping[str, jax.Array], dt: jax.Array, form: Tangent, backwards: bool = False
+) -> jax.Array:
+    """The activation's derivative times dt, of dt's dtype."""
+    act = form.form.activation
+    if act is None:
+        return dt
+    match form.told_by:
+        case "operand":
+            of_act = act.cotangent if backwards else act.tangent
+            return of_act(_operand(named, form.form), dt)
+        case "result":
+            inside = _inside(named["result"], form.form)
+        case _:
+            bits = jnp.unpackbits(named["bits"], axis=-1, count=dt.shape[-1], bitorder="little")
+            inside = bits.astype(bool)
+    return lax.select(inside, dt, jnp.zeros_like(dt))
+
+
+def _like(named: Mapping[str, Any]) -> Any:
+    """One of the operands that have the arrays' shape."""
+    return next(named[name] for name in ("y0", "y1", "shortcut") if name in named)
+
+
+def tangent_in_jax(*operands: jax.Array, form: Tangent) -> list[jax.Array]:
+    """``normalise_tangent`` in operations of JAX."""
+    count = len(form.given)
+    given = dict(zip(form.given, operands[:count], strict=True))
+    named = dict(zip(form.kept, operands[count:], strict=True))
+    like = _like(given | named)
+    summands = []
+    for name, dt in given.items():
+        kind, i = name[:-1], name[-1]
+        wide = dt.astype(np.float32)
+        if name == "shortcut":
+            summands.append(wide)
+        elif kind == "y":
+            summands.append(_times(wide, named, i))
+        elif kind == "mean":
+            summands.append(_spread(-_times(wide, named, i), like))
+        elif kind == "scale":
+            summands.append(_centred(named, i) * _spread(wide, like))
+        else:
+            summands.append(_spread(wide, like))
+    du = functools.reduce(jnp.add, summands)
+    if du.shape != like.shape:
+        du = du + jnp.zeros_like(like, dtype=np.float32)
+    dz = _differentiated(named, du, form).astype(form.form.dtype)
+    return [dz] * form.form.copies
+
+
+def _tangent_abstract_eval(*operands: Any, form: Tangent) -> list[Any]:
+    like = _like(dict(zip((*form.given, *form.kept), operands, strict=True)))
+    return [like.update(dtype=form.form.dtype, weak_type=False)] * form.form.copies
+
+
+def _tangent_jvp(primals, tangents, *, form: Tangent):
+    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+    of_bits = form.told_by == "bits"
+    at = len(primals) - of_bits  # the bits have no derivative
+
+    def differentiable(*operands: jax.Array) -> list[jax.Array]:
+        return tangent_in_jax(*operands, *primals[at:], form=form)
+
+    _, out = jax.jvp(differentiable, tuple(primals[:at]), tuple(tangents[:at]))
+    return normalise_tangent_p.bind(*primals, form=form), out
+
+
+def _tangent_batch(operands, mapped_axes, *, form: Tangent):
+    mapped = jax.vmap(functools.partial(tangent_in_jax, form=form), in_axes=mapped_axes)
+    results = mapped(*operands)
+    return results, [0] * len(results)
+
+
+def _transpose(cotangents, *operands, form: Tangent):
+    """The cotangents of what the tangents are of: masked, scaled, and summed."""
+    count = len(form.given)
+    types = dict(zip(form.given, (o.aval for o in operands[:count]), strict=True))
+    others = [None] * (len(operands) - count)
+    gradients = [c for c in cotangents if not isinstance(c, ad.Zero)]
+    if not gradients:
+        return [ad.Zero(t) for t in types.values()] + others
+    first, *rest = gradients
+    gradients = [first, functools.reduce(jnp.add, rest)] if rest else [first]
+    named = dict(zip(form.kept, operands[count:], strict=True))
+    masked, sums = _backward(gradients, named, types, form)
+    wide = masked.astype(np.float32)
+    found: list[Any] = []
+    for name, aval in types.items():
+        kind, i = name[:-1], name[-1]
+        if name == "shortcut":
+            ct = masked
+        elif kind == "y":
+            ct = _times(wide, named, i)
+        elif kind == "scale":
+            ct = sums[name]
+        else:
+            ct = sums["offset"] if kind == "offset" else -_times(sums["offset"], named, i)
+        if ct.ndim > len(aval.shape):
+            ct = ct.sum(0)  # of a vector that all examples share
+        found.append(explicit_mesh.like(ct.astype(aval.dtype), aval))
+    return found + others
+
+
+def _backward(
+    gradients: list[jax.Array],
+    named: Mapping[str, jax.Array],
+    types: Mapping[str, Any],
+    form: Tangent,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The gradient of t, and its sums over positions.
+
+    Args:
+        gradients: one or two of z.
+        named: what is kept.
+        types: those of the tangents, by name.
+        form: the linear call.
+
+    Returns:
+        The gradient; its sum "offset", and "scale0" and "scale1", its sums with the centred arrays
+        whose scales have tangents, (C,), or (N, C) where a vector is.
+    """
+
+    def masked() -> jax.Array:
+        return _differentiated(named, functools.reduce(jnp.add, gradients), form, backwards=True)
+
+    if not form.sums:
+        return masked(), {}
+    vectors = [v for n, v in (*types.items(), *named.items()) if n[:-1] in VECTORS]
+    examples = any(len(v.shape) == 2 for v in vectors)
+    summed = [i for i in range(form.form.arrays) if f"scale{i}" in types]
+    # The gradient of t is stored where it is an operand's own gradient: of a shortcut, of an array
+    # that is not scaled.
+    unscaled = any("scale" not in of and "mean" not in of for of in form.form.vectors)
+    stores = form.told_by != "nothing" or len(gradients) == 2
+    stores = stores and (form.form.summands == 2 or unscaled)
+    told = _told(form, summed)
+    result = None
+    if form.form.stored and told is None and stores:
+        # One pass forms the gradient, which is stored in any case, another one the sums.
+        result = masked()
+        gradients, stores, told = [result], False, _Told("none")
+    if form.form.stored and told is not None:
+        arrays = [named[f"y{i}"] for i in told.arrays or summed]
+        zeros = jnp.zeros(gradients[0].shape[-1:], np.float32)
+        means = [named.get(f"mean{i}", zeros) for i in told.arrays or summed]
+        segments = gradients[0].shape[0] if examples else 1
+        call = Sums(
+            len(gradients), len(arrays), told.masked_by, stores, *told.mask, *told.named, segments
+        )
+        same = all(a.dtype == gradients[0].dtype for a in (*gradients, *arrays))
+        if same and masked_sums.accepts(call, gradients[0].shape, gradients[0].dtype):
+            of_mask = [named[n] if n in named else zeros + (n == "scale0") for n in told.operands]
+            *stored, sums = masked_sums.masked_sums(
+                *gradients, *arrays, *means, *of_mask, form=call
+            )
+            places = [f"scale{i}" for i in told.arrays or summed]
+            found = {n: sums[..., 1 + at, :] for at, n in enumerate(places)}
+            found["offset"] = sums[..., 0, :]
+            return next(iter(stored), result if result is not None else masked()), found
+    result = masked() if result is None else result
+    wide = result.astype(np.float32)
+    axes = tuple(range(1 if examples else 0, result.ndim - 1))
+    found = {"offset": wide.sum(axes)}
+    for i in summed:
+        found[f"scale{i}"] = (wide * _centred(named, i)).sum(axes)
+    return result, found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """How a call of ``masked_sums`` is told the derivative of the activation.
+
+    Attributes:
+        masked_by: as of ``Sums``.
+        mask: as of ``Activation``; between which numbers the derivative is 1.
+        named: the activation's name and slope, or neither.
+        operands: names of what the call takes for it.
+        arrays: numbers of the arrays that the call reads for it, or none.
+    """
+
+    masked_by: MaskedBy
+    mask: tuple[float | None, float | None] = (None, None)
+    named: tuple[str | None, float] = (None, 0.0)
+    operands: tuple[str, ...] = ()
+    arrays: tuple[int, ...] = ()
+
+
+def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
+    """How a call is told the derivative of the activation, or None where none can be."""
+    act = form.form.activation
+    if act is None:
+        return _Told("none")
+    if form.told_by in ("bits", "result"):
+        assert act.mask is not None
+        return _Told(
+            "bits" if form.told_by == "bits" else "result", act.mask, operands=(form.told_by,)
+        )
+    if form.form.summands == 2:
+        return None
+    of_operand = _Told("affine", operands=("scale0", "offset0"), arrays=(0,))
+    if act.mask is not None:
+        return dataclasses.replace(of_operand, mask=act.mask)
+    return None if act.named is None else dataclasses.replace(of_operand, named=act.named)
+
+
+ad.primitive_jvps[normalise_p] = _jvp
+ad.primitive_jvps[normalise_tangent_p] = _tangent_jvp
+ad.primitive_transposes[normalise_tangent_p] = _transpose
+_lower_tangent = mlir.lower_fun(tangent_in_jax, multiple_results=True)
+rules.register(
+    normalise_tangent_p,
+    shapes=_tangent_abstract_eval,
+    batch=_tangent_batch,
+    lower=lambda platform, ctx, *operands, form: _lower_tangent(ctx, *operands, form=form),
+    elsewhere=_lower_tangent,
+)

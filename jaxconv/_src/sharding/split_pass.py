@@ -1,0 +1,152 @@
+"""How passes over arrays of channels are split over devices, in the algebra of ``partition``.
+
+A pass says which dimensions its arrays have: n, the spatial axes s0, s1 and so on, and the channels
+c, last. Every dimension may be split, evenly. What a result lacks, its devices' parts are merged
+over, in one all-reduce: the sums over positions where n or spatial axes are split, and nothing
+where channels are.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from jaxconv._src import compat
+from jaxconv._src.sharding import partition
+from jaxconv._src.sharding.partition import Factor, Split, Splittable, Tensor, Tensors
+
+# Channels of which bits are a byte (cc/cuda/normalisation/plan.h).
+_PACKED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimensions:
+    """The dimensions of a pass's arrays.
+
+    Attributes:
+        shape: of the arrays.
+        segments: of the leading axis, evenly, each with vectors and sums of its own; a segment
+            stays on one device. Of a single one the positions may be split.
+        packed: whether there are bits of the channels.
+        windows: whether the spatial axes stay whole.
+    """
+
+    shape: tuple[int, ...]
+    segments: int = 1
+    packed: bool = False
+    windows: bool = False
+
+    @property
+    def _n(self) -> Factor:
+        if self.segments == 1:
+            return Factor("n")
+        return Factor("n", self.shape[0] // self.segments, "of_segment")
+
+    @property
+    def _c(self) -> Factor | None:
+        if not self.packed:
+            return Factor("c")
+        return None if self.shape[-1] % _PACKED else Factor("c", _PACKED, "of_byte")
+
+    @property
+    def _axes(self) -> tuple[Factor | None, ...]:
+        spatial = [None if self.windows else Factor(f"s{i}") for i in range(len(self.shape) - 2)]
+        return (self._n, *spatial, self._c)
+
+    def array(self, name: str, shape: Sequence[int] = ()) -> Tensor:
+        """An array, of another shape where windows pool it."""
+        return Tensor(name, tuple(shape) or self.shape, self._axes)
+
+    def bits(self, name: str) -> Tensor:
+        """A bit for each element of an array."""
+        channels = -(-self.shape[-1] // _PACKED)
+        of_c = self._c and Factor("c")
+        return Tensor(name, (*self.shape[:-1], channels), (*self._axes[:-1], of_c))
+
+    def vector(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A vector of channels, (C,), or (segments, C)."""
+        return Tensor(name, tuple(shape), (*[Factor("n")] * (len(shape) - 1), self._c))
+
+    def sums(self, name: str, count: int) -> Tensor:
+        """So many vectors that are formed over positions."""
+        leading = self.segments > 1
+        shape = (*[self.segments] * leading, count, self.shape[-1])
+        return Tensor(name, shape, (*[Factor("n")] * leading, None, self._c))
+
+
+class Pass(Splittable):
+    """A pass over arrays: a frozen dataclass of its primitive's parameters."""
+
+    subject = "pass over arrays"
+
+    @property
+    @abc.abstractmethod
+    def primitive(self) -> Primitive:
+        """That the parameters are of."""
+
+    def bind(self, *operands: jax.Array) -> list[jax.Array]:
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        found = self.primitive.bind(*operands, **{name: getattr(self, name) for name in names})
+        return list(found) if self.primitive.multiple_results else [found]
+
+    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
+        """The results of a device's arrays, where each factor is split into so many parts."""
+        return self.bind(*operands)
+
+    def merged(
+        self, result: jax.Array, over: tuple[str, ...], parts: int, elements: int
+    ) -> jax.Array:
+        """The result of all devices, from those of each of them.
+
+        Args:
+            result: one device's.
+            over: the mesh axes along which the devices' results are parts.
+            parts: how many there are.
+            elements: how many of one channel a device has of each segment.
+        """
+        return partition.sum_over(result, over)
+
+    def choose_split(
+        self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
+    ) -> Split:
+        arrays = [*tensors[0], *tensors[1]]
+        extents = arrays[0].extents()
+        asking = [(a, split) for a, split in zip(arrays, given, strict=True) if split is not None]
+        asking.sort(key=lambda asked: len(asked[0].shape) < len(arrays[0].shape))
+
+        def fitting(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+            return partition.dividing(axes, extents[name], mesh)
+
+        return partition.assigned(extents, asking, fitting, mesh)
+
+    def on_devices(
+        self, tensors: Tensors, split: Split, mesh: Mapping[str, int], *operands: jax.Array
+    ) -> list[jax.Array]:
+        def parts(*names: str) -> int:
+            return math.prod(mesh[axis] for name in names for axis in split.get(name, ()))
+
+        results = self.on_part(parts, *compat.match_varying(*operands))
+        factors = tensors[0][0].extents()
+        merged = []
+        for result, tensor in zip(results, tensors[1], strict=True):
+            lacked = [name for name in factors if tensor.axis(name) is None]
+            over = tuple(axis for name in lacked for axis in split.get(name, ()))
+            if over:
+                elements = operands[0].size // (result.size // tensor.shape[-2])
+                result = self.merged(result, over, parts(*lacked), elements)
+            merged.append(result)
+        return merged
+
+
+def result_types(call: Pass, results: Sequence[Any], *avals: Any) -> list[Any]:
+    """The types of results, with the shardings that an explicit mesh gives them."""
+    found = partition.result_shardings(call, *avals)
+    if found is None:
+        return list(results)
+    return [r.update(sharding=sharding) for r, sharding in zip(results, found, strict=True)]

@@ -1,0 +1,129 @@
+"""The primitive moments: its operations in JAX and its CUDA kernel against float64.
+
+``test_emulated_kernels`` runs the kernel without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxconv._src.library import native
+from jaxconv._src.passes import moments
+
+# Fewer rows than a CTA has, several parts, a last slice of channels that is not full.
+SHAPES = [(3, 5, 7, 8), (700, 72), (4, 32, 32, 16), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 91, 536)]
+
+
+def drawn(shape: tuple[int, ...], dtype, mean: float = 0.0, seed: int = 0) -> jax.Array:
+    """Normal numbers around means of up to ``mean``."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape) + mean * rng.uniform(-1, 1, shape[-1]), dtype)
+
+
+def defined(y, segments: int) -> np.ndarray:
+    split = np.asarray(y, np.float64).reshape(segments, -1, y.shape[-1])
+    mean = split.mean(1)
+    found = np.stack([mean, ((split - mean[:, None]) ** 2).sum(1)], 1)
+    return found if segments > 1 else found[0]
+
+
+def assert_close(actual, expected, error: float = 2e-6) -> None:
+    """Means to within some of their last places, M relatively."""
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_allclose(actual[..., 0, :], expected[..., 0, :], rtol=error, atol=error)
+    np.testing.assert_allclose(actual[..., 1, :], expected[..., 1, :], rtol=4 * error)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
+def test_operations_of_jax(dtype, segments):
+    y = drawn((4, 9, 7, 24), dtype, 1000)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = moments.moments(y, segments=segments)
+        assert_close(found, defined(y, segments), 1e-5)
+        mapped = jax.vmap(functools.partial(moments.moments, segments=segments), 1)
+        (of_second,) = mapped(jnp.stack([y, 2 * y], 1))[1:]
+        assert_close(of_second, defined(2 * y, segments), 1e-5)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_derivative(segments):
+    """That of the two sums, forwards, backwards and twice."""
+    y, dy = drawn((3, 4, 8), np.float32), drawn((3, 4, 8), np.float32, seed=1)
+    bind = functools.partial(moments.moments, segments=segments)
+    plain = functools.partial(moments.in_jax, segments=segments)
+    with jax.default_device(jax.devices("cpu")[0]):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, jax.jvp(bind, (y,), (dy,)), jax.jvp(plain, (y,), (dy,)))
+        ct = jax.random.normal(jax.random.key(0), bind(y).shape)
+        (found,), (expected,) = (jax.vjp(f, y)[1](ct) for f in (bind, plain))
+        close(found, expected)
+
+        def squares(f):
+            return jax.hessian(lambda y: (f(y) ** 2).sum())(y)
+
+        close(squares(bind), squares(plain))
+        tangent = jax.linearize(bind, y.astype(jnp.bfloat16))[1](dy.astype(jnp.bfloat16))
+        assert tangent.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_merged_parts(shape, segments, dtype):
+    """Parts as a kernel cuts them, each computed in float64, give the moments of all rows."""
+    y = drawn(shape, dtype, 100)
+    segments = shape[0] if segments else 1
+    split = np.asarray(y, np.float64).reshape(segments, -1, shape[-1])
+    parts = min(3, -(-split.shape[1] // 8))
+    counts = moments.counts(split.shape[1], native.PassPlan("kernel", "", parts, 8, 1.0))
+    assert len(counts) == parts and counts.min() > 0
+    assert counts.sum() == split.shape[1]
+    ends = np.cumsum(counts)[:-1]
+    by_part = [[defined(part, 1) for part in np.split(s, ends)] for s in split]
+    found = moments._merged(jnp.asarray(by_part, np.float32), counts)
+    # Means of parts are rounded.
+    assert_close(found if segments > 1 else found[0], defined(y, segments), 5e-6)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, segments",
+    [
+        ((4, 12), jnp.bfloat16, 1),
+        ((4, 8), np.float64, 1),
+        ((0, 8), np.float32, 1),
+        ((4, 8), np.float32, 3),
+    ],
+)
+def test_what_the_kernel_does_not_take(shape, dtype, segments):
+    assert not moments.accepts(shape, np.dtype(dtype), segments)
+
+
+def test_lowering_for_a_gpu(cuda_calls):
+    for segments, result in ((1, "tensor<1x2x24xf32>"), (4, "tensor<4x1x2x24xf32>")):
+        bind = jax.jit(functools.partial(moments.moments, segments=segments))
+        y = drawn((4, 6, 24), jnp.bfloat16)
+        text = bind.trace(y).lower(lowering_platforms=("cuda",)).as_text()
+        (types,) = re.findall(r"custom_call @jaxconv_moments.* : (\(.*\) -> .*)", text)
+        assert types.startswith(f"(tensor<4x6x24xbf16>) -> {result}")
+        assert ("segments" in text) == (segments > 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel(shape, segments, dtype):
+    segments = shape[0] if segments else 1
+    bind = jax.jit(functools.partial(moments.moments, segments=segments))
+    y = drawn(shape, dtype, 1000)
+    assert 'custom_call_target="jaxconv_moments"' in bind.lower(y).compile().as_text()
+    first = np.asarray(bind(y))
+    assert_close(first, defined(y, segments), 1e-5)
+    np.testing.assert_array_equal(first, np.asarray(bind(y)))
