@@ -229,8 +229,8 @@ def tool_cases() -> Iterator[Case]:
             lambda: under("native"),
             kind("enabled", "algorithm='native'"),
         ),
-        "override/None": (lambda: under(None), kind("enabled", "None")),
-        "override/no algorithm": (lambda: under(algorithm=None), kind("algorithm", "None")),
+        "override/None": (lambda: under(None), is_one()),
+        "override/no algorithm": (lambda: under(algorithm=None), is_one()),
         "override/an unknown algorithm": (
             lambda: under(algorithm="cudnn"),
             value("algorithm", "'cudnn'"),

@@ -1,12 +1,18 @@
-"""Spatial axes split over the GPUs of this machine: the same bits as on one, and what it costs.
+"""Programs over the GPUs of this machine: the same results as on one, and what it costs.
 
     python tests/several_gpus.py
+    python tests/several_gpus.py --network resnet50
 
 Every case of test_halo.py runs with its rows over all GPUs, forward and both gradients, for
 automatic and explicit axes, in float32 on small integers: results are exact, and rows travel by
 collective permutes alone. Then a layer of a segmentation network is timed, on lax's convolution
 and on this library's. Exit status 1: a result differs or activations are gathered.
-`--platform cpu` tries the script on virtual devices.
+
+With ``--network`` a built-in network trains under ``fuse``, data parallel by ``jit``: the step of
+all GPUs has the calls of the step of one, no more collectives than lax's, and its time is measured.
+Exit status 1: the calls or the losses differ, or there are more collectives.
+
+`--platform cpu` tries the script on virtual devices, as with ``--batch 2 --size 64``.
 """
 
 from __future__ import annotations
@@ -15,19 +21,24 @@ import argparse
 import collections
 import functools
 import os
+import re
 import sys
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from problems import problem
 from sharding_tools import collectives
 from test_halo import CASES, conv, gradients, lax_conv, placed, tensors
+
+import jaxconv
+from jaxconv.bench.networks import NETWORKS, programs
 
 TIMED = problem("3x3", (512, 512), 3, n=2, c=128, k=128, padding=1)
 
@@ -74,14 +85,101 @@ def milliseconds(convolve, devices: list) -> float:
     return sorted(times)[2]
 
 
+# --- data-parallel training -----------------------------------------------------------------------
+
+LOSSES = (
+    1e-2  # largest accepted difference of the first losses, which lax's order of sums gives too
+)
+
+
+class Training:
+    """A network's training step over some devices, compiled.
+
+    Attributes:
+        calls: how often a device calls each kernel of ours.
+        collectives: how often it takes part in each collective.
+        loss: of the first step.
+    """
+
+    def __init__(self, name: str, make: Callable, devices: list, examples: programs.Examples):
+        network = NETWORKS[name]
+        mesh = Mesh(np.array(devices), ("data",))
+        whole, split = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("data"))
+        x = jax.ShapeDtypeStruct(examples.x.shape, examples.x.dtype)
+        self._state = jax.device_put(programs.initial_state(network, x), whole)
+        self._examples = jax.device_put(examples, split)
+        step = jax.jit(make(programs.training_step(network)), donate_argnums=0)
+        self._compiled = step.lower(self._state, self._examples).compile()
+        targets = re.findall(r'custom_call_target="(jaxconv_\w+)"', self._compiled.as_text())
+        self.calls = collections.Counter(targets)
+        self.collectives = collectives(self._compiled)
+        self.loss = float(self.run(1))
+
+    def run(self, steps: int) -> jax.Array:
+        for _ in range(steps):
+            self._state, loss = self._compiled(self._state, self._examples)
+        return jax.block_until_ready(loss)
+
+    def milliseconds(self, steps: int) -> float:
+        """A step's time, the median of five rounds."""
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            self.run(steps)
+            times.append((time.perf_counter() - start) / steps * 1e3)
+        return sorted(times)[2]
+
+
+def train(name: str, devices: list, batch: int | None, size: int | None, steps: int) -> list[str]:
+    """Prints calls, collectives and times; what is wrong, one line each."""
+    network = NETWORKS[name]
+    shape = programs.input_shape(network, batch, size)
+    whole = (shape[0] * len(devices), *shape[1:])
+    examples = programs.random_examples(network, whole, jnp.bfloat16)
+    of_one = jax.tree.map(lambda a: a[: shape[0]], examples)
+    with jaxconv.override():
+        one = Training(name, jaxconv.fuse, devices[:1], of_one)
+        several = Training(name, jaxconv.fuse, devices, examples)
+    with jaxconv.override(False):
+        lax = Training(name, lambda step: step, devices, examples)
+    print(f"{name}, {shape} bfloat16 on each of {len(devices)} devices, training, fuse")
+    print(f"calls a device: {several.calls.total()}, on one {one.calls.total()}")
+    for target in sorted(one.calls | several.calls):
+        print(f"  {target:28} {several.calls[target]:4} {one.calls[target]:4}")
+    print(f"collectives: {several.collectives}, lax's own program {lax.collectives}")
+    print(f"losses: {several.loss:.5f}, lax's own program {lax.loss:.5f}")
+    alone, together, lax_together = (t.milliseconds(steps) for t in (one, several, lax))
+    print(
+        f"step: {together:.3f} ms, of one device {alone:.3f} ms ({together / alone - 1:+.1%}), "
+        f"lax on {len(devices)} devices {lax_together:.3f} ms"
+    )
+    wrong = []
+    if several.calls != one.calls:
+        wrong.append("the calls differ")
+    if any(n > lax.collectives.get(kind, 0) for kind, n in several.collectives.items()):
+        wrong.append("there are more collectives")
+    if not abs(several.loss - lax.loss) <= LOSSES * abs(lax.loss):
+        wrong.append("the losses differ")
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", default="gpu")
-    devices = jax.devices(parser.parse_args().platform)
+    parser.add_argument("--network", choices=NETWORKS, help="train this one instead")
+    parser.add_argument("--batch", type=int, help="examples on a device")
+    parser.add_argument("--size", type=int, help="extent of every spatial axis")
+    parser.add_argument("--steps", type=int, default=20, help="of a round that is timed")
+    args = parser.parse_args()
+    devices = jax.devices(args.platform)
     if len(devices) < 2:
         print(f"{len(devices)} device: this needs two")
         return 1
     print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}")
+    if args.network:
+        wrong = train(args.network, devices, args.batch, args.size, args.steps)
+        print(*wrong, f"{len(wrong)} wrong", sep="\n")
+        return bool(wrong)
     kinds = (AxisType.Auto, AxisType.Explicit)
     wrong = [line for kind in kinds for line in wrong_results(kind, devices)]
     for name, convolve in (("lax", lax_conv), ("jaxconv", conv)):

@@ -247,7 +247,7 @@ def test_no_calls_under_vmap(for_a_gpu):
 
 
 def test_under_sharding(for_a_gpu):
-    """A device's own arrays go to the kernels; what XLA partitions does not."""
+    """Under shard_map a device calls the kernels; what XLA partitions is split when it compiles."""
     windows = WINDOWS["3x3 stride 2"]
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)

@@ -5,6 +5,7 @@ They run on the CPU, under the fixture ``for_a_gpu_on_the_cpu``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,8 +14,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-
-import jaxconv
 
 AXES = (0, 1, 2)  # over which batch norm takes its statistics
 
@@ -43,18 +42,20 @@ def assert_close(actual, expected, tolerance=0.02) -> None:
         assert np.abs(a - e).max() <= tolerance * np.abs(e).max()
 
 
-def fused_without(monkeypatch, module, name: str = "rewritten") -> Callable:
-    """``fuse`` without one of its passes over a program: ``name`` of ``module``."""
+def mean_error(actual, expected) -> float:
+    """The root of the mean square of a difference, relative to that of what is expected."""
+    a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.sqrt(((a - e) ** 2).mean() / max((e**2).mean(), 1e-12)))
 
-    def fuse(function):
-        def fused(*args):
-            with monkeypatch.context() as patch:
-                patch.setattr(module, name, lambda eqns, outvars: list(eqns))
-                return jaxconv.fuse(function)(*args)
 
-        return fused
+def loss(forward: Callable, p, x):
+    """The mean squares of a function's results."""
+    return sum((y.astype(jnp.float32) ** 2).mean() for y in jax.tree.leaves(forward(p, x)))
 
-    return fuse
+
+def gradient(forward: Callable) -> Callable:
+    """(parameters, x) -> the gradients of ``loss`` by both."""
+    return jax.grad(functools.partial(loss, forward), argnums=(0, 1))
 
 
 def on_two_devices(gradient: Callable, fuse: Callable) -> Callable:

@@ -36,6 +36,7 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -68,10 +69,25 @@ struct Extents {
   std::array<int64_t, 7> values{};  // batch, n, channel blocks, three spatial axes, channels
   size_t rank = 0;
 
+  // Of seven at most.
+  template <class Values = std::initializer_list<int64_t>>
+  static Extents Of(const Values& extents) {
+    Extents of;
+    for (const int64_t extent : extents) of.Append(extent);
+    return of;
+  }
+
   void Append(int64_t value) { values[rank++] = value; }
+  const int64_t* begin() const { return values.data(); }
+  const int64_t* end() const { return values.data() + rank; }
   bool operator==(const Extents& other) const {
     return rank == other.rank && values == other.values;
   }
+};
+
+struct ArrayType {
+  DType dtype;
+  Extents shape;
 };
 
 const char* Name(Op op);

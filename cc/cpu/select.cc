@@ -262,6 +262,13 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
   return {};
 }
 
+Status SelectForKey(std::string_view key, std::string_view algorithm, std::string_view /*target*/,
+                    Selection* selection) {
+  ConvProblem problem;
+  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
+  return Select(problem, algorithm, Cores(), selection);
+}
+
 Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,
                 std::shared_ptr<const Plan>* plan) {
   *plan = Plans().Find(std::tuple(key, instance, slices));

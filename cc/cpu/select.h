@@ -28,6 +28,11 @@ struct Plan;  // plan.h
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection);
 
+// The same of the problem with that key, with a task for every core. The target of every call is
+// this CPU.
+Status SelectForKey(std::string_view key, std::string_view algorithm, std::string_view target,
+                    Selection* selection);
+
 // The plan of a call with these attributes; `key` is the problem's. Plans of the most recently used
 // calls are kept.
 Status FindPlan(std::string_view key, std::string_view instance, int64_t slices,

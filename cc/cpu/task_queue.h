@@ -2,13 +2,17 @@
 #ifndef JAXCONV_CPU_TASK_QUEUE_H_
 #define JAXCONV_CPU_TASK_QUEUE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 
-namespace jaxconv {
+#include "core/selection.h"
+
+namespace jaxconv::cpu {
 
 // Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next
 // task, the calling thread included: so a call finishes even if the pool lends no thread (every
@@ -42,6 +46,22 @@ class TaskQueue {
   std::condition_variable all_done_;
 };
 
-}  // namespace jaxconv
+// On the calling thread and on those that a pool such as XLA's intra-op one lends.
+template <class Pool>
+ParallelFor ParallelForOn(Pool& pool) {
+  return [&pool](int64_t tasks, const std::function<void(int64_t)>& body) {
+    if (tasks <= 1) {
+      for (int64_t task = 0; task < tasks; ++task) body(task);
+      return;
+    }
+    auto queue = std::make_shared<TaskQueue>(tasks, body);
+    int64_t others = std::min(tasks, pool.num_threads()) - 1;
+    for (int64_t i = 0; i < others; ++i) pool.Schedule([queue] { queue->Work(); });
+    queue->Work();
+    queue->Wait();
+  };
+}
+
+}  // namespace jaxconv::cpu
 
 #endif  // JAXCONV_CPU_TASK_QUEUE_H_

@@ -104,7 +104,7 @@ if(JAXCONV_BUILD_CUDA)
                "${Python_EXECUTABLE};${PROJECT_SOURCE_DIR}/cc/cuda/fail_on_spills.py"
   )
   set_source_files_properties(
-    ffi/cuda_platform.cc
+    cuda/devices.cc
     PROPERTIES COMPILE_DEFINITIONS
                "JAXCONV_CUDA_VERSION=\"${CMAKE_CUDA_COMPILER_VERSION}\";JAXCONV_CUDA_ARCHITECTURES=\"${JAXCONV_CUDA_ARCHITECTURES}\""
   )

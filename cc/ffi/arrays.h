@@ -1,9 +1,10 @@
 // The arrays of every custom call: their names and their order.
 //
-// Each struct below is one call (ffi/call.cc says of which name). It reads its members, in the order of their declaration, from a
-// call's operands and results, and lists their names for the Python side, which emits the call by
-// these names (jaxconv/_src/custom_call.py). Names and order are an interface of exported programs:
-// a program that was exported keeps loading, so a call only grows at its end, under a new name.
+// Each struct below is one call (ffi/call.cc says of which name). It reads its members, in the order
+// of their declaration, from a call's operands and results, and lists their names for the Python
+// side, which emits the call by these names (jaxconv/_src/library/custom_call.py). Names and order
+// are an interface of exported programs: a program that was exported keeps loading, so a call only
+// grows at its end, under a new name.
 //
 // An operand or a result that a call may leave out is there with no elements.
 #ifndef JAXCONV_FFI_ARRAYS_H_
@@ -20,6 +21,7 @@
 namespace jaxconv {
 
 namespace ffi = ::xla::ffi;
+using Dimensions = ffi::AnyBuffer::Dimensions;
 
 // An array of a call, with the name that messages give it.
 class Array {
@@ -27,7 +29,10 @@ class Array {
   Array(const char* name, std::optional<ffi::AnyBuffer> buffer) : name_(name), buffer_(buffer) {}
 
   const char* name() const { return name_; }
+  Array Named(const char* name) const { return {name, buffer_}; }
   const ffi::AnyBuffer& buffer() const { return *buffer_; }
+  Dimensions dimensions() const { return buffer_->dimensions(); }
+  ffi::DataType type() const { return buffer_->element_type(); }
   bool present() const { return buffer_.has_value() && buffer_->element_count() > 0; }
 
   // Null where the array is absent.

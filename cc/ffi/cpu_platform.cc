@@ -1,11 +1,10 @@
 // XLA:CPU handlers over the oneDNN adapter.
-#include <algorithm>
-#include <functional>
 #include <memory>
+#include <string_view>
+#include <type_traits>
 
 #include "cpu/epilogue_terms.h"
 #include "cpu/execution.h"
-#include "cpu/onednn.h"
 #include "cpu/select.h"
 #include "cpu/task_queue.h"
 #include "ffi/call.h"
@@ -14,32 +13,21 @@
 namespace jaxconv {
 namespace {
 
-ParallelFor OnPool(ffi::ThreadPool& pool) {
-  return [&pool](int64_t tasks, const std::function<void(int64_t)>& body) {
-    if (tasks <= 1) {
-      for (int64_t task = 0; task < tasks; ++task) body(task);
-      return;
-    }
-    auto queue = std::make_shared<TaskQueue>(tasks, body);
-    int64_t others = std::min(tasks, pool.num_threads()) - 1;
-    for (int64_t i = 0; i < others; ++i) pool.Schedule([queue] { queue->Work(); });
-    queue->Work();
-    queue->Wait();
-  };
-}
-
 // Finds the plan of a call, lets `check` compare the call with the planned problem, and computes.
 template <class Check>
 Status Run(ffi::ThreadPool& pool, const Attributes& attributes, const Array& lhs, const Array& rhs,
            const cpu::EpilogueTerms& terms, const Array& out, const Array& workspace,
            const Check& check) {
-  PlanAttributes named;
+  std::string_view instance, problem;
+  int64_t slices;
   std::shared_ptr<const cpu::Plan> plan;
-  JAXCONV_RETURN_IF_ERROR(named.Read(attributes));
-  JAXCONV_RETURN_IF_ERROR(cpu::FindPlan(named.problem, named.instance, named.slices, &plan));
+  JAXCONV_RETURN_IF_ERROR(
+      attributes.Get("instance", &instance, "problem", &problem, "slices", &slices));
+  JAXCONV_RETURN_IF_ERROR(cpu::FindPlan(problem, instance, slices, &plan));
   JAXCONV_RETURN_IF_ERROR(check(cpu::ProblemOf(*plan)));
   return cpu::Execute(*plan, lhs.data(), rhs.data(), terms, out.data(), workspace.data(),
-                      static_cast<int64_t>(workspace.buffer().size_bytes()), OnPool(pool));
+                      static_cast<int64_t>(workspace.buffer().size_bytes()),
+                      cpu::ParallelForOn(pool));
 }
 
 template <Op kOp>
@@ -49,24 +37,21 @@ Status Conv(ffi::ThreadPool& pool, const ConvArrays& arrays, const Attributes& a
       [&](const ConvProblem& problem) { return CheckConv(kOp, arrays, attributes, problem); });
 }
 
-Status Int8(ffi::ThreadPool& pool, const Int8Arrays& arrays, const Attributes& attributes) {
+// FusedArrays and Int8Arrays.
+template <class ArraysWithEpilogue>
+Status Fused(ffi::ThreadPool& pool, const ArraysWithEpilogue& arrays,
+             const Attributes& attributes) {
   cpu::EpilogueTerms terms;
-  terms.scale = arrays.scale.data<const float>();
-  terms.offset = arrays.offset.data<const int32_t>();
-  terms.bias = arrays.bias.data<const float>();
+  terms.scale = arrays.scale.template data<const float>();
+  terms.bias = arrays.bias.template data<const float>();
   terms.residual = arrays.residual.data();
-  terms.residual_scale = arrays.residual_scale.data<const float>();
-  return Run(pool, attributes, arrays.x, arrays.w, terms, arrays.y, arrays.workspace,
-             [&](const ConvProblem& problem) { return CheckInt8(arrays, problem); });
-}
-
-Status Fused(ffi::ThreadPool& pool, const FusedArrays& arrays, const Attributes& attributes) {
-  cpu::EpilogueTerms terms;
-  terms.scale = arrays.scale.data<const float>();
-  terms.bias = arrays.bias.data<const float>();
-  terms.residual = arrays.residual.data();
-  terms.pre = arrays.pre.data();
-  terms.statistics = arrays.statistics.data<float>();
+  if constexpr (std::is_same_v<ArraysWithEpilogue, Int8Arrays>) {
+    terms.offset = arrays.offset.template data<const int32_t>();
+    terms.residual_scale = arrays.residual_scale.template data<const float>();
+  } else {
+    terms.pre = arrays.pre.data();
+    terms.statistics = arrays.statistics.template data<float>();
+  }
   return Run(pool, attributes, arrays.x, arrays.w, terms, arrays.y, arrays.workspace,
              [&](const ConvProblem& problem) { return CheckFused(arrays, attributes, problem); });
 }
@@ -85,15 +70,8 @@ std::vector<std::pair<std::string, void*>> Handlers() {
   return {{"jaxconv_fprop", reinterpret_cast<void*>(Handler<Cpu, Conv<Op::kFprop>>::Call)},
           {"jaxconv_dgrad", reinterpret_cast<void*>(Handler<Cpu, Conv<Op::kDgrad>>::Call)},
           {"jaxconv_wgrad", reinterpret_cast<void*>(Handler<Cpu, Conv<Op::kWgrad>>::Call)},
-          {"jaxconv_fused", reinterpret_cast<void*>(Handler<Cpu, Fused>::Call)},
-          {"jaxconv_int8", reinterpret_cast<void*>(Handler<Cpu, Int8>::Call)}};
-}
-
-Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view /*target*/,
-                 Selection* selection) {
-  ConvProblem problem;
-  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
-  return cpu::Select(problem, algorithm, cpu::Cores(), selection);  // a task for every core
+          {"jaxconv_fused", reinterpret_cast<void*>(Handler<Cpu, Fused<FusedArrays>>::Call)},
+          {"jaxconv_int8", reinterpret_cast<void*>(Handler<Cpu, Fused<Int8Arrays>>::Call)}};
 }
 
 std::vector<std::pair<std::string, std::string>> BuildInfo() {
@@ -104,7 +82,7 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
 
 const PlatformInterface& CpuPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,         SelectKey, nullptr,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,         cpu::SelectForKey, nullptr,
       cpu::KernelNames,  nullptr,           cpu::FamilyNames, BuildInfo,
   };
   return *platform;

@@ -2,32 +2,28 @@
 // nothing that it has seen before, waits for nothing and tunes nothing, so every one may be
 // recorded into a command buffer.
 #include <memory>
+#include <string>
+#include <string_view>
+#include <type_traits>
 
 #include "cuda/common/query_gpu.h"
+#include "cuda/devices.h"
 #include "cuda/launch_table.h"
 #include "cuda/normalisation/masked_sums.h"
 #include "cuda/normalisation/moments.h"
 #include "cuda/normalisation/normalise_add.h"
+#include "cuda/normalisation/rows.h"
 #include "cuda/passes.h"
-#include "cuda/plan_cache.h"
 #include "cuda/pooling/max_pool.h"
 #include "cuda/pooling/max_pool_gradient.h"
 #include "cuda/pooling/plan.h"
+#include "cuda/pooling/pooled.h"
 #include "cuda/registry.h"
-#include "cuda/select.h"
 #include "ffi/call.h"
 #include "ffi/platform.h"
 
 namespace jaxconv {
 namespace {
-
-// Several large networks' convolutions, of which each plan takes one to two KB.
-constexpr size_t kPlans = 4096;
-
-PlanCache& Plans() {
-  static PlanCache& plans = *new PlanCache(kPlans, GpuOfDevice);
-  return plans;
-}
 
 struct CudaContext {
   void* stream;
@@ -36,85 +32,100 @@ struct CudaContext {
 
 const float* Floats(const Array& array) { return array.data<const float>(); }
 
-// Finds the plan of a call, lets `bind` check the call against the planned problem and set its
-// operands, and launches. The workspace is the same in every call.
-template <class Bind>
+// Finds the plan of a call, lets `check` compare the call with the planned problem, and launches.
+template <class Check>
 Status Run(const CudaContext& context, const Attributes& attributes, const Array& workspace,
-           const Bind& bind) {
-  PlanAttributes named;
+           Operands* operands, const Check& check) {
+  PlanKey key;
+  key.device = context.device;
   std::shared_ptr<const PlannedCall> planned;
-  JAXCONV_RETURN_IF_ERROR(named.Read(attributes));
   JAXCONV_RETURN_IF_ERROR(
-      Plans().Find({named.problem, named.instance, named.slices, context.device}, &planned));
-  Operands operands;
-  operands.workspace = workspace.buffer().untyped_data();
-  operands.workspace_bytes = static_cast<int64_t>(workspace.buffer().size_bytes());
-  JAXCONV_RETURN_IF_ERROR(bind(planned->problem, &operands));
-  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, operands));
-  return FindLaunch(planned->plan.kernel->name)(planned->plan, operands, context.stream);
+      attributes.Get("instance", &key.instance, "problem", &key.problem, "slices", &key.slices));
+  JAXCONV_RETURN_IF_ERROR(FindPlan(key, &planned));
+  JAXCONV_RETURN_IF_ERROR(check(planned->problem));
+  operands->workspace = workspace.buffer().untyped_data();
+  operands->workspace_bytes = static_cast<int64_t>(workspace.buffer().size_bytes());
+  JAXCONV_RETURN_IF_ERROR(CheckOperands(planned->plan, *operands));
+  return FindLaunch(planned->plan.kernel->name)(planned->plan, *operands, context.stream);
 }
 
 template <Op kOp>
 Status Conv(const CudaContext& context, const ConvArrays& arrays, const Attributes& attributes) {
-  auto bind = [&](const ConvProblem& problem, Operands* operands) {
-    JAXCONV_RETURN_IF_ERROR(CheckConv(kOp, arrays, attributes, problem));
-    operands->lhs = arrays.lhs.data();
-    operands->rhs = arrays.rhs.data();
-    operands->out = arrays.out.data();
-    return Status();
-  };
-  return Run(context, attributes, arrays.workspace, bind);
+  Operands operands;
+  operands.lhs = arrays.lhs.data(), operands.rhs = arrays.rhs.data();
+  operands.out = arrays.out.data();
+  return Run(context, attributes, arrays.workspace, &operands, [&](const ConvProblem& problem) {
+    return CheckConv(kOp, arrays, attributes, problem);
+  });
 }
 
 // FusedArrays and Int8Arrays.
 template <class ArraysWithEpilogue>
 Status Fused(const CudaContext& context, const ArraysWithEpilogue& arrays,
              const Attributes& attributes) {
-  auto bind = [&](const ConvProblem& problem, Operands* operands) {
-    if constexpr (std::is_same_v<ArraysWithEpilogue, Int8Arrays>) {
-      JAXCONV_RETURN_IF_ERROR(CheckInt8(arrays, problem));
-      operands->offset = arrays.offset.template data<const int32_t>();
-      operands->residual_scale = Floats(arrays.residual_scale);
-    } else {
-      JAXCONV_RETURN_IF_ERROR(CheckFused(arrays, attributes, problem));
-      operands->pre = arrays.pre.data();
-      operands->statistics = arrays.statistics.template data<float>();
-    }
-    operands->lhs = arrays.x.data(), operands->rhs = arrays.w.data();
-    operands->scale = Floats(arrays.scale), operands->bias = Floats(arrays.bias);
-    operands->residual = arrays.residual.data(), operands->out = arrays.y.data();
-    return Status();
-  };
-  return Run(context, attributes, arrays.workspace, bind);
+  Operands operands;
+  operands.lhs = arrays.x.data(), operands.rhs = arrays.w.data();
+  operands.scale = Floats(arrays.scale), operands.bias = Floats(arrays.bias);
+  operands.residual = arrays.residual.data(), operands.out = arrays.y.data();
+  if constexpr (std::is_same_v<ArraysWithEpilogue, Int8Arrays>) {
+    operands.offset = arrays.offset.template data<const int32_t>();
+    operands.residual_scale = Floats(arrays.residual_scale);
+  } else {
+    operands.pre = arrays.pre.data();
+    operands.statistics = arrays.statistics.template data<float>();
+  }
+  return Run(context, attributes, arrays.workspace, &operands,
+             [&](const ConvProblem& problem) { return CheckFused(arrays, attributes, problem); });
 }
 
-// A vector of all segments, or one for each.
+// Of an array of floating-point numbers, which is checked afterwards.
+DType FloatType(const Array& array) {
+  if (array.type() == ffi::DataType::F16) return DType::kF16;
+  return array.type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF32;
+}
+
+// Also by the attribute "segments", 1 where there is none.
+Status ReadRows(const Array& array, const Attributes& attributes, RowsOfChannels* rows) {
+  int64_t segments = 1;
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("segments", &segments));
+  if (!rows->Set(FloatType(array), array.dimensions(), segments)) {
+    return Mismatch(array.name(), "expected elements along two to seven axes, the leading one in " +
+                                      std::to_string(segments) + " equal segments, got shape " +
+                                      ToText(array.dimensions()));
+  }
+  return CheckEach({{rows->whole, true, {array}}});
+}
+
 ChannelNumbers Numbers(const Array& vector) {
-  const ffi::AnyBuffer::Dimensions shape = vector.buffer().dimensions();
+  const Dimensions shape = vector.dimensions();
   return {Floats(vector), shape.size() == 2 ? shape[1] : 0};
 }
 
 Status RunNormaliseAdd(const CudaContext& context, const NormaliseAddArrays& arrays,
                        const Attributes& attributes) {
   RowsOfChannels rows;
+  NormaliseAdd sum = {};
   Gpu gpu;
-  float below;
-  JAXCONV_RETURN_IF_ERROR(CheckNormaliseAdd(arrays, &rows));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &below));
+  JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
+  const bool two = arrays.y2.present();
+  JAXCONV_RETURN_IF_ERROR(
+      CheckEach({{rows.whole, two, {arrays.y2}},
+                 {rows.whole, !two, {arrays.shortcut}},
+                 {rows.vector, true, {arrays.mean, arrays.scale, arrays.offset}},
+                 {rows.vector, two, {arrays.mean2, arrays.scale2, arrays.offset2}},
+                 {rows.whole, true, {arrays.result}},
+                 {rows.bits, true, {arrays.bits}}}));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sum.below));
   JAXCONV_RETURN_IF_ERROR(GpuOfDevice(context.device, &gpu));
-  return LaunchNormaliseAdd(rows.dtype,
-                            {rows.rows,
-                             rows.channels,
-                             2 * gpu.sm_count,  // the kernel's launch bounds
-                             {arrays.y.data(), arrays.y2.data()},
-                             {Floats(arrays.mean), Floats(arrays.mean2)},
-                             {Floats(arrays.scale), Floats(arrays.scale2)},
-                             {Floats(arrays.offset), Floats(arrays.offset2)},
-                             arrays.shortcut.data(),
-                             below,
-                             arrays.result.data(),
-                             arrays.bits.data<uint8_t>()},
-                            context.stream);
+  sum.rows = rows.rows, sum.channels = rows.channels;
+  sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
+  sum.arrays[0] = arrays.y.data(), sum.arrays[1] = arrays.y2.data();
+  sum.means[0] = Floats(arrays.mean), sum.means[1] = Floats(arrays.mean2);
+  sum.scales[0] = Floats(arrays.scale), sum.scales[1] = Floats(arrays.scale2);
+  sum.offsets[0] = Floats(arrays.offset), sum.offsets[1] = Floats(arrays.offset2);
+  sum.shortcut = arrays.shortcut.data(), sum.result = arrays.result.data();
+  sum.bits = arrays.bits.data<uint8_t>();
+  return LaunchNormaliseAdd(rows.whole.dtype, sum, context.stream);
 }
 
 Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
@@ -122,55 +133,107 @@ Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
   RowsOfChannels rows;
   MaskedSums sums = {};
   std::string_view activation = kDerivativeNames[0];
-  JAXCONV_RETURN_IF_ERROR(CheckMaskedSums(arrays, attributes, &rows));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sums.below));
+  JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.gradient, attributes, &rows));
+  const bool one = arrays.y.present(), two = one && arrays.y2.present();
+  const bool by_result = arrays.result.present(), by_bits = !by_result && arrays.bits.present();
+  const bool affine = !by_result && !by_bits && arrays.scale.present();
+  JAXCONV_RETURN_IF_ERROR(CheckEach(
+      {{rows.whole, arrays.gradient2.present(), {arrays.gradient2}},
+       {rows.whole, by_result, {arrays.result}},
+       {rows.bits, by_bits, {arrays.bits}},
+       {rows.whole, one, {arrays.y}},
+       {rows.whole, two, {arrays.y2}},
+       {rows.NumbersOf(arrays.mean.dimensions()), one, {arrays.mean}},
+       {rows.NumbersOf(arrays.mean2.dimensions()), two, {arrays.mean2}},
+       {rows.NumbersOf(arrays.scale.dimensions()), affine, {arrays.scale}},
+       {rows.NumbersOf(arrays.offset.dimensions()), affine, {arrays.offset}},
+       {rows.whole, arrays.masked.present(), {arrays.masked}},
+       {rows.PartsOf(arrays.sums.dimensions(), 1 + one + two, &sums.parts), true, {arrays.sums}}}));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above, "below", &sums.below));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("activation", &activation));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("slope", &sums.slope));
   JAXCONV_RETURN_IF_ERROR(ParseDerivative(activation, &sums.derivative));
-  sums.segments = rows.segments, sums.rows = rows.rows;
-  sums.channels = rows.channels, sums.parts = rows.parts;
+  sums.segments = rows.segments, sums.rows = rows.rows, sums.channels = rows.channels;
   sums.gradient = arrays.gradient.data(), sums.gradient2 = arrays.gradient2.data();
   sums.result = arrays.result.data(), sums.bits = arrays.bits.data<const uint8_t>();
   sums.arrays[0] = arrays.y.data(), sums.arrays[1] = arrays.y2.data();
   sums.means[0] = Numbers(arrays.mean), sums.means[1] = Numbers(arrays.mean2);
   sums.scale = Numbers(arrays.scale), sums.offset = Numbers(arrays.offset);
   sums.masked = arrays.masked.data(), sums.sums = arrays.sums.data<float>();
-  return LaunchMaskedSums(rows.dtype, sums, context.stream);
+  return LaunchMaskedSums(rows.whole.dtype, sums, context.stream);
 }
 
 Status RunMoments(const CudaContext& context, const MomentsArrays& arrays,
                   const Attributes& attributes) {
   RowsOfChannels rows;
-  JAXCONV_RETURN_IF_ERROR(CheckMoments(arrays, attributes, &rows));
-  return LaunchMoments(rows.dtype,
-                       {rows.segments, rows.rows, rows.channels, rows.parts, arrays.y.data(),
+  int64_t parts;
+  JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
+  JAXCONV_RETURN_IF_ERROR(
+      CheckEach({{rows.PartsOf(arrays.moments.dimensions(), 2, &parts), true, {arrays.moments}}}));
+  return LaunchMoments(rows.whole.dtype,
+                       {rows.segments, rows.rows, rows.channels, parts, arrays.y.data(),
                         arrays.moments.data<float>()},
                        context.stream);
 }
 
+// By a pooled array, one of the windows', and the attributes: sizes, strides and padding in front
+// along the one to three spatial axes.
+Status ReadPooled(const Array& x, const Array& y, const Attributes& attributes, Pooled* pooled) {
+  const Dimensions from = x.dimensions(), to = y.dimensions();
+  const size_t axes = from.size() < 2 ? 0 : from.size() - 2;
+  if (axes < 1 || axes > kPoolAxes || !x.present()) {
+    return Mismatch(x.name(),
+                    "expected elements and one to three spatial axes, got shape " + ToText(from));
+  }
+  Axes sizes, strides, padding;
+  JAXCONV_RETURN_IF_ERROR(
+      attributes.Get("sizes", &sizes, "strides", &strides, "padding", &padding));
+  for (const Axes& each : {sizes, strides, padding}) {
+    if (each.size() == axes) continue;
+    return Mismatch("sizes, strides, padding",
+                    "expected " + std::to_string(axes) + " numbers, got " + ToText(each));
+  }
+  if (to.size() != from.size() || !y.present()) {
+    return Mismatch(y.name(),
+                    std::string("expected the axes of ") + x.name() + ", got shape " + ToText(to));
+  }
+  pooled->Set(FloatType(x), Extents::Of(from), Extents::Of(to), sizes, strides, padding);
+  return CheckEach({{pooled->whole, true, {x}}});
+}
+
 Status RunMaxPool(const CudaContext& context, const MaxPoolArrays& arrays,
                   const Attributes& attributes) {
-  DType dtype;
+  Pooled pool;
   Gpu gpu;
-  PoolWindows windows;
-  JAXCONV_RETURN_IF_ERROR(CheckMaxPool(arrays, attributes, &dtype, &windows));
+  JAXCONV_RETURN_IF_ERROR(ReadPooled(arrays.x, arrays.maxima, attributes, &pool));
+  const bool affine = arrays.mean.present(), places = arrays.places.present();
+  JAXCONV_RETURN_IF_ERROR(
+      CheckEach({{pool.vector, affine, {arrays.mean, arrays.scale, arrays.offset}},
+                 {pool.of_windows, true, {arrays.maxima}},
+                 {pool.places, places, {arrays.places}},
+                 {pool.of_windows, places && arrays.operands.present(), {arrays.operands}}}));
   JAXCONV_RETURN_IF_ERROR(GpuOfDevice(context.device, &gpu));
-  return LaunchMaxPool(dtype,
-                       {windows, arrays.x.data(), Floats(arrays.mean), Floats(arrays.scale),
+  return LaunchMaxPool(pool.whole.dtype,
+                       {pool.windows, arrays.x.data(), Floats(arrays.mean), Floats(arrays.scale),
                         Floats(arrays.offset), arrays.maxima.data(), arrays.places.data<uint8_t>(),
-                        arrays.operands.data(), pooling::WalkOf(windows, gpu.sm_count)},
+                        arrays.operands.data(), pooling::WalkOf(pool.windows, gpu.sm_count)},
                        gpu.compute_capability() == 90, context.stream);
 }
 
 Status RunMaxPoolGradient(const CudaContext& context, const MaxPoolGradientArrays& arrays,
                           const Attributes& attributes) {
-  DType dtype;
-  PoolWindows windows;
-  JAXCONV_RETURN_IF_ERROR(CheckMaxPoolGradient(arrays, attributes, &dtype, &windows));
+  Pooled pool;
+  JAXCONV_RETURN_IF_ERROR(ReadPooled(arrays.dx, arrays.dy, attributes, &pool));
+  const bool affine = arrays.y.present();
+  JAXCONV_RETURN_IF_ERROR(
+      CheckEach({{pool.of_windows, true, {arrays.dy}},
+                 {pool.of_windows, arrays.dy2.present(), {arrays.dy2}},
+                 {pool.places, true, {arrays.places}},
+                 {pool.whole, affine, {arrays.y}},
+                 {pool.vector, affine, {arrays.scale, arrays.y_scale, arrays.offset}}}));
   return LaunchMaxPoolGradient(
-      dtype,
-      {windows, arrays.dy.data(), arrays.dy2.data(), arrays.places.data<const uint8_t>(),
+      pool.whole.dtype,
+      {pool.windows, arrays.dy.data(), arrays.dy2.data(), arrays.places.data<const uint8_t>(),
        arrays.y.data(), Floats(arrays.scale), Floats(arrays.y_scale), Floats(arrays.offset),
        arrays.dx.data()},
       context.stream);
@@ -211,36 +274,11 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_max_pool_gradient", kHandler<RunMaxPoolGradient>}};
 }
 
-Status SelectKey(std::string_view key, std::string_view algorithm, std::string_view target,
-                 Selection* selection) {
-  ConvProblem problem;
-  JAXCONV_RETURN_IF_ERROR(ConvProblem::Parse(key, &problem));
-  Gpu gpu;
-  JAXCONV_RETURN_IF_ERROR(GpuOfTarget(target, &gpu));
-  return Select(problem, gpu, algorithm, selection);
-}
-
-Status PlanPassKey(std::string_view key, std::string_view target, PassPlan* plan) {
-  Gpu gpu;
-  JAXCONV_RETURN_IF_ERROR(GpuOfTarget(target, &gpu));
-  return PlanPass(key, gpu, plan);
-}
-
-std::vector<std::pair<std::string, std::string>> BuildInfo() {
-  Gpu gpu;
-  const Status status = GpuOfDevice(0, &gpu);
-  return {{"cuda", JAXCONV_CUDA_VERSION},
-          {"architectures", JAXCONV_CUDA_ARCHITECTURES},
-          {"device", status.ok() ? gpu.name + " (sm_" + std::to_string(gpu.compute_capability()) +
-                                       (gpu.measured ? ", rates measured)" : ", rates assumed)")
-                                 : "none: " + status.message()}};
-}
-
 }  // namespace
 
 const PlatformInterface& CudaPlatform() {
   static const PlatformInterface* const platform = new PlatformInterface{
-      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,    SelectKey, PlanPassKey,
+      XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, Handlers,    SelectForTarget, PlanPassForTarget,
       KernelNames,       PassNames,         FamilyNames, BuildInfo,
   };
   return *platform;

@@ -16,14 +16,16 @@ class Attributes {
  public:
   explicit Attributes(const ffi::Dictionary& values) : values_(values) {}
 
-  template <class T>
-  Status Get(std::string_view name, T* value) const {
+  // Get("name", &value, "another", &other): in this order, up to the first that the call lacks.
+  template <class T, class... Others>
+  Status Get(std::string_view name, T* value, Others... others) const {
     const ffi::ErrorOr<T> found = values_.get<T>(name);
     if (!found.has_value()) {
       return Status::InvalidArgument("attribute " + std::string(name) + ": " +
                                      found.error().message());
     }
     *value = *found;
+    if constexpr (sizeof...(others) > 0) return Get(others...);
     return {};
   }
   // Leaves the value where the call does not have the attribute: programs of earlier versions.

@@ -410,6 +410,12 @@ def varying(*avals):
     return stack
 
 
+def transposed(eqn):
+    """Whether JAX made an equation as it transposed a program, as for its gradient."""
+    stack = eqn.source_info.name_stack.stack
+    return any(isinstance(e, _source_info.Transform) and e.name == "transpose" for e in stack)
+
+
 def within(outer, eqn):
     """An equation of a function that ``outer`` calls, as one of the caller."""
     names = outer.source_info.name_stack + eqn.source_info.name_stack

@@ -389,11 +389,10 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | No
 def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var]) -> Var | None:
     """The result of an elementwise equation of an array and of numbers, or None."""
     eqn = graph.eqns[position]
-    if len(eqn.outvars) != 1:
+    named = ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}
+    if len(eqn.outvars) != 1 or eqn.primitive.name not in named:
         return None
-    name, (out,) = eqn.primitive.name, eqn.outvars
-    if name not in ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}:
-        return None
+    (out,) = eqn.outvars
     if getattr(type_of(out), "shape", None) != type_of(operand).shape or eqn.effects:
         return None
     for atom in eqn.invars:

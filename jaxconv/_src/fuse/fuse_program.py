@@ -82,13 +82,19 @@ class _RefusedError(Exception):
         self.statistics = statistics  # without them there may be one
 
 
-def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = None) -> Any:
+def _fused(
+    jaxpr: Any,
+    known: Mapping[Var, Any],
+    extra: dict[Var, Any] | None = None,
+    transposed: bool = False,
+) -> Any:
     """A program, not closed, with its chains as calls.
 
     Args:
         jaxpr: the program.
         known: values of its constants.
         extra: takes constants that it has besides, filters with their scales; None for none.
+        transposed: whether it belongs to a backward pass.
     """
     if not _convolves(jaxpr):
         return jaxpr
@@ -100,14 +106,18 @@ def _fused(jaxpr: Any, known: Mapping[Var, Any], extra: dict[Var, Any] | None = 
         before = refused.count
         if extra is not None:
             extra.clear()
-        eqns = _with_calls_traced(graph, outvars, refused, extra)
+        eqns = _with_calls_traced(graph, outvars, refused, extra, transposed)
         if refused.count == before:
-            if not any(eqn.primitive.name in _BACKWARD for eqn in eqns):
+            if not (transposed or any(map(_of_a_derivative, eqns))):
                 eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
                 eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
                 eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
                 eqns = fuse_layers.with_readers(eqns, outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _of_a_derivative(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _BACKWARD or compat.transposed(eqn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +133,11 @@ class _Refused:
 
 
 def _with_calls_traced(
-    graph: Graph, outvars: list[Any], refused: _Refused, extra: dict[Var, Any] | None
+    graph: Graph,
+    outvars: list[Any],
+    refused: _Refused,
+    extra: dict[Var, Any] | None,
+    transposed: bool,
 ) -> list[JaxprEqn]:
     """The equations of a program with its chains as calls, but for those that are refused.
 
@@ -166,7 +180,7 @@ def _with_calls_traced(
             elif isinstance(item, _Answer):
                 rewritten += _traced_answer(graph, item)
             else:
-                rewritten.append(_descended(item))
+                rewritten.append(_descended(item, transposed))
         except _RefusedError as refusal:
             kind = refused.statistics if refusal.statistics else refused.calls
             kind[refusal.position] = refusal.reason
@@ -201,28 +215,31 @@ def _convolves(jaxpr: Any) -> bool:
     )
 
 
-def _descended(eqn: JaxprEqn) -> JaxprEqn:
+def _descended(eqn: JaxprEqn, transposed: bool) -> JaxprEqn:
     """An equation with the functions that it calls fused."""
+    transposed = transposed or compat.transposed(eqn)
     params = dict(eqn.params)
     for name, place, inner in _subprograms(eqn):
         if not _convolves(inner):
             continue
         if place is None:
-            params[name] = _function(inner)
+            params[name] = _function(inner, transposed)
         else:
             values = list(params[name])
-            values[place] = _function(inner)
+            values[place] = _function(inner, transposed)
             kind = type(params[name])
             params[name] = kind._make(values) if hasattr(kind, "_make") else kind(values)
     return eqn.replace(params=params)
 
 
-def _function(jaxpr: Any) -> Any:
+def _function(jaxpr: Any, transposed: bool) -> Any:
     """A function that a program calls, fused; its constants are not known."""
     found = _known.setdefault(jaxpr, {})
-    key = override_state.algorithms_of_lax(), fuse_convolution.platforms(), native.target()
+    state = override_state.algorithms_of_lax(), fuse_convolution.platforms(), native.target()
+    key = *state, transposed
     if key not in found:
-        found[key] = compat.with_jaxpr(jaxpr, _fused(compat.open_jaxpr(jaxpr), {}))
+        fused_jaxpr = _fused(compat.open_jaxpr(jaxpr), {}, transposed=transposed)
+        found[key] = compat.with_jaxpr(jaxpr, fused_jaxpr)
     return found[key]
 
 

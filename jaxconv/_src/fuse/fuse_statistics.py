@@ -163,7 +163,8 @@ class _Finder:
         while pending:
             position = pending.pop(0)
             eqn = self.graph.eqns[position]
-            if not all(is_float(getattr(type_of(v), "dtype", bool)) for v in eqn.outvars):
+            types = [getattr(type_of(v), "dtype", bool) for v in eqn.outvars]
+            if not types or not all(map(is_float, types)):
                 continue
             operands = [values.get(a) if isinstance(a, Var) else None for a in eqn.invars]
             of_stacks = [stacks[a] for a in eqn.invars if isinstance(a, Var) and a in stacks]

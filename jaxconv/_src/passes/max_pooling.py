@@ -369,10 +369,11 @@ class _MaxPool(Pass):
     form: Pooling
 
     primitive = max_pool_p
+    pools = True
 
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
         form = self.form
-        dims = Dimensions(form.windows.shape, windows=True)
+        dims = Dimensions(form.windows.shape)
         vectors = map(dims.vector, _VECTORS, shapes[1:])
         names = [*(f"maxima{i}_" for i in range(form.copies)), *["places"] * form.places]
         names += ["operands"] * form.operands
@@ -568,9 +569,10 @@ class _MaxPoolGradient(Pass):
     gradients: int
 
     primitive = max_pool_gradient_p
+    pools = True
 
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
-        dims = Dimensions(self.windows.shape, windows=True)
+        dims = Dimensions(self.windows.shape)
         names = [*(f"dy{i}_" for i in range(self.gradients)), "places"]
         operands = [dims.array(name, self.windows.counts) for name in names]
         if len(shapes) > len(operands):

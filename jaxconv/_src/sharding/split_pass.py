@@ -1,9 +1,9 @@
 """How passes over arrays of channels are split over devices, in the algebra of ``partition``.
 
 A pass says which dimensions its arrays have: n, the spatial axes s0, s1 and so on, and the channels
-c, last. Every dimension may be split, evenly. What a result lacks, its devices' parts are merged
-over, in one all-reduce: the sums over positions where n or spatial axes are split, and nothing
-where channels are.
+c, last. Every dimension may be split, evenly; a device that pools gathers its positions. Parts of
+the sums over positions are merged over devices in one all-reduce where n or spatial axes are split,
+and none where channels are.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive
 
 from jaxconv._src import compat
@@ -34,13 +35,11 @@ class Dimensions:
         segments: of the leading axis, evenly, each with vectors and sums of its own; a segment
             stays on one device. Of a single one the positions may be split.
         packed: whether there are bits of the channels.
-        windows: whether the spatial axes stay whole.
     """
 
     shape: tuple[int, ...]
     segments: int = 1
     packed: bool = False
-    windows: bool = False
 
     @property
     def _n(self) -> Factor:
@@ -56,7 +55,7 @@ class Dimensions:
 
     @property
     def _axes(self) -> tuple[Factor | None, ...]:
-        spatial = [None if self.windows else Factor(f"s{i}") for i in range(len(self.shape) - 2)]
+        spatial = [Factor(f"s{i}") for i in range(len(self.shape) - 2)]
         return (self._n, *spatial, self._c)
 
     def array(self, name: str, shape: Sequence[int] = ()) -> Tensor:
@@ -81,9 +80,15 @@ class Dimensions:
 
 
 class Pass(Splittable):
-    """A pass over arrays: a frozen dataclass of its primitive's parameters."""
+    """A pass over arrays: a frozen dataclass of its primitive's parameters.
+
+    Attributes:
+        pools: whether windows read the spatial axes. A device then gathers all positions, and
+            keeps its own of the results.
+    """
 
     subject = "pass over arrays"
+    pools: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -116,14 +121,16 @@ class Pass(Splittable):
         self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
     ) -> Split:
         arrays = [*tensors[0], *tensors[1]]
-        extents = arrays[0].extents()
         asking = [(a, split) for a, split in zip(arrays, given, strict=True) if split is not None]
         asking.sort(key=lambda asked: len(asked[0].shape) < len(arrays[0].shape))
 
         def fitting(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-            return partition.dividing(axes, extents[name], mesh)
+            for array in arrays:  # pooled ones have other extents
+                if (extent := array.extents().get(name)) is not None:
+                    axes = partition.dividing(axes, extent, mesh)
+            return axes
 
-        return partition.assigned(extents, asking, fitting, mesh)
+        return partition.assigned(arrays[0].extents(), asking, fitting, mesh)
 
     def on_devices(
         self, tensors: Tensors, split: Split, mesh: Mapping[str, int], *operands: jax.Array
@@ -131,17 +138,32 @@ class Pass(Splittable):
         def parts(*names: str) -> int:
             return math.prod(mesh[axis] for name in names for axis in split.get(name, ()))
 
-        results = self.on_part(parts, *compat.match_varying(*operands))
         factors = tensors[0][0].extents()
+        gathered = [name for name in factors if self.pools and name not in ("n", "c")]
+        given = []
+        for operand, tensor in zip(operands, tensors[0], strict=True):
+            for at, axes in _split_axes(tensor, split, gathered):
+                operand = lax.all_gather(operand, axes, axis=at, tiled=True)
+            given.append(operand)
+        results = self.on_part(parts, *compat.match_varying(*given))
         merged = []
         for result, tensor in zip(results, tensors[1], strict=True):
             lacked = [name for name in factors if tensor.axis(name) is None]
             over = tuple(axis for name in lacked for axis in split.get(name, ()))
+            for at, axes in _split_axes(tensor, split, gathered):
+                own = result.shape[at] // math.prod(mesh[axis] for axis in axes)
+                result = lax.dynamic_slice_in_dim(result, lax.axis_index(axes) * own, own, at)
             if over:
                 elements = operands[0].size // (result.size // tensor.shape[-2])
                 result = self.merged(result, over, parts(*lacked), elements)
             merged.append(result)
         return merged
+
+
+def _split_axes(tensor: Tensor, split: Split, names: Sequence[str]) -> list[tuple[int, tuple]]:
+    """The array axes of some factors that are split, and the mesh axes of each."""
+    found = [(tensor.axis(name), split.get(name, ())) for name in names]
+    return [(at, axes) for at, axes in found if at is not None and axes]
 
 
 def result_types(call: Pass, results: Sequence[Any], *avals: Any) -> list[Any]:
