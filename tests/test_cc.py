@@ -57,7 +57,7 @@ def sources(program: pathlib.Path, endings: tuple[str, ...] = (".cc",)) -> list[
             for root in (CC, TESTS):
                 header = root / name
                 if header.exists():
-                    beside = (header.with_suffix(ending) for ending in endings)
+                    beside = (header.with_name(header.stem + ending) for ending in endings)
                     pending += [header, *(s for s in beside if s.exists())]
     return found
 
