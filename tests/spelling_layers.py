@@ -53,7 +53,7 @@ def _relu_of_gradient(y: Array) -> Array:
 
 def _selu(y: Array) -> Array:
     alpha, scale = 1.6732632423543772, 1.0507009873554805
-    return scale * jnp.where(y > 0, y, alpha * jnp.expm1(jnp.minimum(y, 0)))
+    return scale * jnp.where(y > 0, y, alpha * jnp.expm1(jnp.where(y > 0, 0, y)))
 
 
 _HALF = np.sqrt(0.5)

@@ -569,6 +569,6 @@ NORMS: dict[str, Named] = {
     "haiku": _batch(_haiku, "haiku"),
     "keras.ops": _batch(_keras),
     "epsilon outside": _batch(_epsilon_outside),
-    "no gain, no offset": _batch(_without_affine),
+    "no gain, no offset": Named("batch, standardised", "", _without_affine),
     "mixed statistics": _batch(_with_running_statistics),
 }

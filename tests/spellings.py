@@ -292,7 +292,8 @@ def canonical(meaning: Meaning) -> Spelling:
     def first(table: dict, wanted: str) -> str:
         return next(name for name, value in table.items() if value[0] == wanted)
 
-    parts: Parts | str = USUAL if meaning.norm == "batch" else first(GROUP_NORMS, meaning.norm)
+    norm = meaning.norm
+    parts: Parts | str = USUAL if norm == "batch" else first({**NORMS, **GROUP_NORMS}, norm)
     return Spelling(
         parts,
         first(SHORTCUTS, meaning.shortcut),
@@ -403,7 +404,7 @@ def _named(spellings: Iterator[Spelling]) -> dict[str, Spelling]:
 
 
 # They mean a batch norm to fuse, and their coefficients have other values than the usual ones.
-OTHER_VALUES = ("epsilon outside", "no gain, no offset", "mixed statistics")
+OTHER_VALUES = ("epsilon outside", "mixed statistics")
 
 SPELLINGS = _named(_batch_norms()) | _named(_others_of_batch())
 GROUPED = _named(_grouped())

@@ -12,6 +12,7 @@ from jaxconv._src.winograd.winograd_filter import LAYOUTS
 from jaxconv.bench import environment, options, report_network
 from jaxconv.bench.measure_network import DTYPES, MODES, Result, Run, measure, warm_up
 from jaxconv.bench.networks import NETWORKS, programs
+from jaxconv.bench.networks.blocks import PASSES
 from jaxconv.bench.progress import INTERRUPTED, Progress, each
 
 _CPU_BATCH = 4
@@ -84,6 +85,14 @@ def _parser() -> options.Parser:
         metavar="ALGORITHM",
         help=f"with Winograd too; of {', '.join(_WINOGRAD)}",
     )
+    add(
+        "--batch-norm",
+        choices=PASSES,
+        default="centred",
+        metavar="FORM",
+        help="(x - mean) * scale + offset (centred, the default), or x * scale + (offset - mean * "
+        "scale) (product)",
+    )
     algorithms = "of jaxconv.override: auto or native"
     add("--algorithm", choices=["auto", "native"], default="auto", metavar="NAME", help=algorithms)
     add = parser.section("measurement")
@@ -107,6 +116,8 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
     names = arguments.network or (quantized if arguments.int8 else NETWORKS)
     if arguments.int8 and ("infer" not in arguments.mode or set(names) - set(quantized)):
         parser.error(f"--int8: inference only, and of {', '.join(quantized)} only")
+    if arguments.winograd and arguments.batch_norm != "centred":
+        parser.error("--batch-norm: not beside --winograd, whose passes are its own")
     if arguments.int8 and arguments.winograd:
         parser.error("--winograd: not beside --int8, whose filters are stored in float32")
     for name in dict.fromkeys(names):
@@ -120,7 +131,7 @@ def _runs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> lis
             if mode in arguments.mode:
                 int8 = arguments.int8 and mode == "infer"
                 options = arguments.algorithm, arguments.seed, int8, arguments.fuse
-                options += (arguments.winograd,)
+                options += (arguments.winograd, arguments.batch_norm)
                 runs.append(Run(name, mode, shape, dtype, *options))
     return runs
 

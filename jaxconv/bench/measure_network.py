@@ -29,6 +29,7 @@ from jaxconv.bench import trace, winograd_network
 from jaxconv.bench.environment import kernel_platform
 from jaxconv.bench.measure import first_line
 from jaxconv.bench.networks import NETWORKS, programs
+from jaxconv.bench.networks.blocks import PASSES
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 MODES = ("train", "infer")
@@ -69,6 +70,7 @@ class Run:
     quantized: bool = False  # whether the quantised network is measured too
     fused: bool = False  # whether the fused program is measured too
     winograd: str = ""  # an algorithm of Winograd's that is measured too, such as "winograd_f4x4"
+    batch_norm: str = "centred"  # of PASSES: how the network writes it
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -205,7 +207,7 @@ def function(run: Run, library: str = "jaxconv") -> Callable:
         make_pass = functools.partial(winograd_network.Pass, run.winograd)
         return programs.inference(NETWORKS[run.name], make_pass)
     make = programs.training_step if run.mode == "train" else programs.inference
-    step = make(NETWORKS[run.name])
+    step = make(NETWORKS[run.name], PASSES[run.batch_norm])
     return jaxconv.fuse(step) if library == FUSED else step
 
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import jax
 
+from jaxconv.bench import hlo
+
 
 class Event(NamedTuple):
     """One kernel, copy or fill on a device. Times are nanoseconds on the device's clock.
@@ -72,14 +74,6 @@ def union_seconds(events: Iterable[Event]) -> float:
 
 # --- which events compute convolutions ------------------------------------------------------------
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+)[ (].*\{$")
-_OPCODE = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-_TARGET = re.compile(r'custom_call_target="([^"]+)"')
-_COMPUTING_TARGET = re.compile(
-    r"jaxconv_(?!masked_sums|moments|max_pool|normalise_add)|__cudnn\$conv|__cublas\$|__onednn\$(conv|matmul)"
-)
 # They contain other instructions: what one of their kernels does is not told by them.
 _CONTROL = {"call", "while", "conditional", "async-start"}
 
@@ -102,11 +96,11 @@ class Classifier:
     command buffer) the kernel's name decides; what says nothing belongs to the rest.
 
     Args:
-        hlo: the compiled program's text, ``compiled.as_text()``.
+        text: of the compiled program, ``compiled.as_text()``.
     """
 
-    def __init__(self, hlo: str):
-        self.instructions = _computing(hlo)
+    def __init__(self, text: str):
+        self.instructions = _computing(text)
         self._by_kernel = {_kernel_name(n): value for n, value in self.instructions.items()}
 
     def __call__(self, event: Event) -> bool:
@@ -123,35 +117,22 @@ def _kernel_name(instruction: str) -> str:
     return re.sub(r"[.\-]", "_", instruction)
 
 
-def _computing(hlo: str) -> dict[str, bool]:
+def _computing(text: str) -> dict[str, bool]:
     """Instruction -> whether it is a convolution or a matrix product, fused ones included.
 
     Instructions of control flow are left out.
     """
-    opcodes: dict[str, tuple[str, str, str]] = {}  # of an instruction: opcode, target, callee
-    members: dict[str, list[str]] = {}
-    computation = ""
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            computation = match[1]
-        elif match := _INSTRUCTION.match(line):
-            name, rest = match[1], match[2]
-            opcode = _OPCODE.search(rest)
-            target, callee = _TARGET.search(rest), _CALLED.search(rest)
-            opcodes[name] = (
-                opcode[1] if opcode else "",
-                target[1] if target else "",
-                callee[1] if callee else "",
-            )
-            members.setdefault(computation, []).append(name)
+    program = hlo.parse(text)
+    instructions = {i.name: i for each in program.computations.values() for i in each}
 
     def computes(name: str) -> bool:
-        opcode, target, callee = opcodes[name]
-        if opcode == "fusion":
-            return any(computes(member) for member in members.get(callee, ()))
-        return opcode in ("convolution", "dot") or bool(_COMPUTING_TARGET.match(target))
+        instruction = instructions[name]
+        if instruction.opcode == "fusion":
+            members = program.computations.get(instruction.called, ())
+            return any(computes(member.name) for member in members)
+        return instruction.opcode in ("convolution", "dot") or instruction.computes
 
-    return {n: computes(n) for n, (opcode, _, _) in opcodes.items() if opcode not in _CONTROL}
+    return {name: computes(name) for name, i in instructions.items() if i.opcode not in _CONTROL}
 
 
 class Split(NamedTuple):

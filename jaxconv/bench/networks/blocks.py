@@ -141,8 +141,15 @@ class Pass:
             ]
         else:
             self.statistics += [mean, variance]
-        y = (wide - mean) * (scale * lax.rsqrt(variance + epsilon)) + offset
-        return y.astype(x.dtype)
+        return self.affine(wide, mean, scale * lax.rsqrt(variance + epsilon), offset).astype(
+            x.dtype
+        )
+
+    def affine(
+        self, x: jax.Array, mean: jax.Array, scale: jax.Array, offset: jax.Array
+    ) -> jax.Array:
+        """The result of batch normalisation, float32, from vectors."""
+        return (x - mean) * scale + offset
 
     def conv_norm(self, x: jax.Array, k: int, window: int, **options) -> jax.Array:
         """Convolution without bias and batch normalisation."""
@@ -150,17 +157,31 @@ class Pass:
 
     def layer_norm(self, x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
         """Normalisation of each pixel over its channels."""
-        return self._affine(_normalised(x, (-1,), epsilon), x.dtype)
+        return self._gain_and_offset(_normalised(x, (-1,), epsilon), x.dtype)
 
     def group_norm(self, x: jax.Array, groups: int, epsilon: float = 1e-5) -> jax.Array:
         """Normalisation of each example over the pixels and channels of a group."""
         split = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
         axes = (*range(1, x.ndim - 1), -1)
-        return self._affine(_normalised(split, axes, epsilon).reshape(x.shape), x.dtype)
+        return self._gain_and_offset(_normalised(split, axes, epsilon).reshape(x.shape), x.dtype)
 
-    def _affine(self, wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def _gain_and_offset(self, wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
         c = wide.shape[-1]
         return (wide * self.parameter((c,), mean=1.0) + self.parameter((c,))).astype(dtype)
+
+
+class ProductPass(Pass):
+    """A pass whose batch normalisation multiplies x itself, as many write it."""
+
+    def affine(
+        self, x: jax.Array, mean: jax.Array, scale: jax.Array, offset: jax.Array
+    ) -> jax.Array:
+        """The same as of ``Pass``, not centred."""
+        return x * scale + (offset - mean * scale)
+
+
+# Passes by how they write batch normalisation: (x - mean) * scale + offset, or the other way.
+PASSES = {"centred": Pass, "product": ProductPass}
 
 
 def _normalised(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:

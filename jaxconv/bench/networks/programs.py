@@ -124,12 +124,14 @@ def inference(
     return infer
 
 
-def training_step(network: Network) -> Callable[[State, Examples], tuple[State, jax.Array]]:
+def training_step(
+    network: Network, make_pass: Callable[..., Pass] = Pass
+) -> Callable[[State, Examples], tuple[State, jax.Array]]:
     """(state, examples) -> (next state, loss): gradient descent with momentum."""
 
     def step(state: State, examples: Examples) -> tuple[State, jax.Array]:
         def loss(parameters):
-            net = Pass(parameters, state.statistics, train=True)
+            net = make_pass(parameters, state.statistics, train=True)
             y = network.forward(net, examples.x).astype(jnp.float32)
             if network.regression:
                 return ((y - examples.target) ** 2).mean(), net.statistics
