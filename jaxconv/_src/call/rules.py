@@ -80,6 +80,8 @@ def lowered_pass(
         with record.paused():  # the parts on every device are this one pass
             results = partition.lower(ctx, call, operands)
     if results is None:
-        has_kernel = plan is not None and plan.kernel is not None
-        results = by_kernel(plan) if has_kernel else in_jax(ctx, *operands)
+        if plan is not None and plan.kernel is not None:
+            results = by_kernel(plan)
+        else:
+            results = in_jax(ctx, *operands)
     return results if plan is None else record.emit_pass(ctx, key, plan, results)
