@@ -45,7 +45,7 @@ from jaxconv._src.passes import masked_sums
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.problem.spec import DTYPE_NAMES
 from jaxconv._src.sharding.partition import Tensors
-from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
+from jaxconv._src.sharding.split_pass import Dimensions, SplitPass, result_types
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
@@ -363,7 +363,7 @@ def _attributes(windows: Windows) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaxPool(Pass):
+class _MaxPool(SplitPass):
     """How devices share the arrays of ``max_pool``."""
 
     form: Pooling
@@ -562,7 +562,7 @@ def _gradient_batch(operands, mapped_axes, **parameters):
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaxPoolGradient(Pass):
+class _MaxPoolGradient(SplitPass):
     """How devices share the arrays of ``max_pool_gradient``."""
 
     windows: Windows

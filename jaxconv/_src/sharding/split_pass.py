@@ -1,9 +1,9 @@
 """How passes over arrays of channels are split over devices, in the algebra of ``partition``.
 
 A pass says which dimensions its arrays have: n, the spatial axes s0, s1 and so on, and the channels
-c, last. Every dimension may be split, evenly; a device that pools gathers its positions. What a result lacks, its devices' parts are merged
-over, in one all-reduce: the sums over positions where n or spatial axes are split, and nothing
-where channels are.
+c, last. Every dimension may be split, evenly; a device that pools gathers its positions. What a
+result lacks, its devices' parts are merged over, in one all-reduce: the sums over positions where n
+or spatial axes are split, and nothing where channels are.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Dimensions:
         return Tensor(name, shape, (*[Factor("n")] * leading, None, self._c))
 
 
-class Pass(Splittable):
+class SplitPass(Splittable):
     """A pass over arrays: a frozen dataclass of its primitive's parameters.
 
     Attributes:
@@ -166,7 +166,7 @@ def _split_axes(tensor: Tensor, split: Split, names: Sequence[str]) -> list[tupl
     return [(at, axes) for at, axes in found if at is not None and axes]
 
 
-def result_types(call: Pass, results: Sequence[Any], *avals: Any) -> list[Any]:
+def result_types(call: SplitPass, results: Sequence[Any], *avals: Any) -> list[Any]:
     """The types of results, with the shardings that an explicit mesh gives them."""
     found = partition.result_shardings(call, *avals)
     if found is None:
