@@ -6,6 +6,7 @@ on GPUs.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -19,6 +20,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from sharding_tools import AXES, GRID, collectives, grid
 from training_programs import assert_close, batch_norm
 
@@ -309,6 +311,12 @@ def train(p, x, target):
     return value, jax.tree.map(lambda a, g: a - 0.1 * g, p, gradients)
 
 
+CALLS = {
+    "jaxconv_moments": 3,
+    "jaxconv_max_pool": 1,
+    "jaxconv_max_pool_gradient": 1,
+    "jaxconv_masked_sums": 2,
+}
 TRAINED = {
     "batch": (P("data"), P("data")),
     "rows": (P(None, "data"), P()),
@@ -333,9 +341,12 @@ def test_training_step(split, kind, for_a_gpu_on_the_cpu):
             jax.device_put(a, NamedSharding(mesh, s))
             for a, s in zip((parameters(), x, target), specs, strict=True)
         ]
+        program = jax.make_jaxpr(jaxconv.fuse(train))(*given)
         fused, plain = (jax.jit(f).lower(*given).compile() for f in (jaxconv.fuse(train), train))
         actual = fused(*given)
     assert_close(actual, expected, 0.02)
+    found = collections.Counter(eqn.primitive.name for eqn in equations(program))
+    assert {name: found[name] for name in CALLS} == CALLS
     if split == "batch":
         assert set(collectives(fused)) == {"all-reduce"}
         assert collectives(fused)["all-reduce"] <= collectives(plain)["all-reduce"]

@@ -13,7 +13,7 @@ from jaxconv._src import compat
 from jaxconv._src.call import record
 from jaxconv._src.library import native
 from jaxconv._src.sharding import partition
-from jaxconv._src.sharding.split_pass import Pass
+from jaxconv._src.sharding.split_pass import SplitPass
 
 
 def register(
@@ -59,7 +59,7 @@ def lowered_pass(
     key: str | None,
     by_kernel: Callable[[native.PassPlan], Sequence[Any]],
     in_jax: Callable[..., Sequence[Any]],
-    call: Pass,
+    call: SplitPass,
 ) -> Sequence[Any]:
     """Lowers a primitive with a CUDA kernel alone: on each device to its call, else by XLA.
 

@@ -194,9 +194,9 @@ def _moments(
     first = min(p for p in positions if p is not None)
     count = aval.size // (segments * last[-1])
     try:
-        like = jax.eval_shape(call, jax.ShapeDtypeStruct(aval.shape, aval.dtype))[0]
+        (like,) = jax.make_jaxpr(call)(aval).out_avals
         assert like.shape == kept
-        statistics = compat.variable(aval.update(shape=kept, dtype=like.dtype, weak_type=False))
+        statistics = compat.variable(like)
         made = {first: traced(call, (array,), [statistics], graph, first)}
         for moment, position in zip(found, positions, strict=True):
             assert position is not None

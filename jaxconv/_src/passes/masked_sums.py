@@ -39,7 +39,7 @@ from jaxconv._src.passes.derivatives import DERIVATIVES, derivative
 from jaxconv._src.problem.spec import DTYPE_NAMES
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.sharding.partition import Tensors
-from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
+from jaxconv._src.sharding.split_pass import Dimensions, SplitPass, result_types
 
 TARGET = "jaxconv_masked_sums"
 
@@ -247,7 +247,7 @@ def of_segments(segments: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaskedSums(Pass):
+class _MaskedSums(SplitPass):
     """How devices share the arrays."""
 
     form: Sums

@@ -43,9 +43,10 @@ from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes import masked_sums
 from jaxconv._src.passes.masked_sums import Sums
+from jaxconv._src.passes.windows import Windows
 from jaxconv._src.problem.spec import DTYPE_NAMES
 from jaxconv._src.sharding.partition import Tensors
-from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
+from jaxconv._src.sharding.split_pass import Dimensions, SplitPass, result_types
 
 TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
 
@@ -68,54 +69,6 @@ LARGEST = 49
 # Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
 # (cc/cuda/pooling/plan.cc).
 _VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """How windows lie on an array, by axes.
-
-    Attributes:
-        shape: the array's extents.
-        sizes: of a window.
-        strides: from window to window; along an axis with a single one, the padded extent.
-        padding: elements in front and behind, of the lowest value.
-    """
-
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The extents of the pooled array."""
-        axes = zip(self.shape, self.sizes, self.strides, self.padding, strict=True)
-        return tuple((n + sum(pad) - size) // step + 1 for n, size, step, pad in axes)
-
-    def of_part(self, parts: Callable[[str], int]) -> Windows:
-        """Those of one device, where examples and channels are split into so many parts."""
-        n, *spatial, c = self.shape
-        return dataclasses.replace(self, shape=(n // parts("n"), *spatial, c // parts("c")))
-
-    @property
-    def overlaps(self) -> tuple[int, ...]:
-        """How many windows an element may lie in."""
-        return tuple(-(-size // s) for size, s in zip(self.sizes, self.strides, strict=True))
-
-    @property
-    def weights(self) -> tuple[int, ...]:
-        """Of a position in a window, whose product with them is the number of the place."""
-        # Of windows extended to whole strides, so that a position is stride * j + a, all a and j.
-        extended = [m * s for m, s in zip(self.overlaps, self.strides, strict=True)]
-        return tuple(math.prod(extended[axis + 1 :]) for axis in range(len(extended)))
-
-    @property
-    def places(self) -> int:
-        return math.prod(m * s for m, s in zip(self.overlaps, self.strides, strict=True))
-
-    def place(self, position: Iterable[int]) -> int:
-        """The number of a position in a window."""
-        return sum(p * w for p, w in zip(position, self.weights, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +316,7 @@ def _attributes(windows: Windows) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaxPool(Pass):
+class _MaxPool(SplitPass):
     """How devices share the arrays of ``max_pool``."""
 
     form: Pooling
@@ -562,7 +515,7 @@ def _gradient_batch(operands, mapped_axes, **parameters):
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaxPoolGradient(Pass):
+class _MaxPoolGradient(SplitPass):
     """How devices share the arrays of ``max_pool_gradient``."""
 
     windows: Windows

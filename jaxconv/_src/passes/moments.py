@@ -35,7 +35,7 @@ from jaxconv._src.passes.masked_sums import (
 )
 from jaxconv._src.sharding import partition
 from jaxconv._src.sharding.partition import Tensors
-from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
+from jaxconv._src.sharding.split_pass import Dimensions, SplitPass, result_types
 
 TARGET = "jaxconv_moments"
 
@@ -119,7 +119,7 @@ def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moments(Pass):
+class _Moments(SplitPass):
     """How devices share the array."""
 
     segments: int

@@ -33,7 +33,7 @@ from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes.masked_sums import accepts_rows, key_of_rows
 from jaxconv._src.sharding.explicit_mesh import given_partitions, partition_spec
 from jaxconv._src.sharding.partition import Tensors
-from jaxconv._src.sharding.split_pass import Dimensions, Pass, result_types
+from jaxconv._src.sharding.split_pass import Dimensions, SplitPass, result_types
 
 TARGET = "jaxconv_normalise_add"
 
@@ -131,7 +131,7 @@ def _batch(operands, mapped_axes, *, form: BlockEnd):
 
 
 @dataclasses.dataclass(frozen=True)
-class _NormaliseAdd(Pass):
+class _NormaliseAdd(SplitPass):
     """How devices share the arrays."""
 
     form: BlockEnd

@@ -25,12 +25,10 @@ Three kinds of meshes lead here:
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +48,19 @@ from jaxconv._src.sharding.device_layout import (
     read_shardings,
 )
 from jaxconv._src.sharding.explicit_mesh import described, given_partitions, partition_spec
+from jaxconv._src.sharding.splittable import (
+    Factor,
+    Split,
+    Splittable,
+    Tensor,
+    Tensors,
+    assigned,
+    dividing,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from jaxconv._src.call.call import Call
-
-Split = dict[str, tuple[str, ...]]  # mesh axes per factor
 
 # The axes of each tensor that can be split at all, besides the spatial ones of x and y.
 _AXES = {"x": ("batch", "n", "c"), "w": ("batch", "c", "k"), "y": ("batch", "n", "k")}
@@ -68,97 +74,6 @@ _WORDS = {
     "g": "whole groups",
     "c": "input channels",
 }
-
-
-class Factor(NamedTuple):
-    """What one array axis is split by.
-
-    Attributes:
-        name: of the factor.
-        together: how many neighbouring elements of the axis stay on one device.
-        inner: what Shardy calls these; axes of one inner name have as many.
-    """
-
-    name: str
-    together: int = 1
-    inner: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """An operand or a result of a call.
-
-    Attributes:
-        name: unlike that of the call's other arrays; "x", "w" and "y" in the convolution itself.
-        shape: of the whole array.
-        axes: the factor of every axis, None for one that stays whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[Factor | None, ...]
-
-    def axis(self, factor: str) -> int | None:
-        """The axis of a factor, or None."""
-        names = [each and each.name for each in self.axes]
-        return names.index(factor) if factor in names else None
-
-    def extents(self) -> dict[str, int]:
-        """Into how many parts each factor can be split."""
-        of_axes = zip(self.axes, self.shape, strict=True)
-        return {each.name: extent // each.together for each, extent in of_axes if each}
-
-    def partitions(self, split: Split) -> Partitions:
-        """How the array is split."""
-        return tuple(split.get(each.name, ()) if each else () for each in self.axes)
-
-
-Tensors = tuple[list[Tensor], list[Tensor]]  # operands and results
-
-
-class Splittable(abc.ABC):
-    """An operation whose arrays devices may share: a convolution or a pass.
-
-    It is a frozen dataclass, whose ``repr`` shows all that decides what it computes.
-
-    Attributes:
-        subject: what errors call it.
-    """
-
-    subject: ClassVar[str]
-
-    @abc.abstractmethod
-    def tensors(self, *shapes: Sequence[int]) -> Tensors:
-        """The operands, of these shapes, and the results."""
-
-    @abc.abstractmethod
-    def bind(self, *operands: jax.Array) -> list[jax.Array]:
-        """The primitive's results."""
-
-    @abc.abstractmethod
-    def choose_split(
-        self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
-    ) -> Split:
-        """The mesh axes of every factor.
-
-        Args:
-            tensors: the operands and the results.
-            mesh: size of every mesh axis.
-            given: ``Partitions`` of these (None: open).
-            explicit: whether types say them.
-        """
-
-    @abc.abstractmethod
-    def on_devices(
-        self, tensors: Tensors, split: Split, mesh: Mapping[str, int], *operands: jax.Array
-    ) -> Sequence[jax.Array]:
-        """One device's results from its parts of the operands."""
-
-    def summed(self, tensors: Tensors) -> list[str]:
-        """The factors of operands that no result has."""
-        operands, results = tensors
-        names = dict.fromkeys(f.name for each in operands for f in each.axes if f)
-        return [name for name in names if all(r.axis(name) is None for r in results)]
 
 
 def tensor(spec: ConvSpec, role: str, shape: Sequence[int], name: str = "") -> Tensor:
@@ -198,20 +113,6 @@ def contracted(operands: Sequence[Tensor], result: Tensor) -> list[str]:
     return [name for name in lhs if name in rhs and result.axis(name) is None]
 
 
-def _parts(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in axes)
-
-
-def dividing(axes: Sequence[str], extent: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The longest prefix of mesh axes over which ``extent`` splits evenly."""
-    taken = 1
-    for i, axis in enumerate(axes):
-        taken *= mesh[axis]
-        if extent % taken:
-            return tuple(axes[:i])
-    return tuple(axes)
-
-
 def _received(
     tensors: Sequence[Tensor], mesh: Mapping[str, int], given: Sequence, split: Split
 ) -> float:
@@ -227,42 +128,13 @@ def _received(
         if each is tensors[-1]:
             summed = [axis for name in contracted(tensors, each) for axis in split.get(name, ())]
             scattered = set(summed) <= {axis for axes in held or () for axis in axes}
-            returned = elements / _parts(sum(wanted, ()), mesh) * (1 if scattered else 2)
-            total += returned * (1 - 1 / _parts(summed, mesh))
+            returned = elements / parts_of(sum(wanted, ()), mesh) * (1 if scattered else 2)
+            total += returned * (1 - 1 / parts_of(summed, mesh))
             held, wanted = wanted, held
         if held is not None and wanted is not None:
             lacked = [a for had, to in zip(held, wanted, strict=True) for a in had if a not in to]
-            total += elements / _parts(sum(wanted, ()), mesh) * (1 - 1 / _parts(lacked, mesh))
+            total += elements / parts_of(sum(wanted, ()), mesh) * (1 - 1 / parts_of(lacked, mesh))
     return total
-
-
-def assigned(
-    names: Iterable[str],
-    asking: Sequence[tuple[Tensor, Partitions]],
-    fitting: Callable[[str, tuple[str, ...]], tuple[str, ...]],
-    mesh: Mapping[str, int],
-) -> Split:
-    """The mesh axes of every factor, in the order of ``names``; a mesh axis serves one factor.
-
-    Args:
-        names: of factors.
-        asking: arrays and how they are split; of equally fine splits the first is taken.
-        fitting: the longest prefix of some mesh axes over which a factor splits.
-        mesh: size of every mesh axis.
-    """
-    used: set[str] = set()
-    chosen: Split = {}
-    for name in names:
-        asked = [
-            fitting(name, tuple(itertools.takewhile(lambda a: a not in used, split[at])))
-            for each, split in asking
-            if (at := each.axis(name)) is not None
-        ]
-        best = max(asked, key=lambda axes: _parts(axes, mesh), default=())
-        if best:
-            chosen[name] = best
-            used.update(best)
-    return chosen
 
 
 def choose(
@@ -297,7 +169,7 @@ def choose(
         if name not in SPATIAL:
             return dividing(axes, extents[name], mesh)
         at = SPATIAL.index(name)
-        while axes and halo.plan(op, spec, at, _parts(axes, mesh), even) is None:
+        while axes and halo.plan(op, spec, at, parts_of(axes, mesh), even) is None:
             axes = axes[:-1]
         return axes
 
@@ -394,7 +266,7 @@ class Part:
         operands, results = tensors
         plans: dict[int, halo.HaloPlan] = {}
         for at, name in enumerate(SPATIAL):
-            if (parts := _parts(split.get(name, ()), mesh)) > 1:
+            if (parts := parts_of(split.get(name, ()), mesh)) > 1:
                 plan = halo.plan(call.op, call.conv, at, parts)
                 assert plan is not None, "an axis is split only where there is a plan"
                 plans[at] = plan
@@ -420,7 +292,7 @@ class Part:
 
     def parts(self, *names: str) -> int:
         """Over how many devices some factors are split."""
-        return math.prod(_parts(self.split.get(name, ()), self.mesh) for name in names)
+        return math.prod(parts_of(self.split.get(name, ()), self.mesh) for name in names)
 
     def _rows(self, array: Tensor):
         """Axis, devices and plan of every split axis of positions."""
@@ -534,7 +406,7 @@ def _check_explicit(
             name = factor.name if factor else ""
             if not wanted or split.get(name, ()) == wanted or (array.name, name) == ("w", "c"):
                 continue
-            parts = _parts(wanted, mesh.shape)
+            parts = parts_of(wanted, mesh.shape)
             if not factor:
                 reason = f"axis {axis} of {array.name} cannot be split"
             elif name in SPATIAL and rows[name] % parts:

@@ -79,7 +79,7 @@ class Dimensions:
         return Tensor(name, shape, (*[Factor("n")] * leading, None, self._c))
 
 
-class Pass(Splittable):
+class SplitPass(Splittable):
     """A pass over arrays: a frozen dataclass of its primitive's parameters.
 
     Attributes:
@@ -166,7 +166,7 @@ def _split_axes(tensor: Tensor, split: Split, names: Sequence[str]) -> list[tupl
     return [(at, axes) for at, axes in found if at is not None and axes]
 
 
-def result_types(call: Pass, results: Sequence[Any], *avals: Any) -> list[Any]:
+def result_types(call: SplitPass, results: Sequence[Any], *avals: Any) -> list[Any]:
     """The types of results, with the shardings that an explicit mesh gives them."""
     found = partition.result_shardings(call, *avals)
     if found is None:
