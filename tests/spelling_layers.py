@@ -22,7 +22,8 @@ class Activation(NamedTuple):
 
     Attributes:
         function: which one, with its derivatives where they jump.
-        kernel: the function's name in a kernel's table, where derivatives do not matter.
+        kernel: the function of the kernels' table with this derivative; its own name where the table
+            has none, as at other derivatives at corners.
         apply: the spelling.
         kinks: where derivatives jump.
     """
@@ -83,7 +84,7 @@ ACTIVATIONS: dict[str, Activation] = {
         "clip 6", "relu6", lambda y: jnp.minimum(jnp.maximum(y, 0), 6), _SIX
     ),
     "minimum(relu(y), 6)": Activation(
-        "min 6 of relu", "relu6", lambda y: jnp.minimum(jax.nn.relu(y), 6.0), _SIX
+        "min 6 of relu", "min 6 of relu", lambda y: jnp.minimum(jax.nn.relu(y), 6.0), _SIX
     ),
     "clamp(0, y, 6)": Activation(
         "clamp 6",
@@ -119,17 +120,23 @@ ACTIVATIONS: dict[str, Activation] = {
         "hard_swish", "hard_swish", lambda y: y * (jax.nn.relu6(y + 3.0) * (1 / 6)), _THREE
     ),
     "y * clip(y + 3, 0, 6) / 6": Activation(
-        "hard_swish by clip", "hard_swish", lambda y: y * jnp.clip(y + 3, 0, 6) / 6, _THREE
+        "hard_swish by clip", "hard_swish by clip", lambda y: y * jnp.clip(y + 3, 0, 6) / 6, _THREE
     ),
     "y * clip(y / 6 + 1 / 2, 0, 1)": Activation(
-        "hard_swish by clip", "hard_swish", lambda y: y * jnp.clip(y / 6 + 0.5, 0, 1), _THREE
+        "hard_swish by clip",
+        "hard_swish by clip",
+        lambda y: y * jnp.clip(y / 6 + 0.5, 0, 1),
+        _THREE,
     ),
     "jax.nn.hard_sigmoid": Activation("hard_sigmoid", "hard_sigmoid", jax.nn.hard_sigmoid, _THREE),
     "clip(y + 3, 0, 6) / 6": Activation(
-        "hard_sigmoid by clip", "hard_sigmoid", lambda y: jnp.clip(y + 3, 0, 6) / 6, _THREE
+        "hard_sigmoid by clip", "hard_sigmoid by clip", lambda y: jnp.clip(y + 3, 0, 6) / 6, _THREE
     ),
     "clip(y / 6 + 1 / 2, 0, 1)": Activation(
-        "hard_sigmoid by clip", "hard_sigmoid", lambda y: jnp.clip(y / 6 + 0.5, 0, 1), _THREE
+        "hard_sigmoid by clip",
+        "hard_sigmoid by clip",
+        lambda y: jnp.clip(y / 6 + 0.5, 0, 1),
+        _THREE,
     ),
     "jax.nn.mish": Activation("mish", "mish", jax.nn.mish),
     "y * tanh(log1p(exp(y)))": Activation(
@@ -155,10 +162,10 @@ ACTIVATIONS: dict[str, Activation] = {
         "leaky >= 0", "leaky_relu", lambda y: jnp.where(y >= 0, y, 0.1 * y), _ZERO
     ),
     "where(y > 0, y, y * 0.1)": Activation(
-        "leaky > 0", "leaky_relu", lambda y: jnp.where(y > 0, y, y * 0.1), _ZERO
+        "leaky > 0", "leaky > 0", lambda y: jnp.where(y > 0, y, y * 0.1), _ZERO
     ),
     "maximum(y, 0.1 y)": Activation(
-        "leaky by max", "leaky_relu", lambda y: jnp.maximum(y, 0.1 * y), _ZERO
+        "leaky by max", "leaky by max", lambda y: jnp.maximum(y, 0.1 * y), _ZERO
     ),
     "square(relu(y))": Activation(
         "relu squared", "relu squared", lambda y: jnp.square(jax.nn.relu(y)), _ZERO

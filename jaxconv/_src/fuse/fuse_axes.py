@@ -76,8 +76,21 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
             else:
                 return None
             wanted //= common
-        result.append(tuple(axis))
+        result.append(_joined(axis))
     return None if pending else tuple(result)
+
+
+def _joined(axis: Sequence[Digit]) -> tuple[Digit, ...]:
+    """The same axis with neighbours that were one digit joined again."""
+    result: list[Digit] = []
+    for digit in axis:
+        last = result[-1] if result else None
+        count = digit.stride * digit.extent
+        if last is not None and (last.what, last.stride) == (digit.what, count):
+            result[-1] = Digit(digit.what, digit.stride, last.extent * digit.extent)
+        else:
+            result.append(digit)
+    return tuple(result)
 
 
 def transposed(axes: Axes, permutation: Sequence[int]) -> Axes:

@@ -169,6 +169,9 @@ def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         rank = len(getattr(aval, "shape", ()))
         if rank < 3 or not is_float(aval.dtype) or not in_memory(graph, array):
             continue
+        made = graph.producer(array)
+        if made is not None and made.primitive.name == "convert_element_type":
+            continue  # its operand has the same moments
         axis = axes.get(array, _usual_axis(axes, array))
         found = _moments(graph, array, axis, "examples")
         placed |= found or _moments(graph, array, axis, "positions")
@@ -426,7 +429,9 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
             continue
         readers = _readers(graph, eqn.outvars[0])
         form = eqn.params["form"]
-        arrays = eqn.invars[: form.summands] if isinstance(form, Form) else []
+        arrays: list[Any] = []
+        if isinstance(form, Form):  # a kernel that writes a mask's bits reads the shortcut too
+            arrays = eqn.invars[: form.arrays if form.block_end is None else form.summands]
         stored = all(in_memory(graph, a) for a in arrays)
         stored = stored and bool(readers) and all(_stores(graph, r) for r in readers or ())
         form = dataclasses.replace(form, stored=stored)
