@@ -22,8 +22,8 @@ class Activation(NamedTuple):
 
     Attributes:
         function: which one, with its derivatives where they jump.
-        kernel: the function of the kernels' table with this derivative; its own name where the table
-            has none, as at other derivatives at corners.
+        kernel: the function of the kernels' table with this derivative; a name of its own where
+            the table has none, as of other derivatives at corners.
         apply: the spelling.
         kinks: where derivatives jump.
     """
