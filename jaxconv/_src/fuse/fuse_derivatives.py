@@ -55,7 +55,8 @@ def known(
 
     def both(t: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, back = jax.vjp(function, t)
-        return y, back(jax.numpy.ones_like(y))[0]
+        ones, _ = compat.match_varying(jax.numpy.ones_like(y), y)
+        return y, back(ones)[0]
 
     try:
         with compat.varying(operand):
