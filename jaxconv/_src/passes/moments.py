@@ -63,6 +63,11 @@ def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
 def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
     """Linear in dy."""
     deviation = y.astype(np.float32) - along_segments(found[..., 0, :], y.shape, segments)
+    if y.dtype.itemsize >= 4:
+        # The mean's rounding, which that of y itself hides in 16 bits, would move all gradients of
+        # a channel alike.
+        left = over_segments(jnp.mean, deviation, segments)
+        deviation -= along_segments(left, y.shape, segments)
     wide = dy.astype(np.float32)
     of_mean = over_segments(jnp.mean, wide, segments)
     return jnp.stack([of_mean, 2 * over_segments(jnp.sum, deviation * wide, segments)], -2)

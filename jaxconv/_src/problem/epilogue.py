@@ -386,6 +386,10 @@ def moments_tangent(axis: int, y: jax.Array, moments: jax.Array, dy: jax.Array) 
     """The tangent of the statistics, linear in that of y."""
     others = tuple(a for a in range(y.ndim) if a != axis)
     deviation = y.astype(dy.dtype) - along_channels(moments[0], y.ndim, axis)
+    if y.dtype.itemsize >= 4:
+        # The mean's rounding, which that of y itself hides in 16 bits, would move all gradients of
+        # a channel alike.
+        deviation -= jnp.mean(deviation, others, keepdims=True)
     return jnp.stack([jnp.mean(dy, others), 2 * jnp.sum(deviation * dy, others)])
 
 
