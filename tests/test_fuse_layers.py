@@ -202,7 +202,10 @@ def test_calls_of_a_training_step(name, way, dtype):
     assert layers(step, PARAMETERS, x) == of_layers
     assert sums(step, PARAMETERS, x) == of_sums
     of_loss = len(jax.tree.leaves(jax.eval_shape(forward, PARAMETERS, x)))
-    assert large_sums(step, PARAMETERS, x) == (of_loss if way == "around" else 0)
+    # In float32 the derivative of moments sums the deviations from the rounded mean once more.
+    of_moments = primitives(step, PARAMETERS, x).count("jaxconv_moments")
+    of_moments = of_moments if dtype == jnp.float32 else 0
+    assert large_sums(step, PARAMETERS, x) == (of_loss if way == "around" else 0) + of_moments
     assert ("jaxconv_moments" in primitives(step, PARAMETERS, x)) == (name not in IN_A_CHAIN)
 
 

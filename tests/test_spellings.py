@@ -131,7 +131,7 @@ def test_two_layers_consist_of_calls(norm, shortcut, dtype, target, native_cpu):
 
     Of the sums over activations, those of the first norm's backward pass are a call. The second
     norm's gradient is a vector of each example: its two sums read no array beside y and may be left
-    to XLA, as the head's mean is.
+    to XLA, as the head's mean is. In float32 the derivative of moments sums deviations once more.
     """
     meaning = Spelling(activation="jax.nn.silu", shortcut=shortcut, dtype=dtype).meaning
     spelling = canonical(meaning._replace(norm=norm))
@@ -142,7 +142,8 @@ def test_two_layers_consist_of_calls(norm, shortcut, dtype, target, native_cpu):
     if norm == "batch":
         moments += sum(n for call, n in both[0].calls.items() if "statistics=True" in call)
     assert (moments, counted[0]["jaxconv_normalise"]) == (2, 2), counted[0]
-    assert counted[0]["jaxconv_masked_sums"] >= 1 and both[0].sums <= 3, both[0]
+    most = 5 if dtype == "float32" else 3
+    assert counted[0]["jaxconv_masked_sums"] >= 1 and both[0].sums <= most, both[0]
 
 
 @pytest.mark.slow
