@@ -31,8 +31,9 @@ TRACED, COMPUTED, RANDOM = 24, 5, 60
 # For each target: CPUs, and CUDA of a GPU that need not be there.
 TARGETS = ("", "sm_90a")
 
-# An error of the fused program over the unfused one's, both norms, of arrays of so many elements.
-RATIO, ELEMENTS = 1.2, 1000
+# An error of the fused program over the unfused one's, both norms, of arrays of so many elements. In
+# float32 it is that of another order of summation, of which single spellings have 1.7 at large ratios.
+RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
 
 # XLA rounds where the program says so. On CPUs it would keep a 16-bit convolution's result in
 # float32 for batch norm, which no GPU does.
@@ -223,7 +224,7 @@ def assert_as_exact(spelling: Spelling, target: str) -> None:
 def exceeding(mean: dict[str, np.ndarray], spelling: Spelling) -> list[str]:
     """The errors of fused programs that are too large, by programs' mean errors of all arrays."""
     theirs = mean["unfused"]
-    allowed = RATIO * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
+    allowed = RATIO[spelling.dtype] * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
     return [
         f"{order}, array {at}: {mean[order][at]:.3g}, unfused {theirs[at]:.3g}"
         for order in ORDERS
