@@ -31,8 +31,8 @@ TRACED, COMPUTED, RANDOM = 24, 5, 60
 # For each target: CPUs, and CUDA of a GPU that need not be there.
 TARGETS = ("", "sm_90a")
 
-# An error of the fused program over the unfused one's, both norms, of arrays of so many elements. In
-# float32 it is that of another order of summation, of which single spellings have 1.7 at large ratios.
+# An error of the fused program over the unfused one's, both norms, of arrays of so many elements.
+# In float32 it is that of another order of summation, 1.7 for single spellings at large ratios.
 RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
 
 # XLA rounds where the program says so. On CPUs it would keep a 16-bit convolution's result in
