@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -14,6 +15,17 @@ from jaxconv._src.call import record
 from jaxconv._src.library import native
 from jaxconv._src.sharding import partition
 from jaxconv._src.sharding.split_pass import SplitPass
+
+
+def batched_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
+    """The batching rule of a primitive with several results: ``vmap`` of its operations of JAX."""
+
+    def batch(operands: Sequence[Any], mapped_axes: Sequence[Any], **parameters: Any) -> Any:
+        mapped = jax.vmap(functools.partial(in_jax, **parameters), in_axes=mapped_axes)
+        results = mapped(*operands)
+        return results, [0] * len(results)
+
+    return batch
 
 
 def register(

@@ -235,12 +235,6 @@ def _jvp(primals, tangents, *, form: Sums):
     return masked_sums_p.bind(*primals, form=form), out
 
 
-def _batch(operands, mapped_axes, *, form: Sums):
-    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
-    results = mapped(*operands)
-    return results, [0] * len(results)
-
-
 def of_segments(segments: int) -> tuple[int, ...]:
     """The leading extents of what is formed for each segment."""
     return (segments,) if segments > 1 else ()
@@ -334,5 +328,9 @@ _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
 ad.primitive_jvps[masked_sums_p] = _jvp
 rules.register(
-    masked_sums_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+    masked_sums_p,
+    shapes=_abstract_eval,
+    batch=rules.batched_as(in_jax),
+    lower=_lower,
+    elsewhere=_lower_in_jax,
 )

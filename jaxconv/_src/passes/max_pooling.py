@@ -302,12 +302,6 @@ def _jvp(primals, tangents, *, form: Pooling):
     return found, [*of_maxima, *zeros]
 
 
-def _batch(operands, mapped_axes, *, form: Pooling):
-    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
-    results = mapped(*operands)
-    return results, [0] * len(results)
-
-
 def _attributes(windows: Windows) -> dict[str, Any]:
     spatial = slice(1, -1)
     low = [pad for pad, _ in windows.padding]
@@ -369,7 +363,11 @@ _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
 ad.primitive_jvps[max_pool_p] = _jvp
 rules.register(
-    max_pool_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+    max_pool_p,
+    shapes=_abstract_eval,
+    batch=rules.batched_as(in_jax),
+    lower=_lower,
+    elsewhere=_lower_in_jax,
 )
 
 
@@ -445,12 +443,6 @@ def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
     return max_pool_tangent_p.bind(*primals, form=form), out
 
 
-def _tangent_batch(operands, mapped_axes, *, form: MaximaTangent):
-    mapped = jax.vmap(functools.partial(tangent_in_jax, form=form), in_axes=mapped_axes)
-    results = mapped(*operands)
-    return results, [0] * len(results)
-
-
 def _tangent_transpose(cotangents, *operands, form: MaximaTangent):
     """The gradient of x goes to the places; those of the vectors are sums over windows."""
     count = len(form.given)
@@ -483,7 +475,7 @@ _lower_tangent = mlir.lower_fun(tangent_in_jax, multiple_results=True)
 rules.register(
     max_pool_tangent_p,
     shapes=_tangent_abstract_eval,
-    batch=_tangent_batch,
+    batch=rules.batched_as(tangent_in_jax),
     lower=lambda platform, ctx, *operands, form: _lower_tangent(ctx, *operands, form=form),
     elsewhere=_lower_tangent,
 )

@@ -224,12 +224,6 @@ def _abstract_eval(*operands: Any, form: Form) -> list[Any]:
     return [z] * form.copies + [normalise_add.bits_type(z)] * form.bits
 
 
-def _batch(operands, mapped_axes, *, form: Form):
-    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
-    results = mapped(*operands)
-    return results, [0] * len(results)
-
-
 def _writes_bits(form: Form, operands: Sequence[Any]) -> bool:
     """Whether one kernel computes z and the bits of its mask, of operands of these types."""
     end, y = form.block_end, operands[0]
@@ -259,7 +253,11 @@ def _lower(platform: str, ctx, *operands, form: Form):
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
 rules.register(
-    normalise_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+    normalise_p,
+    shapes=_abstract_eval,
+    batch=rules.batched_as(in_jax),
+    lower=_lower,
+    elsewhere=_lower_in_jax,
 )
 
 
@@ -368,12 +366,6 @@ def _tangent_jvp(primals, tangents, *, form: Tangent):
 
     _, out = jax.jvp(differentiable, tuple(primals[:at]), tuple(tangents[:at]))
     return normalise_tangent_p.bind(*primals, form=form), out
-
-
-def _tangent_batch(operands, mapped_axes, *, form: Tangent):
-    mapped = jax.vmap(functools.partial(tangent_in_jax, form=form), in_axes=mapped_axes)
-    results = mapped(*operands)
-    return results, [0] * len(results)
 
 
 def _transpose(cotangents, *operands, form: Tangent):
@@ -516,7 +508,7 @@ _lower_tangent = mlir.lower_fun(tangent_in_jax, multiple_results=True)
 rules.register(
     normalise_tangent_p,
     shapes=_tangent_abstract_eval,
-    batch=_tangent_batch,
+    batch=rules.batched_as(tangent_in_jax),
     lower=lambda platform, ctx, *operands, form: _lower_tangent(ctx, *operands, form=form),
     elsewhere=_lower_tangent,
 )

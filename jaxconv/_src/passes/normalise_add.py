@@ -125,11 +125,6 @@ def _jvp(primals, tangents, *, form: BlockEnd):
     return [result, bits], [tangent, ad.Zero(jax.typeof(bits).to_tangent_aval())]
 
 
-def _batch(operands, mapped_axes, *, form: BlockEnd):
-    mapped = jax.vmap(functools.partial(in_jax, form=form), in_axes=mapped_axes)
-    return mapped(*operands), [0, 0]
-
-
 @dataclasses.dataclass(frozen=True)
 class _NormaliseAdd(SplitPass):
     """How devices share the arrays."""
@@ -174,5 +169,9 @@ _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
 ad.primitive_jvps[normalise_add_p] = _jvp
 rules.register(
-    normalise_add_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+    normalise_add_p,
+    shapes=_abstract_eval,
+    batch=rules.batched_as(in_jax),
+    lower=_lower,
+    elsewhere=_lower_in_jax,
 )
