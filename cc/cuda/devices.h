@@ -16,10 +16,10 @@
 
 namespace jaxconv {
 
-// Of the problem with that key (select.h).
+// Selects the kernel of a problem, given by its key (select.h).
 Status SelectForTarget(std::string_view key, std::string_view algorithm, std::string_view target,
                        Selection* selection);
-// Of the pass with that key (passes.h).
+// Plans a pass, given by its key (passes.h).
 Status PlanPassForTarget(std::string_view key, std::string_view target, PassPlan* plan);
 
 // Finds or makes the plan of a call on one of this process's devices.

@@ -9,8 +9,8 @@
 namespace jaxconv {
 namespace {
 
-// CTAs of one sum: two to an SM of an H200. Of several segments four times as many, so that the
-// last ones to run are few among them.
+// CTAs of one sum: two to an SM of an H200. Several segments have four times as many, so that
+// the last wave is a small part of them.
 constexpr int64_t kCtas = 264, kCtasOfSegments = 4 * kCtas;
 // The fewest rows that each thread adds.
 constexpr int64_t kLeastRows = 8;
