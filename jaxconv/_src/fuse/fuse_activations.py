@@ -22,6 +22,7 @@ from jaxconv._src import compat
 from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_graph import Graph, live, type_of
 from jaxconv._src.passes import derivatives
+from jaxconv._src.sharding import explicit_mesh
 
 # A name of the contract, or the name and a slope.
 Activation = str | tuple[str, float]
@@ -132,7 +133,16 @@ class Written:
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, whose elements have any shape."""
-        return self._shaped(t.astype(self.operand.dtype))
+        return self._shaped(self._placed(t.astype(self.operand.dtype)))
+
+    def _placed(self, array: jax.Array) -> jax.Array:
+        """An operand or a gradient, on an explicit mesh with the sharding of the program's operand.
+
+        The program's operations have that sharding in their parameters. A gradient, or an operand
+        that is computed again from vectors that are split, may have another one.
+        """
+        same = array.shape == self.operand.shape
+        return explicit_mesh.like(array, self.operand) if same else array
 
     def _shaped(self, t: jax.Array) -> jax.Array:
         shape = self.operand.shape
@@ -163,21 +173,23 @@ class Written:
         """The derivative at ``value`` times dt. Both have any shape, as vmap folds axes."""
         if self.named is not None:
             return self._times_derivative(value, dt)
-        t, narrow = (a.astype(self.operand.dtype) for a in (value, dt))
+        t, narrow = (self._placed(a.astype(self.operand.dtype)) for a in (value, dt))
         return jax.jvp(self._shaped, (t,), (narrow,))[1].astype(dt.dtype)
 
     def _times_derivative(self, value: jax.Array, dt: jax.Array) -> jax.Array:
         """As ``masked_sums`` has it, rounded once: its sums are those of the same numbers."""
         assert self.named is not None
-        of_t = derivatives.derivative(*self.named, value.astype(self.operand.dtype))
-        return (of_t * dt.astype(np.float32)).astype(dt.dtype)
+        t = self._placed(value.astype(self.operand.dtype))
+        of_t = derivatives.derivative(*self.named, t)
+        return (of_t * self._placed(dt).astype(np.float32)).astype(dt.dtype)
 
     def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
         """The same of dz, also of a function that has a derivative backwards alone."""
         if self.named is not None:
             return self._times_derivative(value, dz)
-        z, back = jax.vjp(self._shaped, value.astype(self.operand.dtype))
-        return back(dz.astype(z.dtype))[0].astype(dz.dtype)
+        t = self._placed(value.astype(self.operand.dtype))
+        z, back = jax.vjp(self._shaped, t)
+        return back(self._placed(dz).astype(z.dtype))[0].astype(dz.dtype)
 
 
 def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written | None:

@@ -286,7 +286,7 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     affine = reader.read(value)
     if not 1 <= len(affine.terms) <= 2 or not _varies(affine):
         return None
-    terms = sorted((_centred(graph, t) for t in affine.terms), key=lambda t: t.plain)
+    terms = sorted((_centred(graph, t) for t in affine.terms), key=_order)
     shapes = {type_of(t.array).shape for t in terms}
     channels = {axes.get(t.array, _usual_axis(axes, t.array)) for t in terms}
     if len(shapes) > 1 or len(channels) > 1 or len(next(iter(shapes))) < 3:
@@ -326,6 +326,11 @@ def _within_activations(graph: Graph) -> set[int]:
         if function is not None:
             found |= {i for i in graph.computed_from(end, out) or () if i != position}
     return found
+
+
+def _order(term: Term) -> tuple[bool, bool]:
+    """Arrays around a mean first, the shortcut last, however the sum of them is written."""
+    return term.plain, term.mean is None
 
 
 def _varies(affine: Affine) -> bool:

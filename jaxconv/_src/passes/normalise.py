@@ -316,6 +316,7 @@ def _differentiated(
         case _:
             bits = jnp.unpackbits(named["bits"], axis=-1, count=dt.shape[-1], bitorder="little")
             inside = bits.astype(bool)
+    dt = explicit_mesh.like(dt, jax.typeof(inside))  # the type that z has
     return lax.select(inside, dt, jnp.zeros_like(dt))
 
 
