@@ -25,6 +25,7 @@ from jaxconv._src import compat
 from jaxconv._src.conv import fused
 from jaxconv._src.fuse import (
     fuse_activations,
+    fuse_affine,
     fuse_axes,
     fuse_convolution,
     fuse_derivatives,
@@ -174,7 +175,9 @@ def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
             continue  # its operand has the same moments
         axis = axes.get(array, _usual_axis(axes, array))
         found = _moments(graph, array, axis, "examples")
-        placed |= found or _moments(graph, array, axis, "positions")
+        found = found or _moments(graph, array, axis, "positions")
+        if not found.keys() <= placed.keys():  # not those of another array already
+            placed |= found
     return graph.with_replaced(placed)
 
 
@@ -217,6 +220,9 @@ def _axes_of_channels(graph: Graph) -> dict[Var, int]:
         if eqn.primitive.name == "conv_general_dilated":
             found[eqn.outvars[0]] = eqn.params["dimension_numbers"].out_spec[1]
             continue
+        if eqn.primitive.name == "add" and _convolution_with_bias(graph, eqn.outvars[0]):
+            found |= {eqn.outvars[0]: found[a] for a in eqn.invars if a in found}
+            continue
         convolves = eqn.primitive.name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
         if convolves and not eqn.params["spec"].batched:
             found[eqn.outvars[0]] = eqn.params["spec"].axis("y", "k")
@@ -245,27 +251,36 @@ class _Stops:
         }
 
     def __call__(self, value: Var) -> bool:
-        uses = (self._graph.eqns[i].primitive.name for i in self._graph.uses(value))
-        return value in self._graph.returned or any(name not in self._computed for name in uses)
+        uses = [self._graph.eqns[i] for i in self._graph.uses(value)]
+        if value in self._graph.returned:
+            return True
+        if any(eqn.primitive.name not in self._computed for eqn in uses):
+            return True
+        moved = [eqn.outvars[0] for eqn in uses if eqn.primitive.name in _MOVING]
+        return any(_read_by_moments(self._graph, v) for v in moved)
+
+
+def _read_by_moments(graph: Graph, array: Var) -> bool:
+    return any(graph.eqns[i].primitive is moments.moments_p for i in graph.uses(array))
 
 
 def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) -> _Layer | None:
     """The layer whose affine part an equation ends, or None.
 
-    What multiplies by numbers or adds them may belong to the affine part or to the activation; it
-    does to the latter where its derivative has a name then.
+    What multiplies by numbers or adds them may belong to the affine part or to the activation: to
+    the affine part where the activation's derivative has a name then, to the activation elsewhere.
     """
-    first = None
+    found = None
     value: Any = graph.eqns[position].outvars[0]
     while isinstance(value, Var):
         layer = _ended(graph, reader, axes, value)
-        first = first or layer
-        if layer is None or layer.activation is None:
+        if layer is None or (layer.activation is None and found is not None):
             break
-        if layer.activation.mask or layer.activation.named:
-            return layer
+        found = layer
+        if layer.activation is None or layer.activation.mask or layer.activation.named:
+            break
         value = _operand_beside_numbers(graph, value)
-    return first
+    return found
 
 
 def _operand_beside_numbers(graph: Graph, value: Var) -> Var | None:
@@ -300,6 +315,8 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     if not in_memory(graph, terms[0].array):
         return None  # XLA computes the layer, and its derivative, in the passes that it has
     out, function = _activated(graph, value)
+    if function is None and len(terms) == 1 and terms[0].mean is None and terms[0].scale is None:
+        return None  # a vector is added, which neither direction gains by
     activation = None
     if function is not None:
         mask, named = fuse_derivatives.known(function, type_of(value))
@@ -386,12 +403,20 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | No
             ends.append(out)
         pending = sorted({*pending, *graph.uses(out)})
     for out in reversed(ends):
-        if type_of(out).dtype.itemsize > type_of(operand).dtype.itemsize:
+        if type_of(out).dtype.itemsize > type_of(operand).dtype.itemsize or _widened(graph, out):
             continue  # what reads it converts by itself
         function = graph.function(out, operand)
         if function is not None:
             return out, function
     return operand, None
+
+
+def _widened(graph: Graph, out: Var) -> bool:
+    """Whether a value is another one of fewer bits, converted."""
+    made = graph.producer(out)
+    if made is None or made.primitive.name != "convert_element_type":
+        return False
+    return type_of(made.invars[0]).dtype.itemsize < type_of(out).dtype.itemsize
 
 
 def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var]) -> Var | None:
@@ -494,14 +519,37 @@ def in_memory(graph: Graph, array: Any) -> bool:
     name = made.primitive.name
     if name not in ELEMENTWISE | {normalise.TARGET, "broadcast_in_dim", *fuse_activations.CALLS}:
         return True
-    return isinstance(array, Var) and _read_from_memory(graph, array)
+    return isinstance(array, Var) and (
+        _read_from_memory(graph, array) or _convolution_with_bias(graph, array)
+    )
+
+
+def _convolution_with_bias(graph: Graph, array: Var) -> bool:
+    """Whether an array is a convolution's result and a vector, which XLA's convolutions add."""
+    made = graph.producer(array)
+    if made is None or made.primitive.name != "add":
+        return False
+    for own, other in (made.invars, reversed(made.invars)):
+        conv = graph.producer(own)
+        if conv is None or conv.primitive.name not in fuse_convolution.NAMES:
+            continue
+        axis = fuse_convolution.channel_axis(conv)
+        shape = type_of(array).shape
+        axes = fuse_axes.of(shape, axis)
+        by = fuse_affine.coefficient(graph, other, axes, (shape[0], shape[axis]))
+        return len(graph.uses(own)) == 1 and by is not None and not by.examples
+    return False
 
 
 def _read_from_memory(graph: Graph, array: Var) -> bool:
     """Whether an operation that stores what it reads reads an array, in any shape."""
     for use in graph.uses(array):
         eqn = graph.eqns[use]
-        if eqn.primitive.name in _STORING:
+        # A product with a number is a sum of elements, which XLA computes where it reads them.
+        summed = eqn.primitive.name == "dot_general" and any(
+            graph.constant(a) is not None for a in eqn.invars
+        )
+        if eqn.primitive.name in _STORING and not summed:
             return True
         if eqn.primitive.name in _MOVING and _read_from_memory(graph, eqn.outvars[0]):
             return True
