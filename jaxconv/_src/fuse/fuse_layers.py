@@ -214,19 +214,26 @@ def _moments(
 
 
 def _axes_of_channels(graph: Graph) -> dict[Var, int]:
-    """The axis of channels of each convolution's result."""
+    """The axis of channels of each convolution's result, with a bias too."""
     found: dict[Var, int] = {}
     for eqn in graph.eqns:
-        if eqn.primitive.name == "conv_general_dilated":
-            found[eqn.outvars[0]] = eqn.params["dimension_numbers"].out_spec[1]
-            continue
-        if eqn.primitive.name == "add" and _convolution_with_bias(graph, eqn.outvars[0]):
-            found |= {eqn.outvars[0]: found[a] for a in eqn.invars if a in found}
-            continue
-        convolves = eqn.primitive.name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
-        if convolves and not eqn.params["spec"].batched:
-            found[eqn.outvars[0]] = eqn.params["spec"].axis("y", "k")
+        axis = _convolved(eqn)
+        if axis is None and eqn.primitive.name == "add":
+            axis = _convolution_with_bias(graph, eqn.outvars[0])
+        if axis is not None:
+            found[eqn.outvars[0]] = axis
     return found
+
+
+def _convolved(eqn: JaxprEqn) -> int | None:
+    """The axis of channels of a convolution's result; None of another equation."""
+    name = eqn.primitive.name
+    if name == "conv_general_dilated":
+        return eqn.params["dimension_numbers"].out_spec[1]
+    convolves = name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
+    return (
+        eqn.params["spec"].axis("y", "k") if convolves and not eqn.params["spec"].batched else None
+    )
 
 
 def _usual_axis(axes: Mapping[Var, int], array: Var) -> int:
@@ -520,25 +527,26 @@ def in_memory(graph: Graph, array: Any) -> bool:
     if name not in ELEMENTWISE | {normalise.TARGET, "broadcast_in_dim", *fuse_activations.CALLS}:
         return True
     return isinstance(array, Var) and (
-        _read_from_memory(graph, array) or _convolution_with_bias(graph, array)
+        _read_from_memory(graph, array) or _convolution_with_bias(graph, array) is not None
     )
 
 
-def _convolution_with_bias(graph: Graph, array: Var) -> bool:
-    """Whether an array is a convolution's result and a vector, which XLA's convolutions add."""
+def _convolution_with_bias(graph: Graph, array: Any) -> int | None:
+    """The axis of channels of a convolution's result and a vector, which XLA's convolutions add."""
     made = graph.producer(array)
     if made is None or made.primitive.name != "add":
-        return False
-    for own, other in (made.invars, reversed(made.invars)):
+        return None
+    shape = type_of(array).shape
+    left, right = made.invars
+    for own, other in ((left, right), (right, left)):
         conv = graph.producer(own)
-        if conv is None or conv.primitive.name not in fuse_convolution.NAMES:
+        axis = None if conv is None else _convolved(conv)
+        if axis is None or len(graph.uses(own)) > 1:
             continue
-        axis = fuse_convolution.channel_axis(conv)
-        shape = type_of(array).shape
         axes = fuse_axes.of(shape, axis)
         by = fuse_affine.coefficient(graph, other, axes, (shape[0], shape[axis]))
-        return len(graph.uses(own)) == 1 and by is not None and not by.examples
-    return False
+        return None if by is None or by.examples else axis
+    return None
 
 
 def _read_from_memory(graph: Graph, array: Var) -> bool:
