@@ -541,7 +541,7 @@ def _convolution_with_bias(graph: Graph, array: Any) -> int | None:
     for own, other in ((left, right), (right, left)):
         conv = graph.producer(own)
         axis = None if conv is None else _convolved(conv)
-        if axis is None or len(graph.uses(own)) > 1:
+        if axis is None or not isinstance(own, Var) or len(graph.uses(own)) > 1:
             continue
         axes = fuse_axes.of(shape, axis)
         by = fuse_affine.coefficient(graph, other, axes, (shape[0], shape[axis]))
