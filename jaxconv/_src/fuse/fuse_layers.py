@@ -45,6 +45,7 @@ from jaxconv._src.fuse.fuse_graph import (
 )
 from jaxconv._src.passes import max_pooling, moments, normalise
 from jaxconv._src.passes.normalise import Form
+from jaxconv._src.sharding import explicit_mesh
 
 # Equations that may end the affine part of a layer.
 _AFFINE = {"add", "add_any", "sub", "mul", "div", "neg", "convert_element_type"}
@@ -326,12 +327,30 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
         return None  # a vector is added, which neither direction gains by
     activation = None
     if function is not None:
-        mask, named = fuse_derivatives.known(function, type_of(value))
-        activation = Written(function, type_of(value), mask=mask, named=named)
+        operand = type_of(value)
+        mask, named = fuse_derivatives.known(function, operand)
+        if affine.axes == fuse_axes.of(operand.shape, axis):
+            function, operand = _of_channels_last(function, operand, axis)
+        elif explicit_mesh.mesh_of(operand) is not None:
+            return None  # the call's arrays have other axes, which a reshape would not split alike
+        activation = Written(function, operand, mask=mask, named=named)
     end = graph.index(out)
     assert end is not None
     inside = affine.inside | {end}
     return _Layer(end, inside, axis, tuple(terms), activation, out, affine.axes)
+
+
+def _of_channels_last(
+    function: Callable[[jax.Array], jax.Array], operand: Any, axis: int
+) -> tuple[Callable[[jax.Array], jax.Array], Any]:
+    """An elementwise function with the axis of channels as the last one, and its operand's type."""
+    if axis == len(operand.shape) - 1:
+        return function, operand
+
+    def moved(t: jax.Array) -> jax.Array:
+        return jnp.moveaxis(function(jnp.moveaxis(t, -1, axis)), axis, -1)
+
+    return moved, jax.make_jaxpr(lambda t: jnp.moveaxis(t, axis, -1))(operand).out_avals[0]
 
 
 def _within_activations(graph: Graph) -> set[int]:
