@@ -328,12 +328,12 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     activation = None
     if function is not None:
         operand = type_of(value)
-        mask, named = fuse_derivatives.known(function, operand)
+        mask, named, contract = fuse_derivatives.known(function, operand)
         if affine.axes == fuse_axes.of(operand.shape, axis):
             function, operand = _of_channels_last(function, operand, axis)
         elif explicit_mesh.mesh_of(operand) is not None:
             return None  # the call's arrays have other axes, which a reshape would not split alike
-        activation = Written(function, operand, mask=mask, named=named)
+        activation = Written(function, operand, contract, mask=mask, named=named)
     end = graph.index(out)
     assert end is not None
     inside = affine.inside | {end}
