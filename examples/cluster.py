@@ -78,6 +78,7 @@ class Run(NamedTuple):
     """What one training gave, the same in every process."""
 
     losses: list[float]
+    program: str  # a digest of the step's text, before it is compiled
     parameters: str  # a digest of their bits
     calls: dict[str, int]  # of jaxconv's kernels, that one device makes in a step
     collectives: dict[str, int]  # that it takes part in
@@ -137,18 +138,19 @@ def train(devices: Sequence[jax.Device], steps: int, batch: int) -> Run:
             )
 
     step = jax.jit(jaxconv.fuse(train_step), donate_argnums=0)
-    compiled, losses = None, []
+    lowered = compiled = None
+    losses = []
     for images, labels in batches():
         if compiled is None:
-            compiled = step.lower(state, images, labels).compile()
+            lowered = step.lower(state, images, labels)
+            compiled = lowered.compile()
         state, loss = compiled(state, images, labels)
         losses.append(loss)
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(state.parameters):
-        digest.update(np.asarray(leaf).tobytes())
+    parameters = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.parameters))
     return Run(
         [float(loss) for loss in losses],
-        digest.hexdigest(),
+        hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        hashlib.sha256(parameters).hexdigest(),
         counted(CALL, compiled),
         counted(COLLECTIVE, compiled),
     )
@@ -215,8 +217,9 @@ def run_group(processes: int, steps: int, batch: int, seconds: float = 300) -> l
 def differences(runs: Sequence[Run], one: Run) -> list[str]:
     """What the processes of a group do not have in common, or not with a single process."""
     found = []
-    if len({run.parameters for run in runs}) > 1:
-        found.append("the processes have other parameters than each other")
+    for field in ("program", "parameters"):
+        if len({getattr(run, field) for run in runs}) > 1:
+            found.append(f"{field}: not the same in all processes")
     for i, run in enumerate(runs):
         far = np.max(np.abs(np.divide(run.losses, one.losses) - 1))
         if not far <= LIMIT:  # also when it is NaN
