@@ -75,6 +75,41 @@ def test_what_the_pages_say_in_words(results):
             assert f"{ms['lax'] / ms['fused']:.2f}" == ratio, said
 
 
+def test_what_is_said_of_losses(results):
+    """Sentences of when_not.md with a network's figures."""
+    text = " ".join((DOCS / "when_not.md").read_text().split())
+
+    def ms(name: str, side: str, column: str = "ms", **place: str) -> float:
+        (row,) = (r for r in results.network_rows(side=side, **place) if r["network"] == name)
+        return float(row[column])
+
+    def gains(name: str, **place: str) -> list[str]:
+        lax = ms(name, "lax", **place)
+        return [f"{lax / ms(name, side, **place):.2f}" for side in ("jaxconv", "fused")]
+
+    float32 = {"dtype": "f32", "mode": "train"}
+    install, fuse = gains("ResNet-50", **float32)
+    assert f"step of ResNet-50 gains {install} by `install()` and {fuse} with `fuse`" in text
+    assert "ResNeXt-50 {} and {}.".format(*gains("ResNeXt-50 32x4d", **float32)) in text
+
+    inference = {"dtype": "bf16", "mode": "infer"}
+    saved = {}
+    for name in ("EfficientNet-B0", "diffusion U-Net", "ConvNeXt-T"):
+        saved[name] = 100 - 100 * ms(name, "fused", **inference) / ms(name, "jaxconv", **inference)
+    assert "last two by {:.0f} and {:.0f} %".format(*saved.values()) in text
+    assert saved["ConvNeXt-T"] < 0.5 and "ConvNeXt-T not at all" in text
+    theirs, ours = (ms("ConvNeXt-T", side, **inference) for side in ("torch.compile", "jaxconv"))
+    assert f"`torch.compile`** takes {theirs:g} ms, {ours:g} here" in text
+
+    for name, mode, words in (
+        ("ResNet-50", "infer", "of ResNet-50's inference"),
+        ("MobileNetV2", "train", "of MobileNetV2's training step"),
+    ):
+        place = {"dtype": "bf16", "mode": mode}
+        share = ms(name, "lax", "convolutions_ms", **place) / ms(name, "lax", **place)
+        assert f"{100 * share:.0f} % {words}" in text
+
+
 def test_layers_have_the_measured_times_and_what_auto_takes(results, choices_program):  # noqa: F811
     made = results.layer_rows(SelectionProgram(choices_program).select)
     assert made == results.parts("h200_layers.csv")[1], "python tools/results.py --layers"

@@ -214,26 +214,22 @@ def networks(rows: Rows, *, convolutions: bool) -> str:
         for side in SIDES[1:]:
             line.append(f"{float(times['lax']) / float(times[side]):.2f}" if side in times else "")
         if convolutions:
-            line.append(" / ".join(found[side]["convolutions_ms"] for side in SIDES[:2]))
+            line.append(
+                " / ".join(found[side]["convolutions_ms"] for side in SIDES[:2] if side in found)
+            )
         lines.append(line)
         last = name
     return markdown(header, lines)
 
 
 def network_rows(**facts: str) -> Rows:
-    """Rows of networks with these facts, or not with those of a name that ends in "_not"."""
-
-    def fits(row: dict[str, str]) -> bool:
-        return all(
-            row[name.removesuffix("_not")] != value if name.endswith("_not") else row[name] == value
-            for name, value in facts.items()
-        )
-
-    return [row for row in read("h200_networks.csv") if fits(row)]
+    """Rows of networks with these facts."""
+    rows = read("h200_networks.csv")
+    return [row for row in rows if all(row[name] == value for name, value in facts.items())]
 
 
 def compiled() -> str:
-    """Lax's rows beside those of torch.compile."""
+    """The sides beside torch.compile."""
     lines = []
     for row in network_rows(side="torch.compile"):
         where = {name: row[name] for name in ("network", "batch", "mode", "dtype")}
@@ -266,7 +262,7 @@ TABLES: dict[str, Callable[[], str]] = {
         network_rows(dtype="bf16", source="bench"), convolutions=True
     ),
     "h200_networks, keras": lambda: networks(
-        network_rows(source="keras.applications"), convolutions=False
+        network_rows(source="keras.applications", dtype="bf16"), convolutions=False
     ),
     "h200_networks, f32": lambda: networks(network_rows(dtype="f32"), convolutions=False),
     "h200_networks, torch.compile": compiled,
@@ -382,6 +378,8 @@ NAMES = {
     "unet": "diffusion U-Net",
     "unet3d": "3-D U-Net",
     "wavenet": "WaveNet",
+    "MobileNetV3Large": "MobileNetV3-Large",
+    "EfficientNetV2B0": "EfficientNetV2-B0",
 }
 
 
