@@ -46,22 +46,28 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kBlocksM: of 16 positions, of a warp.
-template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_>
+// kBlock: channels of a block. kBlocksM: of 16 positions, of a warp. kThreeTf32: of float32, three
+// products for one.
+template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_,
+          bool kThreeTf32_ = false>
 struct Gather {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr int kBlock = kBlock_, kBlocksM = kBlocksM_, kCtasPerSm = kCtasPerSm_;
   static constexpr int kBlocks = kChannels / kBlock, kStrips = kWarps / kBlocks;
-  static constexpr int kStepsK = kBlock / 16, kBlocksN = kBlock / 8;
-  // 16-byte pieces of B that a lane has of a tap.
-  static constexpr int kPieces = kStepsK * kBlocksN / 2;
+  static constexpr int kStepsK = kBlock * int{sizeof(T)} / 32, kBlocksN = kBlock / 8;
+  static constexpr bool kThreeTf32 = kThreeTf32_;
+  // Words of B that a lane has of a tap, in pieces of up to 16 bytes.
+  static constexpr int kWords = kStepsK * kBlocksN * 2, kPieceWords = kWords < 4 ? kWords : 4;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
@@ -69,7 +75,63 @@ struct Gather {
 
 // Bytes of B of a block and tap.
 template <class Tag>
-constexpr int kTapBytes = Tag::kPieces * 512;
+constexpr int kTapBytes = Tag::kWords * 128;
+
+// Bytes in front of a lane's word of B under a tap, and the lane's first.
+template <class Tag>
+__device__ __forceinline__ constexpr uint32_t WordBytes(int word) {
+  return word / Tag::kPieceWords * (Tag::kPieceWords * 128) + word % Tag::kPieceWords * 4;
+}
+template <class Tag>
+__device__ __forceinline__ constexpr uint32_t LaneBytes(int lane) {
+  return lane * (Tag::kPieceWords * 4);
+}
+
+// Begins to copy the groups' elements of 32 bits as FillFilter stores pairs: word `half` of step kk
+// and columns nb of lane 4 g + t is the gathered channel 8 kk + 4 half + t. A lane has a channel of
+// the result, a warp every kWarps-th (tap, gathered channel of the group).
+template <class Tag>
+__device__ __forceinline__ void CopyFilterElements(const Params& params, const TilePlace& tile,
+                                                   uint32_t to) {
+  const int in_tile = threadIdx.x % 32, in_block = in_tile % Tag::kBlock;
+  const int32_t channel = tile.first_channel + in_tile;
+  if (channel >= params.channels) return;
+  const int32_t taps = params.axis[0].taps * params.axis[1].taps * params.axis[2].taps;
+  const int32_t group_log2 = params.group_log2, in_group = (1 << group_log2) - 1;  // a mask
+  const float* filter = static_cast<const float*>(params.filter) +
+                        params.images_divmod.Div(tile.image) * params.filter_stride +
+                        (channel >> group_log2) * params.group_stride +
+                        (channel & in_group) * params.channel_stride;
+  const int g = in_block / (2 * Tag::kBlocksN) * 2 + in_block % 2;
+  const int nb = in_block / 2 % Tag::kBlocksN;
+  to += in_tile / Tag::kBlock * taps * kTapBytes<Tag> + LaneBytes<Tag>(4 * g);
+#pragma unroll 1
+  for (int32_t i = threadIdx.x / 32; i < taps << group_log2; i += kWarps) {
+    const int32_t tap = i >> group_log2, gathered = i & in_group;
+    const int32_t f = (in_block & ~in_group) + gathered;
+    const int word = (f / 8 * Tag::kBlocksN + nb) * 2 + f / 4 % 2;
+    CopyAsync<4>(to + tap * kTapBytes<Tag> + WordBytes<Tag>(word) + LaneBytes<Tag>(f % 4),
+                 filter + gathered * params.reduction_stride +
+                     (params.flip ? taps - 1 - tap : tap) * params.tap_stride,
+                 true);
+  }
+}
+
+// Waits for a filter of 32-bit elements and rounds it to TF32. By all threads.
+template <class Tag>
+__device__ __forceinline__ void FinishFilter(uint32_t filter, int32_t bytes) {
+  CopyAsyncCommit();
+  CopyAsyncWait<0>();
+  if constexpr (!Tag::kThreeTf32) {
+    __syncthreads();
+    for (int32_t i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
+      const uint4 chunk = LoadChunk(filter + i);
+      uint32_t word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      RoundFragment<float>(word);
+      StoreChunk(filter + i, word);
+    }
+  }
+}
 
 // B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half`
 // of step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t,
@@ -77,6 +139,8 @@ constexpr int kTapBytes = Tag::kPieces * 512;
 //
 // A lane has two neighbouring channels of the result; a warp has one or two of the group's pairs of
 // gathered channels, and of 2 to 8 channels a group every second to eighth tap.
+//
+// Of 32-bit elements CopyFilterElements takes its place.
 template <class Tag>
 __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
@@ -137,6 +201,62 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
   }
 }
 
+// The lane's words of B under a tap.
+template <class Tag>
+__device__ __forceinline__ void LoadFilter(uint32_t filter, uint32_t (&b)[Tag::kWords]) {
+  if constexpr (Tag::kPieceWords == 2) {
+    LoadPair(filter, &b[0], &b[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Tag::kWords; i += 4) {
+      const uint4 piece = LoadChunk(filter + WordBytes<Tag>(i));
+      b[i] = piece.x, b[i + 1] = piece.y, b[i + 2] = piece.z, b[i + 3] = piece.w;
+    }
+  }
+}
+
+// AddTap of three TF32 products (common/split_tf32.cuh). words: the lane's of B.
+template <class Tag, int kBlocks>
+__device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
+                                            const uint32_t (&words)[Tag::kWords],
+                                            const int32_t (&base)[Tag::kBlocksM],
+                                            float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
+  constexpr int kBlocksN = Tag::kBlocksN;
+  constexpr int kSteps = Tag::kStepsK < kSplitRunSteps ? Tag::kStepsK : kSplitRunSteps;
+  auto& acc = reinterpret_cast<float (&)[kBlocks][kBlocksN][4]>(sums);
+#pragma unroll
+  for (int first = 0; first < Tag::kStepsK; first += kSteps) {
+    uint32_t a[kSteps][4], b[kSteps][kBlocksN][2];
+#pragma unroll
+    for (int i = 0; i < kSteps * kBlocksN * 2; ++i) {
+      b[i / (kBlocksN * 2)][i / 2 % kBlocksN][i % 2] = words[first * kBlocksN * 2 + i];
+    }
+    auto read_a = [&](int m, auto& of_block) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        LoadMatrices(box + base[m] + (first + s) * 32, of_block[s]);
+      }
+    };
+    read_a(0, a);
+    const uint32_t left = MultiplySplitRun(b, a, acc, read_a, [](auto) {});
+    if (__any_sync(0xffffffff, left != 0)) {
+      // Block by block, which takes few registers.
+      Unroll<kBlocks>([&](auto block) {
+        constexpr int m = decltype(block)::value;
+        auto& of_block = reinterpret_cast<float (&)[1][kBlocksN][4]>(acc[m]);
+        PromoteWithCare<kSteps>(left >> m & 1, of_block, [&](int step, auto& of_a, auto& of_b) {
+          LoadMatrices(box + base[m] + (first + step) * 32, of_a[0]);
+#pragma unroll
+          for (int i = 0; i < kBlocksN * 2; ++i) {
+            of_b[i / 2][i % 2] =
+                LoadWord(filter + WordBytes<Tag>((first + step) * kBlocksN * 2 + i));
+          }
+        });
+      });
+    }
+  }
+}
+
 // Adds one tap. box: the first pixel of the stage under the tap. base: the lane's pixel and chunk
 // of every 16 positions, in bytes. filter: the lane's piece of the block's tap. kBlocks: of the
 // warp's strip.
@@ -145,22 +265,23 @@ __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
                                        const int32_t (&base)[Tag::kBlocksM],
                                        float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
   using T = typename Tag::T;
-  uint32_t b[Tag::kPieces * 4];
+  uint32_t b[Tag::kWords];
+  LoadFilter<Tag>(filter, b);
+  if constexpr (Tag::kThreeTf32) {
+    AddTapSplit<Tag, kBlocks>(box, filter, b, base, sums);
+  } else {
 #pragma unroll
-  for (int i = 0; i < Tag::kPieces; ++i) {
-    const uint4 piece = LoadChunk(filter + i * 512);
-    b[i * 4] = piece.x, b[i * 4 + 1] = piece.y, b[i * 4 + 2] = piece.z, b[i * 4 + 3] = piece.w;
-  }
+    for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
-  for (int m = 0; m < kBlocks; ++m) {
+      for (int kk = 0; kk < Tag::kStepsK; ++kk) {
+        uint32_t a[4];
+        LoadMatrices(box + base[m] + kk * 32, a);
+        RoundFragment<T>(a);
 #pragma unroll
-    for (int kk = 0; kk < Tag::kStepsK; ++kk) {
-      uint32_t a[4];
-      LoadMatrices(box + base[m] + kk * 32, a);
-#pragma unroll
-      for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
-        const int at = (kk * Tag::kBlocksN + nb) * 2;
-        MultiplyAdd<T>(sums[m][nb], a, b[at], b[at + 1]);
+        for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
+          const int at = (kk * Tag::kBlocksN + nb) * 2;
+          MultiplyAdd<T>(sums[m][nb], a, b[at], b[at + 1]);
+        }
       }
     }
   }
@@ -178,7 +299,7 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
     }
     return;
   }
-  constexpr int kUnrolled = 3;  // taps
+  constexpr int kUnrolled = Tag::kThreeTf32 ? 1 : 3;  // taps
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int32_t step = columns.dilation * kPixelBytes;
   const int32_t row_step = rows.dilation * params.box_row_bytes - columns.taps * step;
@@ -254,17 +375,17 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int32_t bytes_of_depth = rows.taps * params.axis[2].taps * kTapBytes<Tag>;
   const int32_t bytes_of_block = params.axis[0].taps * bytes_of_depth;
   const uint32_t stages = SharedAddress(dynamic), filter = stages + 2 * params.stage_bytes;
-  const uint32_t filter_at = filter + block * bytes_of_block + lane * 16;
+  const uint32_t filter_at = filter + block * bytes_of_block + LaneBytes<Tag>(lane);
   const Tables tables(filter + Tag::kBlocks * bytes_of_block);
   const uint32_t box_of_lane = tables.boxes + (strip * 16 + lane % 16) * kPlaceBytes + 4;
-  const int32_t chunk_bytes = (block * (Tag::kBlock / 8) + lane / 16) * 16;
+  const int32_t chunk_bytes = block * Tag::kBlock * int{sizeof(T)} + lane / 16 * 16;
   const Epilogue epilogue(params.epilogue);
 
   // 16 positions each: strip, strip + kStrips, ...
   const int32_t all_blocks = (params.tile_pixels + 15) / 16;
   const int blocks = (all_blocks - strip + Tag::kStrips - 1) / Tag::kStrips;
   auto fill = [&](int32_t item, int32_t depth_tap, int stage) {
-    CopyBox<T>(params, TilePlace(params, item, kChannels), depth_tap, 0, tables.gathered,
+    CopyBox<T>(params, TilePlace(params, item, Tag::kChannels), depth_tap, 0, tables.gathered,
                stages + stage * params.stage_bytes);
   };
   FillTables(params, 0, tables);
@@ -280,12 +401,17 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   int32_t held = -1;
   for (int32_t item = range.item; item < range.end; ++item) {
     {
-      const TilePlace tile(params, item, kChannels);
+      const TilePlace tile(params, item, Tag::kChannels);
       const int32_t wanted =
           params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
       // While the box is on its way.
       if (wanted != held) {
-        FillFilter<Tag>(params, tile, filter);
+        if constexpr (sizeof(T) == 4) {
+          CopyFilterElements<Tag>(params, tile, filter);
+          FinishFilter<Tag>(filter, Tag::kBlocks * bytes_of_block);
+        } else {
+          FillFilter<Tag>(params, tile, filter);
+        }
         held = wanted;
       }
     }
@@ -312,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       stage ^= 1;
     }
     // Not kept from above.
-    const TilePlace tile(params, ComputedHere(item), kChannels);
+    const TilePlace tile(params, ComputedHere(item), Tag::kChannels);
     const int32_t channel =
         tile.first_channel + block * Tag::kBlock + lane % 4 * (2 * Tag::kBlocksN);
     const uint32_t mine = tables.outputs + (strip * 16 + lane / 4) * kPlaceBytes;
@@ -324,11 +450,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
 }
 
-template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_>
+template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_, bool kThreeTf32_>
 template <class Tag>
-Status Gather<kOp, kType, kBlock_, kBlocksM_, kCtasPerSm_>::Launch(const Plan& plan,
-                                                                   const Operands& operands,
-                                                                   void* stream) {
+Status Gather<kOp, kType, kBlock_, kBlocksM_, kCtasPerSm_, kThreeTf32_>::Launch(
+    const Plan& plan, const Operands& operands, void* stream) {
   return LaunchHaloGather<Params, GatherKernel<Tag>>(plan, operands, stream);
 }
 

@@ -101,13 +101,13 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
-  const int slot = warp % (kChannels / 16), strip = warp / (kChannels / 16);
+  const int slot = warp % (Tag::kChannels / 16), strip = warp / (Tag::kChannels / 16);
   const uint32_t stages = SharedAddress(dynamic), results = stages + 2 * params.stage_bytes;
   const uint32_t filter = results + params.result_bytes, barriers = filter + Tag::kFilterBytes;
   const Cursor range(params);
 
   auto load = [&](int32_t item, uint32_t stage) {
-    const TilePlace tile(params, item, kChannels);
+    const TilePlace tile(params, item, Tag::kChannels);
     const uint32_t barrier = barriers + stage * 8;
     BarrierArriveExpect(barrier, params.box_pixels * kRunPixelBytes);
     CopyTile4d(stages + stage * params.stage_bytes, &gathered_map, barrier, tile.first_channel,
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     __syncthreads();
     if (warp == 0) {
       if (ElectOne()) {
-        const TilePlace tile(params, item, kChannels);
+        const TilePlace tile(params, item, Tag::kChannels);
         StoreTile4d(&out_map, results, tile.first_channel, tile.column * 2, tile.row * 2,
                     tile.image);
         CommitStores();

@@ -71,6 +71,7 @@ template <Op kOp_, DType kType_, int kBlock_, int kStages_>
 struct Rows {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr Op kOp = kOp_;
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kStages = kStages_;
@@ -109,7 +110,7 @@ __device__ __forceinline__ void ProduceRows(const Params& params, const CUtensor
                                             const Barriers<Tag>& barriers) {
   RingPlace<Tag::kStages> stage;
   for (Cursor range(params); !range.Done(); ++range.item) {
-    const TilePlace tile(params, range.item, kChannels);
+    const TilePlace tile(params, range.item, Tag::kChannels);
     const PairPlace place(params, tile, pair);
     const int32_t column = tile.column - params.axis[2].pad;
     const int32_t row = place.row - params.axis[1].pad;
@@ -279,7 +280,7 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
   RingPlace<Tag::kStages> stage;
   uint32_t buffer = 0;
   for (Cursor range(params); !range.Done(); ++range.item) {
-    const TilePlace tile(params, range.item, kChannels);
+    const TilePlace tile(params, range.item, Tag::kChannels);
     held.Exchange(tile);
     const PairPlace place(params, tile, pair);
     if (place.rows <= 0) continue;
@@ -369,8 +370,8 @@ Status Rows<kOp_, kType_, kBlock_, kStages_>::Launch(const Plan& plan, const Ope
   params.filter = operands.rhs;
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   CUtensorMap gathered, out;
-  JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.lhs, rows.in, columns.in, kChannels,
-                                     columns.box, &gathered));
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.lhs, rows.in, columns.in,
+                                     Tag::kChannels, columns.box, &gathered));
   JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.out, rows.out, columns.out,
                                      kRowChannels, params.walked_columns, &out));
   return jaxconv::Launch<RowsKernel<Tag>>(plan.kernel->name,

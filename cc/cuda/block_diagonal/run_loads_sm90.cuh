@@ -40,7 +40,7 @@ __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& 
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyGroups(const Params& params, const typename Tag::T* filter,
                                            int32_t first_channel, uint32_t to) {
-  constexpr int kCount = kBytes / 2, kOfRow = kChannels / kCount;
+  constexpr int kCount = kBytes / 2, kOfRow = Tag::kChannels / kCount;
   const int32_t group = params.group, group_log2 = params.group_log2;
   const int32_t channel = static_cast<int32_t>(threadIdx.x) % kOfRow * kCount;
   if (first_channel + channel >= params.channels) return;
@@ -94,7 +94,7 @@ struct HeldFilter {
   // Begins to copy a tile's.
   __device__ __forceinline__ HeldFilter(const Params& params, uint32_t shared, int32_t item)
       : params(params), shared(shared) {
-    const TilePlace tile(params, item, kChannels);
+    const TilePlace tile(params, item, Tag::kChannels);
     held = FilterOf(params, tile);
     ClearFilter<Tag>(params, shared);
     CopyFilter<Tag>(params, tile, shared);
@@ -102,7 +102,7 @@ struct HeldFilter {
   }
   // Waits for a tile's where it is another. By all threads, when none reads the one before.
   __device__ __forceinline__ void Exchange(int32_t item) {
-    const TilePlace tile(params, item, kChannels);
+    const TilePlace tile(params, item, Tag::kChannels);
     const int32_t wanted = FilterOf(params, tile);
     if (wanted == held) return;
     CopyFilter<Tag>(params, tile, shared);

@@ -31,7 +31,8 @@ inline Status EncodeGathered(DType dtype, const Params& params, const void* gath
   tensor.stride[1] = int64_t{params.channels} * step;
   tensor.stride[2] = int64_t{params.channels} * columns.in;
   tensor.stride[3] = tensor.stride[2] * rows.in;
-  const int32_t box[] = {kChannels, columns.box, rows.box, params.tile_images};
+  const int32_t box[] = {TileChannels(static_cast<int>(ByteWidth(dtype))), columns.box, rows.box,
+                         params.tile_images};
   return EncodeTiledMap(tensor, box, map);
 }
 
@@ -46,7 +47,8 @@ inline Status EncodeWalked(DType dtype, const Params& params, const void* walked
   tensor.extent[1] = params.axis[2].out;
   tensor.extent[2] = params.axis[1].out;
   tensor.extent[3] = int64_t{params.images} * params.run_filters;
-  const int32_t box[] = {kChannels, columns, rows, params.tile_images};
+  const int32_t box[] = {TileChannels(static_cast<int>(ByteWidth(dtype))), columns, rows,
+                         params.tile_images};
   return EncodeTiledMap(tensor, box, map);
 }
 

@@ -44,7 +44,8 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
     return 2 * stage + ResultBytes(instance, params) +
            kTaps * kTaps * instance.block * kRunPixelBytes + 2 * 8;
   }
-  const int64_t sums = kTaps * kTaps * kChannels * instance.block * int64_t{sizeof(float)};
+  const int64_t sums =
+      kTaps * kTaps * instance.channels() * instance.block * int64_t{sizeof(float)};
   return std::max(kRunStages * stage + kRunPixelBytes + 2 * kRunStages * 8, sums);
 }
 
@@ -75,7 +76,7 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
 Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& problem,
                  Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
-  const int64_t channel_tiles = CeilDiv(params->channels, kChannels) * problem.batch;
+  const int64_t channel_tiles = CeilDiv(params->channels, instance.channels()) * problem.batch;
   const int64_t step = instance.strided() ? 2 : 1, of_run = instance.phases ? 2 : 1;
   const int64_t halo = instance.stride == 1 ? kTaps - 1 : 1;
   const int64_t all_rows = CeilDiv(rows.out, of_run), all_columns = CeilDiv(columns.out, of_run);
@@ -177,13 +178,13 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   params.result_bytes = static_cast<int32_t>(ResultBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
-  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
   launch->out_dtype = problem.output_dtype();
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   const int64_t resident = gpu.sm_count * ctas_of_sm;
   double tiles, beside = kStartCycles / gpu.cycles_per_us();
   if (instance.wgrad()) {
-    const int64_t parts = CeilDiv(params.channels, kChannels) * problem.batch;
+    const int64_t parts = CeilDiv(params.channels, instance.channels()) * problem.batch;
     params.run_filters = static_cast<int32_t>(problem.batch);
     JAXCONV_RETURN_IF_ERROR(CutIntoSlices(problem, parts, std::max(parts, resident / parts * parts),
                                           slices, &params, &launch->ctas, plan));

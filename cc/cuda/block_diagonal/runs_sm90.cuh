@@ -61,6 +61,7 @@ template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_>
 struct Runs {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr Op kOp = kOp_;
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kRows = kRows_, kCtasPerSm = kCtasPerSm_;
@@ -110,13 +111,13 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
-  const int slot = warp % (kChannels / 16), strip = warp / (kChannels / 16);
+  const int slot = warp % (Tag::kChannels / 16), strip = warp / (Tag::kChannels / 16);
   const uint32_t stages = SharedAddress(dynamic), filter = stages + 2 * params.stage_bytes;
   const uint32_t barriers = filter + Tag::kFilterBytes;
   const Cursor range(params);
 
   auto load = [&](int32_t item, uint32_t stage) {
-    const TilePlace tile(params, item, kChannels);
+    const TilePlace tile(params, item, Tag::kChannels);
     const uint32_t barrier = barriers + stage * 8;
     BarrierArriveExpect(barrier, params.box_pixels * kRunPixelBytes);
     const uint32_t to = stages + stage * params.stage_bytes;
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     __syncthreads();
     if (warp == 0) {
       if (ElectOne()) {
-        const TilePlace tile(params, item, kChannels);
+        const TilePlace tile(params, item, Tag::kChannels);
         StoreTile4d(&out_map, box, tile.first_channel, tile.column, tile.row, tile.image);
         CommitStores();
       }

@@ -46,6 +46,7 @@ template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
 struct WgradRuns {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kRunRows = kRunRows_, kRows = 3, kColumns = 3;
   static constexpr int kBlocksN = kBlock / 8;
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
-  const int strip = warp / (kChannels / 16), sixteen = warp % (kChannels / 16);
+  const int strip = warp / (Tag::kChannels / 16), sixteen = warp % (Tag::kChannels / 16);
   const uint32_t stages = SharedAddress(dynamic);
   const uint32_t zeros = stages + kRunStages * params.stage_bytes;
   const uint32_t full = zeros + kRunPixelBytes, empty = full + kRunStages * 8;
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   const int32_t slice = rest % params.slices;
   rest /= params.slices;
   params.channel_tiles.Divmod(rest, &filter, &channel_tile);
-  const int32_t first_image = filter * params.images, first_channel = channel_tile * kChannels;
+  const int32_t first_image = filter * params.images, first_channel = channel_tile * Tag::kChannels;
 
   // Behind a box, the padding that its last row shares with a row behind it.
   for (int32_t i = threadIdx.x; i < (kRunStages + 1) * kRunGuardPixels * 8; i += kRunThreads) {
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     LowerRegisters<24>();
     if (warp == kWarps && ElectOne()) {
       for (int32_t item = slice; item < params.items; item += params.slices, stage.Next()) {
-        const TilePlace tile(params, item, kChannels);
+        const TilePlace tile(params, item, Tag::kChannels);
         const uint32_t to = stages + stage.slot * params.stage_bytes,
                        barrier = full + stage.slot * 8;
         BarrierWait(empty + stage.slot * 8, stage.parity ^ 1);
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     const int32_t x_pixel = (image[0] * rows.box + row[0]) * columns.box + column[0];
     const int32_t y_pixel = (image[1] * rows.tile + row[1]) * params.walked_columns + column[1];
     for (int32_t item = slice; item < params.items; item += params.slices, stage.Next()) {
-      const TilePlace tile(params, item, kChannels);
+      const TilePlace tile(params, item, Tag::kChannels);
       const int32_t images_left = min(params.images - tile.image, params.tile_images);
       const int32_t columns_left = columns.out - tile.column;
       const uint32_t walked = stages + stage.slot * params.stage_bytes, box = walked + walked_bytes;

@@ -88,10 +88,10 @@ __device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint3
   if (half == 0) *small = (*small + 0x1000) & kTf32Mask;  // of 13 bits, where it has 12 otherwise
 }
 
-// The parts of a warp's fragments of one run: of kBlocks blocks, kWords words each.
-template <int kBlocks, int kWords>
+// The parts of a warp's fragments of one run of kSteps: of kBlocks blocks, kWords words each.
+template <int kSteps, int kBlocks, int kWords>
 struct SplitWords {
-  uint32_t big[kSplitRunSteps][kBlocks][kWords], small[kSplitRunSteps][kBlocks][kWords];
+  uint32_t big[kSteps][kBlocks][kWords], small[kSteps][kBlocks][kWords];
 
   template <bool kCare>
   __device__ __forceinline__ void Split(int step, int block, const uint32_t (&words)[kWords]) {
@@ -132,28 +132,30 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
 //     beside(i)       called beside the products of block i; b may be written again then, and a beside
 //                     those of the last
 // Returns a bit for each block that is left to PromoteWithCare, by this thread.
-template <int kBlocksM, int kBlocksN, typename ReadA, typename Beside>
-__device__ __forceinline__ uint32_t
-MultiplySplitRun(const uint32_t (&b)[kSplitRunSteps][kBlocksN][2], uint32_t (&a)[kSplitRunSteps][4],
-                 float (&acc)[kBlocksM][kBlocksN][4], ReadA read_a, Beside beside) {
-  SplitWords<kBlocksN, 2> of_b;
+template <int kSteps, int kBlocksM, int kBlocksN, typename ReadA, typename Beside>
+__device__ __forceinline__ uint32_t MultiplySplitRun(const uint32_t (&b)[kSteps][kBlocksN][2],
+                                                     uint32_t (&a)[kSteps][4],
+                                                     float (&acc)[kBlocksM][kBlocksN][4],
+                                                     ReadA read_a, Beside beside) {
+  static_assert(kSteps <= kSplitRunSteps);
+  SplitWords<kSteps, kBlocksN, 2> of_b;
 #pragma unroll
-  for (int step = 0; step < kSplitRunSteps; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int j = 0; j < kBlocksN; ++j) of_b.template Split<false>(step, j, b[step][j]);
   }
   uint32_t left = 0;
   Unroll<kBlocksM>([&](auto block) {
     constexpr int i = decltype(block)::value;
-    SplitWords<1, 4> of_a;
+    SplitWords<kSteps, 1, 4> of_a;
 #pragma unroll
-    for (int step = 0; step < kSplitRunSteps; ++step) of_a.template Split<false>(step, 0, a[step]);
+    for (int step = 0; step < kSteps; ++step) of_a.template Split<false>(step, 0, a[step]);
     if constexpr (i + 1 < kBlocksM) read_a(i + 1, a);
     beside(block);
     // Small products first. Passes over the columns: instructions with one accumulator lie apart.
     float sums[kBlocksN][4];
 #pragma unroll
-    for (int step = 0; step < kSplitRunSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
         const uint32_t (&big_b)[2] = of_b.big[step][j];
@@ -170,7 +172,7 @@ MultiplySplitRun(const uint32_t (&b)[kSplitRunSteps][kBlocksN][2], uint32_t (&a)
       }
     }
 #pragma unroll
-    for (int step = 0; step < kSplitRunSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
         const uint32_t (&big_b)[2] = of_b.big[step][j];
@@ -184,15 +186,15 @@ MultiplySplitRun(const uint32_t (&b)[kSplitRunSteps][kBlocksN][2], uint32_t (&a)
 
 // acc += the products of one run in the blocks of `left`, with operands of any value. read(step, a,
 // b) reads all words of a step. All threads of the warp call it.
-template <int kBlocksM, int kBlocksN, typename Read>
+template <int kSteps = kSplitRunSteps, int kBlocksM, int kBlocksN, typename Read>
 __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlocksM][kBlocksN][4],
                                                 Read read) {
   float run[kBlocksM][kBlocksN][4] = {};
 #pragma unroll 1
-  for (int pass = 0; pass < 2 * kSplitRunSteps; ++pass) {
-    const bool small = pass < kSplitRunSteps;
+  for (int pass = 0; pass < 2 * kSteps; ++pass) {
+    const bool small = pass < kSteps;
     uint32_t a[kBlocksM][4], b[kBlocksN][2];
-    read(pass % kSplitRunSteps, a, b);
+    read(pass % kSteps, a, b);
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i) {
       uint32_t big_a[4], small_a[4];
@@ -211,7 +213,7 @@ __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlo
         }
       }
     }
-    if (pass == kSplitRunSteps - 1) {
+    if (pass == kSteps - 1) {
 #pragma unroll
       for (int i = 0; i < kBlocksM; ++i) {
 #pragma unroll
