@@ -40,6 +40,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/block_diagonal/filter_words.cuh"
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/tile.cuh"
 #include "cuda/common/element.cuh"
@@ -66,72 +67,11 @@ struct Gather {
   static constexpr int kBlocks = kChannels / kBlock, kStrips = kWarps / kBlocks;
   static constexpr int kStepsK = kBlock * int{sizeof(T)} / 32, kBlocksN = kBlock / 8;
   static constexpr bool kThreeTf32 = kThreeTf32_;
-  // Words of B that a lane has of a tap, in pieces of up to 16 bytes.
-  static constexpr int kWords = kStepsK * kBlocksN * 2, kPieceWords = kWords < 4 ? kWords : 4;
+  using Filter = FilterWords<kStepsK, kBlocksN>;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
-
-// Bytes of B of a block and tap.
-template <class Tag>
-constexpr int kTapBytes = Tag::kWords * 128;
-
-// Bytes in front of a lane's word of B under a tap, and the lane's first.
-template <class Tag>
-__device__ __forceinline__ constexpr uint32_t WordBytes(int word) {
-  return word / Tag::kPieceWords * (Tag::kPieceWords * 128) + word % Tag::kPieceWords * 4;
-}
-template <class Tag>
-__device__ __forceinline__ constexpr uint32_t LaneBytes(int lane) {
-  return lane * (Tag::kPieceWords * 4);
-}
-
-// Begins to copy the groups' elements of 32 bits as FillFilter stores pairs: word `half` of step kk
-// and columns nb of lane 4 g + t is the gathered channel 8 kk + 4 half + t. A lane has a channel of
-// the result, a warp every kWarps-th (tap, gathered channel of the group).
-template <class Tag>
-__device__ __forceinline__ void CopyFilterElements(const Params& params, const TilePlace& tile,
-                                                   uint32_t to) {
-  const int in_tile = threadIdx.x % 32, in_block = in_tile % Tag::kBlock;
-  const int32_t channel = tile.first_channel + in_tile;
-  if (channel >= params.channels) return;
-  const int32_t taps = params.axis[0].taps * params.axis[1].taps * params.axis[2].taps;
-  const int32_t group_log2 = params.group_log2, in_group = (1 << group_log2) - 1;  // a mask
-  const float* filter = static_cast<const float*>(params.filter) +
-                        params.images_divmod.Div(tile.image) * params.filter_stride +
-                        (channel >> group_log2) * params.group_stride +
-                        (channel & in_group) * params.channel_stride;
-  const int g = in_block / (2 * Tag::kBlocksN) * 2 + in_block % 2;
-  const int nb = in_block / 2 % Tag::kBlocksN;
-  to += in_tile / Tag::kBlock * taps * kTapBytes<Tag> + LaneBytes<Tag>(4 * g);
-#pragma unroll 1
-  for (int32_t i = threadIdx.x / 32; i < taps << group_log2; i += kWarps) {
-    const int32_t tap = i >> group_log2, gathered = i & in_group;
-    const int32_t f = (in_block & ~in_group) + gathered;
-    const int word = (f / 8 * Tag::kBlocksN + nb) * 2 + f / 4 % 2;
-    CopyAsync<4>(to + tap * kTapBytes<Tag> + WordBytes<Tag>(word) + LaneBytes<Tag>(f % 4),
-                 filter + gathered * params.reduction_stride +
-                     (params.flip ? taps - 1 - tap : tap) * params.tap_stride,
-                 true);
-  }
-}
-
-// Waits for a filter of 32-bit elements and rounds it to TF32. By all threads.
-template <class Tag>
-__device__ __forceinline__ void FinishFilter(uint32_t filter, int32_t bytes) {
-  CopyAsyncCommit();
-  CopyAsyncWait<0>();
-  if constexpr (!Tag::kThreeTf32) {
-    __syncthreads();
-    for (int32_t i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
-      const uint4 chunk = LoadChunk(filter + i);
-      uint32_t word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-      RoundFragment<float>(word);
-      StoreChunk(filter + i, word);
-    }
-  }
-}
 
 // B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half`
 // of step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t,
@@ -140,7 +80,7 @@ __device__ __forceinline__ void FinishFilter(uint32_t filter, int32_t bytes) {
 // A lane has two neighbouring channels of the result; a warp has one or two of the group's pairs of
 // gathered channels, and of 2 to 8 channels a group every second to eighth tap.
 //
-// Of 32-bit elements CopyFilterElements takes its place.
+// Of 32-bit elements CopyFilterElements (filter_words.cuh) takes its place.
 template <class Tag>
 __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
@@ -163,7 +103,7 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
                     (channel >> group_log2) * params.group_stride +
                     (channel & in_group) * params.channel_stride;
   const int g = in_block / (2 * Tag::kBlocksN) * 2, nb = in_block / 2 % Tag::kBlocksN;
-  to += in_tile / Tag::kBlock * taps * kTapBytes<Tag> + nb / 2 * 512 + g * 64 + nb % 2 * 8;
+  to += in_tile / Tag::kBlock * taps * Tag::Filter::kTapBytes + nb / 2 * 512 + g * 64 + nb % 2 * 8;
 
   const int32_t all_pairs = 1 << (group_log2 - 1);
   const int32_t warps_log2 = min(group_log2 - 1, 3);  // of a tap
@@ -174,7 +114,7 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
     const int32_t f = (in_block & ~in_group) + 2 * pair;
     const T* source = filter + 2 * pair * params.reduction_stride +
                       (flip ? taps - 1 - first_tap : first_tap) * params.tap_stride;
-    uint32_t at = to + first_tap * kTapBytes<Tag> + f / 16 * (Tag::kBlocksN / 2 * 512) +
+    uint32_t at = to + first_tap * Tag::Filter::kTapBytes + f / 16 * (Tag::kBlocksN / 2 * 512) +
                   f / 8 % 2 * 4 + f % 8 / 2 * 16;
 #pragma unroll 1
     for (int32_t tap = first_tap; tap < taps; tap += kBatch * tap_step) {
@@ -195,22 +135,8 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
           StoreWord(at, pairs ? word[i][0] : lower);
           StoreWord(at + 64, pairs ? word[i][1] : upper);
         }
-        at += tap_step * kTapBytes<Tag>;
+        at += tap_step * Tag::Filter::kTapBytes;
       }
-    }
-  }
-}
-
-// The lane's words of B under a tap.
-template <class Tag>
-__device__ __forceinline__ void LoadFilter(uint32_t filter, uint32_t (&b)[Tag::kWords]) {
-  if constexpr (Tag::kPieceWords == 2) {
-    LoadPair(filter, &b[0], &b[1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < Tag::kWords; i += 4) {
-      const uint4 piece = LoadChunk(filter + WordBytes<Tag>(i));
-      b[i] = piece.x, b[i + 1] = piece.y, b[i + 2] = piece.z, b[i + 3] = piece.w;
     }
   }
 }
@@ -218,7 +144,7 @@ __device__ __forceinline__ void LoadFilter(uint32_t filter, uint32_t (&b)[Tag::k
 // AddTap of three TF32 products (common/split_tf32.cuh). words: the lane's of B.
 template <class Tag, int kBlocks>
 __device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
-                                            const uint32_t (&words)[Tag::kWords],
+                                            const uint32_t (&words)[Tag::Filter::kWords],
                                             const int32_t (&base)[Tag::kBlocksM],
                                             float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
   constexpr int kBlocksN = Tag::kBlocksN;
@@ -249,7 +175,7 @@ __device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
 #pragma unroll
           for (int i = 0; i < kBlocksN * 2; ++i) {
             of_b[i / 2][i % 2] =
-                LoadWord(filter + WordBytes<Tag>((first + step) * kBlocksN * 2 + i));
+                LoadWord(filter + Tag::Filter::OfWord((first + step) * kBlocksN * 2 + i));
           }
         });
       });
@@ -265,8 +191,8 @@ __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
                                        const int32_t (&base)[Tag::kBlocksM],
                                        float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
   using T = typename Tag::T;
-  uint32_t b[Tag::kWords];
-  LoadFilter<Tag>(filter, b);
+  uint32_t b[Tag::Filter::kWords];
+  Tag::Filter::Load(filter, b);
   if constexpr (Tag::kThreeTf32) {
     AddTapSplit<Tag, kBlocks>(box, filter, b, base, sums);
   } else {
@@ -310,14 +236,14 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
     for (; s + kUnrolled <= columns.taps; s += kUnrolled) {
 #pragma unroll
       for (int i = 0; i < kUnrolled; ++i) {
-        AddTap<Tag, kBlocks>(box + i * step, filter + i * kTapBytes<Tag>, base, sums);
+        AddTap<Tag, kBlocks>(box + i * step, filter + i * Tag::Filter::kTapBytes, base, sums);
       }
-      box += kUnrolled * step, filter += kUnrolled * kTapBytes<Tag>;
+      box += kUnrolled * step, filter += kUnrolled * Tag::Filter::kTapBytes;
     }
 #pragma unroll 1
     for (; s < columns.taps; ++s) {
       AddTap<Tag, kBlocks>(box, filter, base, sums);
-      box += step, filter += kTapBytes<Tag>;
+      box += step, filter += Tag::Filter::kTapBytes;
     }
     box += row_step;
   }
@@ -372,10 +298,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const Axis& rows = params.axis[1];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
   const int block = warp % Tag::kBlocks, strip = warp / Tag::kBlocks;
-  const int32_t bytes_of_depth = rows.taps * params.axis[2].taps * kTapBytes<Tag>;
+  const int32_t bytes_of_depth = rows.taps * params.axis[2].taps * Tag::Filter::kTapBytes;
   const int32_t bytes_of_block = params.axis[0].taps * bytes_of_depth;
   const uint32_t stages = SharedAddress(dynamic), filter = stages + 2 * params.stage_bytes;
-  const uint32_t filter_at = filter + block * bytes_of_block + LaneBytes<Tag>(lane);
+  const uint32_t filter_at = filter + block * bytes_of_block + Tag::Filter::OfLane(lane);
   const Tables tables(filter + Tag::kBlocks * bytes_of_block);
   const uint32_t box_of_lane = tables.boxes + (strip * 16 + lane % 16) * kPlaceBytes + 4;
   const int32_t chunk_bytes = block * Tag::kBlock * int{sizeof(T)} + lane / 16 * 16;
@@ -407,8 +333,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       // While the box is on its way.
       if (wanted != held) {
         if constexpr (sizeof(T) == 4) {
-          CopyFilterElements<Tag>(params, tile, filter);
-          FinishFilter<Tag>(filter, Tag::kBlocks * bytes_of_block);
+          // As of 16 bits, a lane has neighbouring channels of the result.
+          CopyFilterElements<typename Tag::Filter>(params, tile, filter, [](int c) {
+            return c / 2 % Tag::kBlocksN * 8 + c / (2 * Tag::kBlocksN) * 2 + c % 2;
+          });
+          CopyAsyncCommit();
+          CopyAsyncWait<0>();
+          if constexpr (!Tag::kThreeTf32) {
+            __syncthreads();
+            RoundFilter(filter, Tag::kBlocks * bytes_of_block);
+          }
         } else {
           FillFilter<Tag>(params, tile, filter);
         }

@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const uint32_t b = filter + b_row * kRunPixelBytes + ((b_chunk ^ (b_row & 7)) << 4);
   const bool odd_rows = (rows.pad & 1) != 0;
   const int odd_columns = columns.pad & 1;
-  CopyAsyncWait<0>();
-  __syncthreads();
+  held.Wait();
 
   uint32_t stage = 0, parity = 0;
   for (int32_t item = range.item; item < range.end; ++item) {

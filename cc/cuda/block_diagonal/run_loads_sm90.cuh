@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/block_diagonal/filter_words.cuh"
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/tile.cuh"
 #include "cuda/common/halo_box.cuh"
@@ -58,6 +59,12 @@ __device__ __forceinline__ void CopyGroups(const Params& params, const typename 
 template <class Tag>
 __device__ __forceinline__ void CopyFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
+  if constexpr (sizeof(typename Tag::T) == 4) {
+    // A lane of StoreMatrices has channels t and t + 4.
+    CopyFilterElements<typename Tag::Filter>(params, tile, to,
+                                             [](int c) { return c % 4 * 2 + c / 4; });
+    return;
+  }
   const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
                        params.images_divmod.Div(tile.image) * params.filter_stride;
   if (params.group >= 8) {
@@ -100,6 +107,15 @@ struct HeldFilter {
     CopyFilter<Tag>(params, tile, shared);
     CopyAsyncCommit();
   }
+  // Waits for the copies. By all threads.
+  __device__ __forceinline__ void Wait() {
+    CopyAsyncWait<0>();
+    __syncthreads();
+    if constexpr (Tag::kRounds) {
+      RoundFilter(shared, Tag::kFilterBytes);
+      __syncthreads();
+    }
+  }
   // Waits for a tile's where it is another. By all threads, when none reads the one before.
   __device__ __forceinline__ void Exchange(int32_t item) {
     const TilePlace tile(params, item, Tag::kChannels);
@@ -107,8 +123,7 @@ struct HeldFilter {
     if (wanted == held) return;
     CopyFilter<Tag>(params, tile, shared);
     CopyAsyncCommit();
-    CopyAsyncWait<0>();
-    __syncthreads();
+    Wait();
     held = wanted;
   }
 };

@@ -16,11 +16,13 @@
 namespace jaxconv::block_diagonal {
 
 // Boxes of the gathered tensor: of every `step`-th of its columns, from column `first` on.
+// `whole_f32`: float32 elements are not rounded to TF32.
 inline Status EncodeGathered(DType dtype, const Params& params, const void* gathered, int32_t step,
-                             int32_t first, CUtensorMap* map) {
+                             int32_t first, CUtensorMap* map, bool whole_f32 = false) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 4;
   const int64_t bytes = ByteWidth(dtype);
   tensor.address = static_cast<const char*>(gathered) + first * params.channels * bytes;
@@ -38,9 +40,10 @@ inline Status EncodeGathered(DType dtype, const Params& params, const void* gath
 
 // Tiles of the other tensor of so many rows and columns.
 inline Status EncodeWalked(DType dtype, const Params& params, const void* walked, int32_t rows,
-                           int32_t columns, CUtensorMap* map) {
+                           int32_t columns, CUtensorMap* map, bool whole_f32 = false) {
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 4;
   tensor.address = walked;
   tensor.extent[0] = params.channels;

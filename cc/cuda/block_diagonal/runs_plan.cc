@@ -24,6 +24,9 @@ constexpr double kIssueShare = 0.6, kSharedShare = 0.75, kMmaShare = 0.66;
 constexpr double kL2Rate = 1.28;
 // Instructions of a warp for an item beside the products and their operands, and for a row of results.
 constexpr double kItemInstructions = 120, kRowInstructions = 10;
+// Of three TF32 products: to split a fragment of A and of 8 columns of B (common/split_tf32.cuh), and to
+// add the four sums of a run to those of float32 where they are finite.
+constexpr double kSplitA = 12, kSplitB = 6, kPromoteInstructions = 10;
 // Cycles that an item waits at barriers and for its first operands, shared by the CTAs of an SM, where
 // wgrad has no barrier; and from the start to the first product and from the last one to the end, of fprop
 // and dgrad for each 16 channels of a block.
@@ -53,14 +56,22 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
 double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
                           const Gpu& gpu) {
   const auto rows = static_cast<double>(instance.run_rows);
-  const double steps = static_cast<double>(instance.block) / 16;
-  const double products = rows * 18 * steps;
+  const auto steps =
+      static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
+  // A warp has 32 bytes of the result's channels: two blocks of 8, of float32 one.
+  const double of_one = instance.three_tf32 ? 3 : 1;
+  const double products =
+      rows * 9 * steps * of_one * 4 / static_cast<double>(instance.element_bytes);
   const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + 3;
   const double operands =
       instance.wgrad() ? 3 * box_rows + rows * steps : steps * (3 * box_rows + 9);
   const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
+  const double split =
+      instance.three_tf32
+          ? steps * (3 * box_rows * kSplitA + 9 * kSplitB + 3 * rows * kPromoteInstructions)
+          : 0;
   const double issue =
-      (kItemInstructions + products + operands + stores * kRowInstructions) * kWarps / 4;
+      (kItemInstructions + products + operands + split + stores * kRowInstructions) * kWarps / 4;
   const double pixels = params.box_pixels + params.tile_pixels;
   const double shared = pixels + kWarps * 4 * (operands + stores);
   const double multiply = products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock;
@@ -142,7 +153,8 @@ Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Par
   if (problem.filter_layout != FilterLayout::kRsck) {
     return Status::Unimplemented("expected a filter stored as rsck");
   }
-  if (problem.op != Op::kWgrad && problem.output_dtype() == DType::kF32) {
+  if (problem.op != Op::kWgrad && instance.element_bytes == 2 &&
+      problem.output_dtype() == DType::kF32) {
     return Status::Unimplemented("stores 16-bit outputs, got float32");
   }
   const Axis& depth = params.axis[0];
@@ -199,7 +211,8 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
     beside *= static_cast<double>(instance.block) / 16;
     tiles = static_cast<double>(CeilDiv(params.items, launch->ctas) * resident);
   }
-  const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double bytes = static_cast<double>(instance.element_bytes) *
+                       static_cast<double>(problem.x_elements() + problem.y_elements());
   const double share = instance.wgrad()     ? kDramShareWgrad
                        : instance.phases    ? kDramSharePhases
                        : instance.strided() ? kDramShareStrided

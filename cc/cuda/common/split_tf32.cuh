@@ -124,6 +124,41 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
   return !finite;
 }
 
+// acc += A B of one run and 16 rows, of split words, where all sums are finite. Returns whether not.
+template <int kSteps, int kBlocksN>
+__device__ __forceinline__ bool MultiplySplit(const SplitWords<kSteps, 1, 4>& of_a,
+                                              const SplitWords<kSteps, kBlocksN, 2>& of_b,
+                                              float (&acc)[kBlocksN][4]) {
+  // Small products first. Passes over the columns: instructions with one accumulator lie apart.
+  float sums[kBlocksN][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      const uint32_t (&big_b)[2] = of_b.big[step][j];
+      if (step == 0) {
+        Multiply<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
+      } else {
+        MultiplyAdd<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      const uint32_t (&small_b)[2] = of_b.small[step][j];
+      MultiplyAdd<float>(sums[j], of_a.big[step][0], small_b[0], small_b[1]);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      const uint32_t (&big_b)[2] = of_b.big[step][j];
+      MultiplyAdd<float>(sums[j], of_a.big[step][0], big_b[0], big_b[1]);
+    }
+  }
+  return PromoteFinite(sums, acc);
+}
+
 // acc += A B of one run, of a warp's fragments as mma.cuh has them: block by block of 16 rows, the
 // sums of one promoted while the next is multiplied.
 //     b               the words of B, for 8 columns two
@@ -137,7 +172,6 @@ __device__ __forceinline__ uint32_t MultiplySplitRun(const uint32_t (&b)[kSteps]
                                                      uint32_t (&a)[kSteps][4],
                                                      float (&acc)[kBlocksM][kBlocksN][4],
                                                      ReadA read_a, Beside beside) {
-  static_assert(kSteps <= kSplitRunSteps);
   SplitWords<kSteps, kBlocksN, 2> of_b;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -152,34 +186,7 @@ __device__ __forceinline__ uint32_t MultiplySplitRun(const uint32_t (&b)[kSteps]
     for (int step = 0; step < kSteps; ++step) of_a.template Split<false>(step, 0, a[step]);
     if constexpr (i + 1 < kBlocksM) read_a(i + 1, a);
     beside(block);
-    // Small products first. Passes over the columns: instructions with one accumulator lie apart.
-    float sums[kBlocksN][4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const uint32_t (&big_b)[2] = of_b.big[step][j];
-        if (step == 0) {
-          Multiply<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
-        } else {
-          MultiplyAdd<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const uint32_t (&small_b)[2] = of_b.small[step][j];
-        MultiplyAdd<float>(sums[j], of_a.big[step][0], small_b[0], small_b[1]);
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const uint32_t (&big_b)[2] = of_b.big[step][j];
-        MultiplyAdd<float>(sums[j], of_a.big[step][0], big_b[0], big_b[1]);
-      }
-    }
-    left |= uint32_t{PromoteFinite(sums, acc[i])} << i;
+    left |= uint32_t{MultiplySplit(of_a, of_b, acc[i])} << i;
   });
   return left;
 }
