@@ -63,15 +63,19 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
   const double products =
       rows * 9 * steps * of_one * 4 / static_cast<double>(instance.element_bytes);
   const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + 3;
-  const double operands =
-      instance.wgrad() ? 3 * box_rows + rows * steps : steps * (3 * box_rows + 9);
+  // Reads of operands, of four wavefronts; wgrad's of float32 are two instructions of two.
+  const double operands = instance.wgrad()
+                              ? 3 * box_rows + rows * static_cast<double>(instance.block) / 16
+                              : steps * (3 * box_rows + 9);
+  const double reads = instance.wgrad() && instance.element_bytes == 4 ? 2 : 1;
   const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
   const double split =
       instance.three_tf32
           ? steps * (3 * box_rows * kSplitA + 9 * kSplitB + 3 * rows * kPromoteInstructions)
           : 0;
   const double issue =
-      (kItemInstructions + products + operands + split + stores * kRowInstructions) * kWarps / 4;
+      (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
+      kWarps / 4;
   const double pixels = params.box_pixels + params.tile_pixels;
   const double shared = pixels + kWarps * 4 * (operands + stores);
   const double multiply = products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock;

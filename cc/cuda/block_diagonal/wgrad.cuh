@@ -268,6 +268,37 @@ __device__ __forceinline__ uint32_t ColumnBytes(int32_t k) {
   return k / 8 % Tag::kBlocksN * 512 + k % 8 / 2 * 16 + k % 2 * 4;
 }
 
+// Adds the other strips' sums to the first's, in order, and leaves them in shared memory, [warp of
+// the strip][tap][n][lane][4].
+template <class Tag, class Barrier>
+__device__ __forceinline__ void AddStrips(
+    float (&sums)[Tag::kRows * Tag::kColumns][Tag::kBlocksN][4], uint32_t shared, int strip,
+    int warp_of_strip, const Barrier& barrier) {
+  constexpr int kBlocksN = Tag::kBlocksN, kSums = Tag::kRows * Tag::kColumns * kBlocksN;
+  shared += (warp_of_strip * kSums * 32 + threadIdx.x % 32) * 16;
+#pragma unroll 1
+  for (int other_strip = 1; other_strip < Tag::kStrips; ++other_strip) {
+    if (strip == other_strip) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        StoreShared(shared + i * 512, sums[i / kBlocksN][i % kBlocksN]);
+      }
+    }
+    barrier();
+    if (strip == 0) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        float other[4], (&total)[4] = sums[i / kBlocksN][i % kBlocksN];
+        LoadShared<0>(shared + i * 512, other);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[e] += other[e];
+        if (other_strip + 1 == Tag::kStrips) StoreShared(shared + i * 512, total);
+      }
+    }
+    barrier();
+  }
+}
+
 // Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has the neighbouring
 // channels k of 4 bytes of a pixel, a warp every kWarps-th (tap, channel c of their group).
 template <class Tag>
@@ -390,31 +421,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     __syncthreads();
   }
 
-  // The other strips' sums, [warp of the strip][tap][n][lane][4], are added to the first's there.
   CopyAsyncWait<0>();
-  constexpr int kSums = kRows * kColumns * kBlocksN;
-  const uint32_t exchange = stages + (sixteen * kSums * 32 + lane) * 16;
-#pragma unroll 1
-  for (int other_strip = 1; other_strip < Tag::kStrips; ++other_strip) {
-    if (strip == other_strip) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        StoreShared(exchange + i * 512, sums[i / kBlocksN][i % kBlocksN]);
-      }
-    }
-    __syncthreads();
-    if (strip == 0) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        float other[4], (&total)[4] = sums[i / kBlocksN][i % kBlocksN];
-        LoadShared<0>(exchange + i * 512, other);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) total[e] += other[e];
-        if (other_strip + 1 == Tag::kStrips) StoreShared(exchange + i * 512, total);
-      }
-    }
-    __syncthreads();
-  }
+  AddStrips<Tag>(sums, stages, strip, sixteen, [] { __syncthreads(); });
   StoreSums<Tag>(params, stages, slice, filter, channel_tile * Tag::kChannels, step, first_tap);
 }
 
