@@ -69,10 +69,10 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
                               : steps * (3 * box_rows + 9);
   const double reads = instance.wgrad() && instance.element_bytes == 4 ? 2 : 1;
   const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
-  const double split =
-      instance.three_tf32
-          ? steps * (3 * box_rows * kSplitA + 9 * kSplitB + 3 * rows * kPromoteInstructions)
-          : 0;
+  const double split = instance.three_tf32
+                           ? steps * (3 * box_rows * kSplitA + 9 * kSplitB +
+                                      (instance.phases ? 6 : 3) * rows * kPromoteInstructions)
+                           : 0;
   const double issue =
       (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
       kWarps / 4;

@@ -147,6 +147,20 @@ __device__ __forceinline__ uint32_t AddColumnSplit(uint32_t box, int32_t row_byt
   return left;
 }
 
+// Puts a row of sums in the place of the first where `take`, and then the first behind the others:
+// once each, all are in order again. A variable index would put them into local memory.
+template <int kRows>
+__device__ __forceinline__ void TakeTurn(bool take, const float (&row)[4],
+                                         float (&sums)[kRows][1][4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float value = take ? row[e] : sums[0][0][e];
+#pragma unroll
+    for (int i = 0; i + 1 < kRows; ++i) sums[i][0][e] = sums[i + 1][0][e];
+    sums[kRows - 1][0][e] = value;
+  }
+}
+
 // Computes the rows of `left` again, with operands of any value. under(s): as `box` of AddColumn,
 // under column tap s. filter: the lane's words of the tap (0, 0).
 template <class Tag, class Under>
@@ -165,14 +179,23 @@ __device__ __forceinline__ void AddWithCare(uint32_t left, const Under& under, i
         LoadPair(taps + r * 3 * Tag::kTapBytes, &b[0][0], &b[0][1]);
       });
     }
-    // The rows take turns at index 0: a variable index would put them into local memory.
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float value = (left >> row & 1) != 0 ? sum[0][0][e] : sums[0][0][e];
-#pragma unroll
-      for (int i = 0; i + 1 < Tag::kRows; ++i) sums[i][0][e] = sums[i + 1][0][e];
-      sums[Tag::kRows - 1][0][e] = value;
-    }
+    TakeTurn(left >> row & 1, sum[0][0], sums);
+  }
+}
+
+// Stores a row of 16 runs' results. to: of the lane's run and chunk, as StoreMatrices has them. Of
+// float32 columns 2 t and 2 t + 1 are channels t and t + 4 (run_loads_sm90.cuh).
+template <class Tag>
+__device__ __forceinline__ void StoreRun(uint32_t to, const float (&sums)[Tag::kBlocksN][4]) {
+  const float (&first)[4] = sums[0];
+  if constexpr (Tag::kElements) {
+    StoreMatrices(to, __float_as_uint(first[0]), __float_as_uint(first[2]),
+                  __float_as_uint(first[1]), __float_as_uint(first[3]));
+  } else {
+    using T = typename Tag::T;
+    const float (&second)[4] = sums[1];
+    StoreMatrices(to, PackPair<T>(first[0], first[1]), PackPair<T>(first[2], first[3]),
+                  PackPair<T>(second[0], second[1]), PackPair<T>(second[2], second[3]));
   }
 }
 
@@ -182,7 +205,6 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                const __grid_constant__ CUtensorMap gathered_map,
                const __grid_constant__ CUtensorMap second_map,
                const __grid_constant__ CUtensorMap out_map) {
-  using T = typename Tag::T;
   constexpr int kRows = Tag::kRows, kStride = Tag::kStride;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
@@ -285,17 +307,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     int32_t pixel = ComputedHere(out_pixel);
 #pragma unroll
     for (int y = 0; y < kRows; ++y, pixel += out_step) {
-      const uint32_t to = box + pixel * kRunPixelBytes + ((out_chunk ^ (pixel & 7)) << 4);
-      const float (&first)[4] = sums[y][0];
-      if constexpr (Tag::kElements) {
-        // Columns 2 t and 2 t + 1 are channels t and t + 4 (run_loads_sm90.cuh).
-        StoreMatrices(to, __float_as_uint(first[0]), __float_as_uint(first[2]),
-                      __float_as_uint(first[1]), __float_as_uint(first[3]));
-      } else {
-        const float (&second)[4] = sums[y][1];
-        StoreMatrices(to, PackPair<T>(first[0], first[1]), PackPair<T>(first[2], first[3]),
-                      PackPair<T>(second[0], second[1]), PackPair<T>(second[2], second[3]));
-      }
+      StoreRun<Tag>(box + pixel * kRunPixelBytes + ((out_chunk ^ (pixel & 7)) << 4), sums[y]);
     }
     FenceForCopies();
     __syncthreads();
