@@ -1,7 +1,7 @@
-// block_diagonal, fprop and dgrad: groups of 2 to 32 channels on the tensor cores (sm_80), 16-bit
-// operands.
+// block_diagonal, fprop and dgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands
+// of 16 bits or float32.
 //
-// The groups of kBlock = 16 or 32 neighbouring channels are one product whose filter is
+// The groups of kBlock (16 or 32) neighbouring channels are one product whose filter is
 // block-diagonal:
 //
 //     out[pixel, 16 channels] += sum over taps of gathered[pixel under the tap, 16 channels] F[tap]
@@ -25,6 +25,11 @@
 // B's columns are permuted so that a lane ends with kBlock / 4 neighbouring channels of a pixel.
 // Of a tap and 16 positions x 16 channels: 4 wavefronts of ldmatrix, 2 products, and 4 / kBlocksM
 // wavefronts of B. 3x3, 28 x 8 positions: 2 x 43 KB of boxes, 18 KB of B, two CTAs an SM.
+//
+// float32: a tile has 32 channels, as many bytes, a block 8, 16 or 32 and a product 8 of the gathered
+// ones. B is copied element by element and rounded to TF32 where it lies, A in registers; or both are
+// split there (three TF32 products, common/split_tf32.cuh), a run of the reduction being up to 16
+// gathered channels under one tap.
 //
 // The next item's box is copied while this one is multiplied; two barriers an item.
 //

@@ -1,20 +1,21 @@
-// block_diagonal, fprop of 3x3 filters with stride 2 (sm_90a): the products of gather.cuh, of
-// pixels that are read from shared memory once for the filter rows that meet them.
+// block_diagonal, fprop of 3x3 filters with stride 2, of float32 fprop and dgrad of stride 1 as well
+// (sm_90a): the products of gather.cuh, of pixels that are read from shared memory once for the
+// filter rows that meet them.
 //
 // A run is one column of kRows output rows. A row of operand A is a run: under column tap s and at
 // row y of the box, 16 runs are one ldmatrix, the same pixels for the filter rows 0 and 2, or for
-// row 1 alone:
+// row 1 alone; of stride 1 for all three:
 //
 //     for s:  B of (0, s), (1, s), (2, s)                      3 kSteps ldmatrix
-//       for y = 0 ... 2 kRows:  A of row y                     kSteps ldmatrix
-//         for r with y - r even:  out[(y - r) / 2] += A B(r, s)    2 kSteps products each
+//       for y = 0 ... kStride (kRows - 1) + 2:  A of row y     kSteps ldmatrix
+//         for r with kStride | y - r:  out[(y - r) / kStride] += A B(r, s)    2 kSteps products each
 //
 // Tile: 32 runs, of neighbouring columns, groups of kRows rows, and images; 64 channels. Warp w has
 // 16 of the runs and 16 channels of the result, 8 kRows sums a lane.
 //
 //     stage 0: box | stage 1: box | filter [tap][row of the block][64 channels] | barriers
 //
-// The columns of even and of odd index are two boxes, so that the pixels of neighbouring runs are
+// Of stride 2 the columns of even and of odd index are two boxes, so that the pixels of neighbouring runs are
 // neighbours.
 //
 // Boxes come by TMA, which fills in the zeros of the padding, rows of 128 bytes with its swizzle. A
@@ -27,10 +28,15 @@
 // The filter lies as in memory, a tap's rows of channels, rows of other groups zero: ldmatrix.trans
 // gives B. Sums of a lane: see ptx/mma.cuh.
 //
+// float32: 32 channels, of which a warp has 8 of the result: one block of columns instead of two.
+// The filter lies as words of B (filter_words.cuh). TMA rounds the boxes to TF32. Of three TF32
+// products (common/split_tf32.cuh) a run of the reduction is the three taps of a filter column, whose
+// split rows of A stay in registers for the output rows that they meet.
+//
 // Zeros of the filter meet the channels of other groups, see gather.cuh.
 //
-// Refused, with a reason (runs_plan.cc): other filters, strides, dilation, depth, float32 outputs,
-// filters stored as krsc; and what gather.cuh refuses.
+// Refused, with a reason (runs_plan.cc): other filters, strides, dilation, depth, float32 outputs of
+// 16-bit operands, filters stored as krsc; and what gather.cuh refuses.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_
 

@@ -1,4 +1,5 @@
-// block_diagonal, wgrad: groups of 2 to 32 channels on the tensor cores (sm_80), 16-bit operands.
+// block_diagonal, wgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands of 16 bits
+// or float32.
 //
 //     dw[tap][c, k] = sum over positions of x[position under the tap, c] dy[position, k]
 //
@@ -14,8 +15,12 @@
 // meets a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock
 // / 8 products.
 //
+// float32: a tile has 32 channels, so two warps have its channels c and every fourth 16 positions,
+// as two products. A and B are read by pairs of words (LoadElements) and rounded to TF32 in
+// registers, or split there: then a run of the reduction is 16 positions (common/split_tf32.cuh).
+//
 // A CTA has 64 channels and walks tiles slice, slice + slices, ...; two barriers a tile. At the end
-// the two warps of equal channels are added in order through shared memory, and the slices' sums by
+// the warps of equal channels are added in order through shared memory, and the slices' sums by
 // common/splitk_reduce.cuh: the same bits in every run. Filters of other sizes take kColumns taps
 // of a filter row at a time, each part by CTAs of its own.
 //

@@ -14,6 +14,9 @@
 //
 //     stages 0, 1, 2: dy box | x box | 8 pixels of zeros || a pixel of zeros | barriers
 //
+// float32: a tile has 32 channels, two warps of 16, and a warp 8 of the runs; x and dy are read by
+// pairs of words (wgrad.cuh, LoadElements), which TMA has rounded to TF32.
+//
 // Runs that do not exist read zeros of both tensors, and rows that do not exist take no part, so
 // that no Inf of x meets a zero: a tile whose rows are fewer takes them one by one.
 //
