@@ -25,13 +25,14 @@ inline constexpr int kPositions = kThreads, kPlaceBytes = 8;
 inline constexpr int kRunPixelBytes = kTileBytes, kTileRuns = 32, kRunGuardPixels = 8;
 inline constexpr int kRunStages = 3, kRunThreads = kThreads + 128;
 
-// rows_sm90.cuh: pairs of warpgroups, channels of a warpgroup, threads of the pairs and of a
+// rows_sm90.cuh: pairs of warpgroups, bytes of a warpgroup's channels of a pixel, threads of the pairs and of a
 // producer for each, pixels of a product, bytes of a row of pixels and of a warpgroup's two rows of
 // results, and places of filter rows.
-inline constexpr int kRowPairs = 2, kRowChannels = 32, kRowThreads = kRowPairs * (256 + 32);
+inline constexpr int kRowPairs = 2, kRowBytes = kTileBytes / 2,
+                     kRowThreads = kRowPairs * (256 + 32);
 inline constexpr int kRowPixels = 64;
 inline constexpr int kRowStageBytes = (kRowPixels + 8) * kRunPixelBytes;
-inline constexpr int kRowStagingBytes = 2 * kRowPixels * kRowChannels * 2, kRowTaps = 5;
+inline constexpr int kRowStagingBytes = 2 * kRowPixels * kRowBytes, kRowTaps = 5;
 
 struct Params : HaloParams {
   int32_t group = 1;  // channels of a group, of x and of y: a power of 2

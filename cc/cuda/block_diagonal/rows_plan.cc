@@ -21,15 +21,18 @@ constexpr double kDramShare = 0.77, kWgmmaShare = 0.85;
 constexpr double kRowCycles = 500, kStartCycles = 2500;
 
 int64_t SharedBytes(const Instance& instance) {
-  const int64_t filter = instance.channels() * instance.block * 2 * 3 * kRowTaps;
+  const int64_t filter = kTileBytes * instance.block * 3 * kRowTaps;
   return kRowPairs * (instance.stages * (kRowStageBytes + 2 * 8) + 2 * kRowStagingBytes) + filter;
 }
 
-// Cycles of the tensor cores for a row of 64 pixels and 64 channels: A of an instruction costs 16,
-// its B a fourth of its columns, its products half of them.
+// Cycles of the tensor cores for a row of 64 pixels and all channels of a tile: A of an instruction
+// costs 16, its B a fourth of its columns, its products half of them.
 double CyclesOfRow(const Instance& instance) {
-  const auto columns = static_cast<double>(3 * instance.block);
-  const auto products = static_cast<double>(3 * instance.channels() / 16);
+  const int64_t owned = kRowBytes / instance.element_bytes;
+  const auto filter_columns = std::min(instance.block, owned);
+  const auto columns = static_cast<double>(3 * filter_columns);
+  const auto products = static_cast<double>(3 * (instance.channels() / filter_columns) *
+                                            (instance.block / instance.step_channels()));
   return products * std::max(columns / 2, 16 + columns / 4);
 }
 
@@ -100,7 +103,8 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const double cycles =
       rows * std::max(static_cast<double>(ctas_of_sm * kRowPairs) * multiply / kWgmmaShare,
                       multiply / 2 + kRowCycles);
-  const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double bytes = static_cast<double>(instance.element_bytes) *
+                       static_cast<double>(problem.x_elements() + problem.y_elements());
   plan->microseconds =
       gpu.launch_us +
       kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us() +

@@ -59,9 +59,10 @@ inline Status EncodeWalked(DType dtype, const Params& params, const void* walked
 // rows.
 inline Status EncodeRows(DType dtype, const Params& params, const void* address, int32_t rows,
                          int32_t columns, int32_t box_channels, int32_t box_columns,
-                         CUtensorMap* map) {
+                         CUtensorMap* map, bool whole_f32 = false) {
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 4;
   tensor.address = address;
   tensor.extent[0] = params.channels;
