@@ -69,10 +69,16 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
                               : steps * (3 * box_rows + 9);
   const double reads = instance.wgrad() && instance.element_bytes == 4 ? 2 : 1;
   const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
-  const double split = instance.three_tf32
-                           ? steps * (3 * box_rows * kSplitA + 9 * kSplitB +
-                                      (instance.phases ? 6 : 3) * rows * kPromoteInstructions)
-                           : 0;
+  double split = 0;
+  if (instance.three_tf32 && instance.wgrad()) {
+    // Of 16 channels k dy's words are as many as a fragment of A; a run of products has two rows.
+    const double sixteens = static_cast<double>(instance.block) / 16;
+    split = (3 * box_rows + rows * sixteens) * kSplitA +
+            9 * std::ceil(rows / 2) * 2 * sixteens * kPromoteInstructions;
+  } else if (instance.three_tf32) {
+    split = steps * (3 * box_rows * kSplitA + 9 * kSplitB +
+                     (instance.phases ? 6 : 3) * rows * kPromoteInstructions);
+  }
   const double issue =
       (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
       kWarps / 4;

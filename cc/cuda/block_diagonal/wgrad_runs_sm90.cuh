@@ -36,7 +36,9 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
 #include "cuda/common/ring_sm90.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -44,14 +46,16 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kRunRows: output rows of a run.
-template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
+// kBlock: channels of a block. kRunRows: output rows of a run. kThreeTf32: of float32, three products
+// for one.
+template <Op kOp, DType kType_, int kBlock_, int kRunRows_, bool kThreeTf32_ = false>
 struct WgradRuns {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kRunRows = kRunRows_, kRows = 3, kColumns = 3;
+  static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr int kBlocksN = kBlock / 8;
   // Warps side by side, of 16 channels each. A product reduces 32 bytes of runs, and of 32-bit
   // elements a lane reads two (LoadElements).
@@ -76,17 +80,20 @@ struct RunPlace {
       LoadMatricesTransposed(x[s][0] + rows * x_step[0], words);
     }
   }
+  // dy, so many rows further on.
   template <int kBlocksN>
-  __device__ __forceinline__ void LoadWalked(uint32_t (&words)[kBlocksN][2]) const {
+  __device__ __forceinline__ void LoadWalked(int rows, uint32_t (&words)[kBlocksN][2]) const {
 #pragma unroll
     for (int nb = 0; nb < kBlocksN; nb += 2) {
       if constexpr (kReads == 2) {
         uint32_t both[4];
-        LoadElements(y[0] ^ nb * 32, y[1] ^ nb * 32, both);
+        LoadElements((y[0] ^ nb * 32) + rows * y_step[0], (y[1] ^ nb * 32) + rows * y_step[1],
+                     both);
         words[nb][0] = both[0], words[nb + 1][0] = both[1];
         words[nb][1] = both[2], words[nb + 1][1] = both[3];
       } else {
-        LoadMatricesTransposed(y[0] ^ nb * 16, reinterpret_cast<uint32_t (&)[4]>(words[nb]));
+        LoadMatricesTransposed((y[0] ^ nb * 16) + rows * y_step[0],
+                               reinterpret_cast<uint32_t (&)[4]>(words[nb]));
       }
     }
   }
@@ -108,7 +115,7 @@ __device__ __forceinline__ void AddRuns(RunPlace<Tag::kReads> at,
   uint32_t walked[3][Tag::kBlocksN][2];
 #pragma unroll
   for (int y = 0; y < kRows + 2; ++y) {
-    if (y < kRows) at.LoadWalked(walked[y % 3]);
+    if (y < kRows) at.LoadWalked(0, walked[y % 3]);
     at.NextOfY();
 #pragma unroll
     for (int s = 0; s < 3; ++s) {
@@ -134,7 +141,7 @@ __device__ __forceinline__ void AddRows(RunPlace<Tag::kReads> at, int32_t rows,
 #pragma unroll 1
   for (; rows > 0; --rows) {
     uint32_t walked[Tag::kBlocksN][2];
-    at.LoadWalked(walked);
+    at.LoadWalked(0, walked);
     at.NextOfY();
 #pragma unroll
     for (int s = 0; s < 3; ++s) {
@@ -150,6 +157,92 @@ __device__ __forceinline__ void AddRows(RunPlace<Tag::kReads> at, int32_t rows,
       at.NextOfX(s);
     }
   }
+}
+
+// Adds the products of one row and of the taps of `taps`, a bit each, with operands of any value, as
+// three TF32 products (common/split_tf32.cuh).
+template <class Tag>
+__device__ __forceinline__ void AddRowWithCare(const RunPlace<Tag::kReads>& at, int32_t row,
+                                               uint32_t taps, float (&sums)[9][Tag::kBlocksN][4]) {
+  Unroll<9>([&](auto constant) {
+    constexpr int tap = decltype(constant)::value;
+    if (!__any_sync(0xffffffff, taps >> tap & 1)) return;
+    auto& of_tap = reinterpret_cast<float (&)[1][Tag::kBlocksN][4]>(sums[tap]);
+    PromoteWithCare<1>(taps >> tap & 1, of_tap, [&](int, auto& x, auto& walked) {
+      at.LoadGathered(tap % 3, row + tap / 3, x[0]);
+      at.LoadWalked(row, walked);
+    });
+  });
+}
+
+// AddRuns of three TF32 products. A run of the reduction is two rows of dy under one tap, whose split
+// words stay in registers with those of the last two rows of x: 48 and 32 beside the sums.
+template <class Tag>
+__device__ __forceinline__ void AddRunsSplit(const RunPlace<Tag::kReads>& at,
+                                             float (&sums)[9][Tag::kBlocksN][4]) {
+  constexpr int kRows = Tag::kRunRows, kBlocksN = Tag::kBlocksN;
+  static_assert((kRows + 1) / 2 * 9 <= 64);
+  uint64_t left = 0;                     // of each pair of rows nine taps
+  SplitWords<1, kBlocksN, 2> walked[4];  // of row y at y % 4
+  SplitWords<1, 1, 4> x[2][3];           // of row y at y % 2
+#pragma unroll
+  for (int y = 0; y < kRows + 2; ++y) {
+    if (y < kRows) {
+      uint32_t words[kBlocksN][2];
+      at.LoadWalked(y, words);
+#pragma unroll
+      for (int nb = 0; nb < kBlocksN; ++nb) walked[y % 4].template Split<false>(0, nb, words[nb]);
+    }
+#pragma unroll
+    for (int s = 0; s < 3; ++s) {
+      uint32_t words[4];
+      at.LoadGathered(s, y, words);
+      x[y % 2][s].template Split<false>(0, 0, words);
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        const int row = y - r, tap = r * 3 + s;
+        if (row < 0 || row >= kRows) continue;
+        bool not_finite = false;
+        if (row % 2 == 1) {
+          const SplitWords<2, 1, 4> both_x(x[(y + 1) % 2][s], x[y % 2][s]);
+          const SplitWords<2, kBlocksN, 2> both_walked(walked[(row + 3) % 4], walked[row % 4]);
+          not_finite = MultiplySplit(both_x, both_walked, sums[tap]);
+        } else if (row + 1 == kRows) {
+          not_finite = MultiplySplit(x[y % 2][s], walked[row % 4], sums[tap]);
+        } else {
+          continue;
+        }
+        left |= uint64_t{not_finite} << (row / 2 * 9 + tap);
+      }
+    }
+  }
+  if (__any_sync(0xffffffff, left != 0)) {
+#pragma unroll 1
+    for (int row = 0; row < kRows; ++row) {
+      AddRowWithCare<Tag>(at, row, static_cast<uint32_t>(left >> (row / 2 * 9)) & 0x1ff, sums);
+    }
+  }
+}
+
+// The same of one row alone.
+template <class Tag>
+__device__ __forceinline__ void AddRowSplit(const RunPlace<Tag::kReads>& at, int32_t row,
+                                            float (&sums)[9][Tag::kBlocksN][4]) {
+  constexpr int kBlocksN = Tag::kBlocksN;
+  uint32_t words[kBlocksN][2], left = 0;
+  SplitWords<1, kBlocksN, 2> walked;
+  at.LoadWalked(row, words);
+#pragma unroll
+  for (int nb = 0; nb < kBlocksN; ++nb) walked.template Split<false>(0, nb, words[nb]);
+#pragma unroll
+  for (int tap = 0; tap < 9; ++tap) {
+    uint32_t of_x[4];
+    SplitWords<1, 1, 4> x;
+    at.LoadGathered(tap % 3, row + tap / 3, of_x);
+    x.template Split<false>(0, 0, of_x);
+    left |= uint32_t{MultiplySplit(x, walked, sums[tap])} << tap;
+  }
+  if (__any_sync(0xffffffff, left != 0)) AddRowWithCare<Tag>(at, row, left, sums);
 }
 
 template <class Tag>
@@ -268,7 +361,14 @@ __global__ void __launch_bounds__(kRunThreads, 1)
       BarrierWait(full + stage.slot * 8, stage.parity);
       // Tiles of several groups of rows have all of them.
       const int32_t rows_left = rows.out - tile.row;
-      if (rows_left >= Tag::kRunRows) {
+      if constexpr (Tag::kThreeTf32) {
+        if (rows_left >= Tag::kRunRows) {
+          AddRunsSplit<Tag>(place, sums);
+        } else {
+#pragma unroll 1
+          for (int32_t row = 0; row < rows_left; ++row) AddRowSplit<Tag>(place, row, sums);
+        }
+      } else if (rows_left >= Tag::kRunRows) {
         AddRuns<Tag>(place, sums);
       } else {
         AddRows<Tag>(place, rows_left, sums);
@@ -283,19 +383,20 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   StoreSums<Tag>(params, stages, slice, filter, first_channel, Step(), /*first_tap=*/0);
 }
 
-template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
+template <Op kOp, DType kType_, int kBlock_, int kRunRows_, bool kThreeTf32_>
 template <class Tag>
-Status WgradRuns<kOp, kType_, kBlock_, kRunRows_>::Launch(const Plan& plan,
-                                                          const Operands& operands, void* stream) {
+Status WgradRuns<kOp, kType_, kBlock_, kRunRows_, kThreeTf32_>::Launch(const Plan& plan,
+                                                                       const Operands& operands,
+                                                                       void* stream) {
   const auto& launch = plan.As<LaunchParams>();
   Params params = launch.kernel;
   params.out = operands.workspace;
   BindEpilogue(operands, &params.epilogue);
   CUtensorMap gathered, walked;
   JAXCONV_RETURN_IF_ERROR(
-      EncodeGathered(kType_, params, operands.lhs, /*step=*/1, /*first=*/0, &gathered));
+      EncodeGathered(kType_, params, operands.lhs, /*step=*/1, /*first=*/0, &gathered, kThreeTf32));
   JAXCONV_RETURN_IF_ERROR(EncodeWalked(kType_, params, operands.rhs, params.axis[1].tile,
-                                       params.walked_columns, &walked));
+                                       params.walked_columns, &walked, kThreeTf32));
   JAXCONV_RETURN_IF_ERROR(jaxconv::Launch<WgradRunsKernel<Tag>>(
       plan.kernel->name, RunConfig(launch, kRunThreads, /*overlaps=*/false), stream, params,
       gathered, walked));

@@ -93,6 +93,24 @@ template <int kSteps, int kBlocks, int kWords>
 struct SplitWords {
   uint32_t big[kSteps][kBlocks][kWords], small[kSteps][kBlocks][kWords];
 
+  SplitWords() = default;
+  // The steps of two runs, one behind the other.
+  __device__ __forceinline__ SplitWords(const SplitWords<kSteps / 2, kBlocks, kWords>& first,
+                                        const SplitWords<kSteps / 2, kBlocks, kWords>& second) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto& from = step < kSteps / 2 ? first : second;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          big[step][block][word] = from.big[step % (kSteps / 2)][block][word];
+          small[step][block][word] = from.small[step % (kSteps / 2)][block][word];
+        }
+      }
+    }
+  }
+
   template <bool kCare>
   __device__ __forceinline__ void Split(int step, int block, const uint32_t (&words)[kWords]) {
 #pragma unroll
