@@ -97,8 +97,15 @@ DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
 )
 
-# A tile has 64 channels: tails, and groups of 4 and 16, of 32 where a block has as many.
+# A tile has 64 channels, of float32 32: tails, and groups of 4 and 16, of 8 and 32 where a block
+# has as many.
 BLOCK_DIAGONAL = {
+    8: [
+        problem("3x3", (9, 19), 3, c=72, k=72, groups=18, padding=1),
+        problem(
+            "strided", (9, 8), (3, 3), c=80, k=80, groups=10, padding=((0, 2), (1, 1)), stride=2
+        ),
+    ],
     16: [
         problem("3x3", (9, 19), 3, c=72, k=72, groups=18, padding=1),
         problem(
@@ -400,15 +407,20 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
 
 
 def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
-    op, _, _, _, block, form = instance.split("_", 5)
-    if form == "stride2":
-        yield from ((p, "") for p in BLOCK_DIAGONAL_STRIDED)
-        return
-    if form in ("7rows", "rows"):
-        for p in BLOCK_DIAGONAL_RUNS + (BLOCK_DIAGONAL_ROWS if form == "rows" else []):
+    op, _, _, _, block, form = instance.removesuffix("_3xtf32").split("_", 5)
+    of_form = {
+        "stride2": BLOCK_DIAGONAL_STRIDED,
+        "7rows": BLOCK_DIAGONAL_RUNS,
+        "rows": BLOCK_DIAGONAL_RUNS + BLOCK_DIAGONAL_ROWS,
+    }
+    if form in of_form:
+        for p in of_form[form]:
             # A block of 16 channels has no groups of 32.
             if p.c // p.groups <= int(block.removesuffix("ch")):
                 yield p, ""
+    if form == "stride2":
+        return
+    if form in of_form:
         if block == "32ch":
             yield BLOCK_DIAGONAL[32][0], ""
         if form == "7rows":

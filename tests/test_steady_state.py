@@ -285,7 +285,7 @@ def depthwise_problems(each: Instance) -> list[Problem]:
 
 def block_diagonal_problems(each: Instance) -> list[Problem]:
     """Five tiles of 64 channels, and maps of at least six tiles of 256 positions."""
-    block, form = each.variant.split("ch_")
+    block, form = each.variant.removesuffix("_3xtf32").split("ch_")
     make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
     problems = []
     if form == "rows":
