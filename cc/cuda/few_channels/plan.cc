@@ -55,6 +55,7 @@ struct Tiling {
   int64_t grid_y = 1;
   int64_t halo_elements = 0;  // that a tile copies
   int64_t width = 2;          // bytes of an element
+  int conflicts = 1;          // float32: loads that one of a fragment's words becomes
   bool three_tf32 = false;
 };
 
@@ -90,8 +91,8 @@ int32_t BlocksOfFetch(int64_t k_blocks, const Params& params) {
   return static_cast<int32_t>(CeilDiv(k_blocks, CeilDiv(params.halo_pairs, kPairsOfFetch)));
 }
 
-// The loads that a warp's load of words becomes: `lanes` lanes that lie `step` words apart, each with
-// `words` neighbouring words.
+// The loads that a warp's load of words becomes: `lanes` lanes that lie `step` words apart, each
+// with `words` neighbouring words.
 int BankConflicts(int64_t lanes, int64_t words, int64_t step) {
   std::array<std::set<int64_t>, 32> of_bank;
   size_t most = 0;
@@ -108,17 +109,18 @@ int BankConflicts(int64_t lanes, int64_t words, int64_t step) {
 
 // float32: how far apart the lanes' pixels are (SpreadPixel), among the pixels of two blocks of 16
 // in fprop, where those lie side by side, and of one in wgrad.
-int32_t Log2Spread(const Params& params, bool wgrad) {
+void SpreadPixels(bool wgrad, Tiling* tiling) {
+  Params& params = tiling->params;
   const int64_t window = int64_t{params.columns.stride} * params.c;
   const int32_t most = wgrad || params.log2_across > 0 ? 2 : 1;
-  int32_t best = 0;
-  int least = 32;
+  tiling->conflicts = 32;
   for (int32_t log2 = 0; log2 <= most; ++log2) {
-    const int conflicts = wgrad ? BankConflicts(4, 8, window << log2)
-                                : BankConflicts(8, 4, window << log2);
-    if (conflicts < least) least = conflicts, best = log2;
+    const int conflicts =
+        wgrad ? BankConflicts(4, 8, window << log2) : BankConflicts(8, 4, window << log2);
+    if (conflicts >= tiling->conflicts) continue;
+    tiling->conflicts = conflicts;
+    params.log2_spread = log2;
   }
-  return best;
 }
 
 // fprop and wgrad: the shape of a tile of 128 pixels that copies least in all.
@@ -155,7 +157,7 @@ Status ShapeTile(const ConvProblem& problem, bool by_chunks, Tiling* tiling) {
   // in a chunk.
   const bool words = tiling->width == 4;  // or pairs of 16-bit elements
   params.word_copies = words && !by_chunks;
-  if (words) params.log2_spread = Log2Spread(params, problem.op == Op::kWgrad);
+  if (words) SpreadPixels(problem.op == Op::kWgrad, tiling);
   const int64_t unit = (by_chunks ? 16 : 4) / tiling->width;
   const int64_t first = -params.columns.pad * problem.c;
   params.halo_lead = static_cast<int32_t>(first - FloorDiv(first, unit) * unit);
@@ -425,20 +427,21 @@ struct TileCycles {
   double work = 0, latency = 0;
 };
 
-// Those of float32, counted (docs/notes/few_channels.md), not fitted: 16 or 48 products of a warp for
-// a k-block and what is issued beside them; stores of 8 rows, 8 cycles each; copies as of 16-bit
-// elements, by their bytes.
+// Those of float32, counted (docs/notes/few_channels.md), not fitted: 16 or 48 products of each warp
+// for a k-block of 64 columns, and what is issued beside them, or the loads of its fragments; stores
+// of 8 rows, 8 cycles each; copies as of 16-bit elements, by their bytes.
 TileCycles CyclesOfFloatTile(const Instance& instance, const ConvProblem& problem,
                              const Tiling& tiling) {
   const Params& params = tiling.params;
   const auto elements = static_cast<double>(tiling.halo_elements);
   const double k_blocks = params.k_blocks;
   const double copies = (params.word_copies != 0 ? 0.5 : 0.12) * elements;
-  // A k-block of 64 columns takes the tensor cores 103 cycles, three products 309.
+  // The tensor cores take 103 cycles for them, 309 for three.
   const double products = tiling.three_tf32 ? 360 : 140;
   if (problem.op == Op::kFprop) {
     const double word_stores = params.k_vector != 0 ? 0 : 1000;
-    const double work = 900 + copies + products * k_blocks + word_stores;
+    const double loads = 4 * (8.0 * tiling.conflicts + 18);
+    const double work = 900 + copies + std::max(products, loads) * k_blocks + word_stores;
     return {1500, work, work + 2900 + 80 * k_blocks};
   }
   if (problem.op == Op::kDgrad) {
@@ -449,7 +452,10 @@ TileCycles CyclesOfFloatTile(const Instance& instance, const ConvProblem& proble
     const double work = 210 + 1.07 * lines + products / 22 * of_rows + 0.5 * outputs;
     return {8000, work, work + 4800 + 1500 * std::ceil(k_blocks / 4)};
   }
-  const double work = 1500 + copies + products / 10 * static_cast<double>(instance.extent);
+  // Of 16 rows 16 steps of 8 pixels: as many products as half a k-block each, and 4 loads by 2 warps.
+  const double loads = 8 * (tiling.conflicts + 1);
+  const double work = 1500 + copies +
+                      std::max(products / 10, loads) * static_cast<double>(instance.extent);
   return {5500, work, work + 2600};
 }
 
