@@ -207,9 +207,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         auto read_b = [&](int32_t k_block, uint32_t (&b)[kBlocksN][2]) {
 #pragma unroll
           for (int j = 0; j < kBlocksN; ++j) {
-            LoadPair(fragment_address +
-                         ((r * params.k_blocks + first + k_block) * kBlocksN + j) * 256,
-                     &b[j][0], &b[j][1]);
+            LoadPair(
+                fragment_address + ((r * params.k_blocks + first + k_block) * kBlocksN + j) * 256,
+                &b[j][0], &b[j][1]);
           }
         };
         if constexpr (Tag::kThreeTf32) {

@@ -191,8 +191,8 @@ __device__ __forceinline__ void StorePixels(const Params& params, const PixelTil
     const int64_t row = (int64_t{tile.image} * params.rows.out + p) * params.columns.out;
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
-      const int32_t q = tile.column + ColumnInTile<float>(params, first_block + i,
-                                                          upper * 8 + lane / 4);
+      const int32_t q =
+          tile.column + ColumnInTile<float>(params, first_block + i, upper * 8 + lane / 4);
       if (q >= params.columns.out) continue;
       float* const to = y + (row + q) * params.k + n;
 #pragma unroll
@@ -416,9 +416,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t column = ColumnInTile<T>(params, block, g);
     const int32_t at = row * params.rows.stride * params.pitch + params.halo_lead -
                        params.run_lead + column * params.columns.stride * params.c;
-    window[i] = halo_address + (sizeof(T) == 4 || at % 2 == 0
-                                    ? at * int32_t{sizeof(T)}
-                                    : params.copy_bytes + at * 2 - 2);
+    window[i] = halo_address + (sizeof(T) == 4 || at % 2 == 0 ? at * int32_t{sizeof(T)}
+                                                              : params.copy_bytes + at * 2 - 2);
   }
   const uint32_t half_block = (sizeof(T) == 2 ? 8 : SpreadPixel<3>(1, 0, params.log2_spread)) *
                               params.columns.stride * params.c * int32_t{sizeof(T)};

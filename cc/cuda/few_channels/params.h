@@ -55,7 +55,8 @@ struct Params {
   // columns of dx are complete.
   int32_t log2_across = 0;
   int32_t tile_rows = 8, tile_columns = 16;
-  // float32, fprop and wgrad: pixels of neighbouring lanes are 1 << log2_spread apart (SpreadPixel).
+  // float32, fprop and wgrad: pixels of neighbouring lanes are 1 << log2_spread apart
+  // (SpreadPixel).
   int32_t log2_spread = 0;
   // The halo tile: the part of the gathered tensor that a tile needs, in shared memory.
   int32_t halo_rows = 1;

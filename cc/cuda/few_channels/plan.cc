@@ -282,9 +282,8 @@ Status TileWgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   } else {
     JAXCONV_RETURN_IF_ERROR(SortHalo(problem, &params));
   }
-  tiling->shared_bytes =
-      2 * (int64_t{kTilePixels} * kTileChannels * width + params.halo_bytes) +
-      (as_in_x ? 0 : int64_t{params.halo_row_divmod.divisor} * 4);
+  tiling->shared_bytes = 2 * (int64_t{kTilePixels} * kTileChannels * width + params.halo_bytes) +
+                         (as_in_x ? 0 : int64_t{params.halo_row_divmod.divisor} * 4);
   const int64_t column_parts = CeilDiv(problem.k, kTileChannels);
   const int64_t row_parts = CeilDiv(rows, instance.extent);
   params.column_parts = FastDivmod(column_parts);
@@ -427,9 +426,9 @@ struct TileCycles {
   double work = 0, latency = 0;
 };
 
-// Those of float32, counted (docs/notes/few_channels.md), not fitted: 16 or 48 products of each warp
-// for a k-block of 64 columns, and what is issued beside them, or the loads of its fragments; stores
-// of 8 rows, 8 cycles each; copies as of 16-bit elements, by their bytes.
+// Those of float32, counted (docs/notes/few_channels.md), not fitted: 16 or 48 products of each
+// warp for a k-block of 64 columns, and what is issued beside them, or the loads of its fragments;
+// stores of 8 rows, 8 cycles each; copies as of 16-bit elements, by their bytes.
 TileCycles CyclesOfFloatTile(const Instance& instance, const ConvProblem& problem,
                              const Tiling& tiling) {
   const Params& params = tiling.params;
@@ -452,10 +451,10 @@ TileCycles CyclesOfFloatTile(const Instance& instance, const ConvProblem& proble
     const double work = 210 + 1.07 * lines + products / 22 * of_rows + 0.5 * outputs;
     return {8000, work, work + 4800 + 1500 * std::ceil(k_blocks / 4)};
   }
-  // Of 16 rows 16 steps of 8 pixels: as many products as half a k-block each, and 4 loads by 2 warps.
+  // Of 16 rows 16 steps of 8 pixels: as many products as half a k-block each, 4 loads by 2 warps.
   const double loads = 8 * (tiling.conflicts + 1);
-  const double work = 1500 + copies +
-                      std::max(products / 10, loads) * static_cast<double>(instance.extent);
+  const double work =
+      1500 + copies + std::max(products / 10, loads) * static_cast<double>(instance.extent);
   return {5500, work, work + 2600};
 }
 

@@ -18,9 +18,9 @@
 // different banks; dy's rows are stored in that order.
 //
 // Who waits for whom: dy of the next pixel tile arrives by cp.async, its halo too, or through
-// registers in parts between k-blocks; one barrier a tile. Where warps share the pixels of a tile (32 rows),
-// their sums are added in order in shared memory at the end. common/splitk_reduce.cuh adds the
-// slices, even a single one: sums leave the kernel as float32 only.
+// registers in parts between k-blocks; one barrier a tile. Where warps share the pixels of a tile
+// (32 rows), their sums are added in order in shared memory at the end. common/splitk_reduce.cuh
+// adds the slices, even a single one: sums leave the kernel as float32 only.
 //
 // Refuses: operands or results other than f16, bf16 or f32; groups; lhs_dilation; rank 3; K whose
 // rows are not multiples of 16 bytes; halo tiles beyond the shared memory.
