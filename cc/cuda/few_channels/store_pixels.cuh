@@ -137,11 +137,15 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
   for (int i = 0; i < kBlocksM; ++i) {
     const int32_t block = first_block + i;
     const int32_t p = RowOfBlock(params, tile, block);
-    const int32_t row_first = (tile.image * params.rows.out + p) * params.columns.out;
-    // A pixel's column in y, or -1 where there is none.
-    auto column_of = [&](int row) -> int32_t {
-      const int32_t q = tile.column + ColumnInTile<T>(params, block, row);
-      return p < params.rows.out && q < params.columns.out ? q : -1;
+    // Of 16-bit elements the block's first column, else the tile's.
+    const int32_t q_first = tile.column + (sizeof(T) == 2 ? ColumnInTile<T>(params, block, 0) : 0);
+    const int32_t first = (tile.image * params.rows.out + p) * params.columns.out + q_first;
+    // Pixels from there on, none where the tile ends below the image.
+    const int32_t pixels = p < params.rows.out ? params.columns.out - q_first : 0;
+    // Which pixel of the batch's images a row of the block is, or -1 where there is none.
+    auto pixel_of = [&](int row) -> int32_t {
+      const int32_t pixel = sizeof(T) == 2 ? row : ColumnInTile<T>(params, block, row);
+      return pixel < pixels ? first + pixel : -1;
     };
 #pragma unroll 1
     for (int c = 0; c < kBlocksN * 8; c += kColumns) {
@@ -160,9 +164,9 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
         const int32_t n = n_first + c + Rows::Column(lane);
         const bool inside = n < params.k;
         auto offset_of = [&](int v) -> int64_t {
-          const int32_t q = column_of(Rows::Row(lane, v));
-          if (!inside || q < 0) return -1;
-          return base + int64_t{row_first + q} * params.k + n;
+          const int32_t pixel = pixel_of(Rows::Row(lane, v));
+          if (!inside || pixel < 0) return -1;
+          return base + int64_t{pixel} * params.k + n;
         };
         const StagedVectors<T, Rows::kVectors, false, 1> vectors(epilogue, n, inside, offset_of);
         stage();
@@ -173,14 +177,13 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
         stage();
         const int32_t n = n_first + c + lane;
 #pragma unroll 1
-        for (int pixel = 0; pixel < 16 && n < params.k; ++pixel) {
-          const int32_t q = column_of(pixel);
-          if (q < 0) continue;
-          const int32_t row = row_first + q;
-          const int64_t at = base + int64_t{row} * params.k + n;
-          const float sum = __uint_as_float(LoadWord(rows.Quad(pixel, lane / 4) + lane % 4 * 4));
-          y[at] = FromFloat<T>(
-              epilogue.template operator()<T, true>(sum, OutputPlace{at, row, n, /*inside=*/true}));
+        for (int row = 0; row < 16 && n < params.k; ++row) {
+          const int32_t pixel = pixel_of(row);
+          if (pixel < 0) continue;
+          const int64_t at = base + int64_t{pixel} * params.k + n;
+          const float sum = __uint_as_float(LoadWord(rows.Quad(row, lane / 4) + lane % 4 * 4));
+          y[at] = FromFloat<T>(epilogue.template operator()<T, true>(
+              sum, OutputPlace{at, pixel, n, /*inside=*/true}));
         }
       }
     }
