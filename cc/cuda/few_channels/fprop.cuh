@@ -76,8 +76,9 @@ struct FilterTile : RowMatrix<T> {
   }
 };
 
-// float32, in the order of fragments: (k-block, 16 columns, lane), each with the words of the first
-// 8 columns and of the others.
+// float32, in the order of fragments: (k-block, 16 channels, lane), each with the words of two
+// blocks of 8 columns. Channel n of the 16 is column n / 4 * 2 + n % 2 of block n / 2 % 2, so that
+// the sums of a lane are four neighbours.
 template <>
 struct FilterTile<float> {
   static constexpr int kChunks = kTileChannels / 4;
@@ -92,11 +93,13 @@ struct FilterTile<float> {
   }
   static __device__ __forceinline__ void Store(unsigned char* filter, int32_t row, int32_t chunk,
                                                const uint32_t (&words)[4]) {
-    const int32_t lane = chunk % 2 * 16 + row % 4, block = chunk / 4;
-    unsigned char* const to = filter + row / 8 * kFilterBlockBytes + (block * 32 + lane) * 16 +
-                              chunk / 2 % 2 * 8 + row / 4 % 2 * 4;
+    const int32_t lane = chunk % 4 * 8 + row % 4;
+    unsigned char* const to =
+        filter + row / 8 * kFilterBlockBytes + (chunk / 4 * 32 + lane) * 16 + row / 4 % 2 * 4;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) *reinterpret_cast<uint32_t*>(to + e * 64) = words[e];
+    for (int e = 0; e < 4; ++e) {
+      *reinterpret_cast<uint32_t*>(to + e % 2 * 64 + e / 2 * 8) = words[e];
+    }
   }
   template <int kBlocks>
   __device__ __forceinline__ void Read(int32_t k_block, uint32_t (&b)[kBlocks][4]) const {
@@ -353,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     if constexpr (!Tag::Epilogue::kPlain && kAsync) {
       // (The pairs in flight leave no registers for this.)
       if (params.k_vector && Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
-        ClampPixels(params, epilogue, n_of_warp, acc);
+        ClampPixels<T>(params, epilogue, n_of_warp, acc);
         finished = true;
       }
     }

@@ -84,14 +84,21 @@ __device__ __forceinline__ void StorePixels(const Params& params, const PixelTil
   }
 }
 
-// The same of float32, straight out of the registers: the pairs of four lanes are a sector of 32
-// bytes.
+// The channel, from the warp's first one on, of the first of a lane's two sums in block j: of
+// float32 blocks j and j + 1 give four neighbours (FilterTile).
+template <typename T>
+__device__ __forceinline__ int32_t ChannelOfSums(int j, int lane) {
+  return sizeof(T) == 2 ? j * 8 + lane % 4 * 2 : j / 2 * 16 + lane % 4 * 4 + j % 2 * 2;
+}
+
+// The same of float32, straight out of the registers: four lanes have 64 bytes of a pixel.
 template <int kBlocksM, int kBlocksN>
 __device__ __forceinline__ void StorePixels(const Params& params, const PixelTile& tile,
                                             const float (&acc)[kBlocksM][kBlocksN][4],
                                             int first_block, float* y, int n_first) {
   const int lane = Lane();
-  const int32_t n = n_first + lane % 4 * 2;
+  const int32_t n = n_first + lane % 4 * 4;
+  const bool whole = params.k_vector && n_first + kBlocksN * 8 <= params.k;
 #pragma unroll
   for (int i = 0; i < kBlocksM; ++i) {
     const int32_t p = RowOfBlock(params, tile, first_block + i);
@@ -104,17 +111,37 @@ __device__ __forceinline__ void StorePixels(const Params& params, const PixelTil
       if (q >= params.columns.out) continue;
       float* const to = y + (row + q) * params.k + n;
 #pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const float (&sums)[4] = acc[i][j];
+      for (int j = 0; j < kBlocksN; j += 2) {
+        if (!whole && n + j * 8 >= params.k) break;
+        const float (&first)[4] = acc[i][j], (&second)[4] = acc[i][j + 1];
+        const float quad[4] = {first[upper * 2], first[upper * 2 + 1], second[upper * 2],
+                               second[upper * 2 + 1]};
         if (params.k_vector) {
-          if (n + j * 8 < params.k) {
-            *reinterpret_cast<float2*>(to + j * 8) =
-                make_float2(sums[upper * 2], sums[upper * 2 + 1]);
-          }
+          StoreQuad(to + j * 8, quad);
         } else {
-          if (n + j * 8 < params.k) to[j * 8] = sums[upper * 2];
-          if (n + j * 8 + 1 < params.k) to[j * 8 + 1] = sums[upper * 2 + 1];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (n + j * 8 + e < params.k) to[j * 8 + e] = quad[e];
+          }
         }
+      }
+    }
+  }
+}
+
+// 32 channels of 16 pixels of a warp to shared memory.
+template <typename T, class Rows>
+__device__ __forceinline__ void StageSums(const Rows& rows, int lane, const float (*sums)[4]) {
+  if constexpr (sizeof(T) == 2) {
+    rows.Store(lane, sums[0]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const float quad[4] = {sums[j][upper * 2], sums[j][upper * 2 + 1], sums[j + 1][upper * 2],
+                               sums[j + 1][upper * 2 + 1]};
+        StoreShared(rows.Quad(upper * 8 + lane / 4, j * 2 + lane % 4), quad);
       }
     }
   }
@@ -155,7 +182,7 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
         for (int b = 0; b < kBlocksM; ++b) {
 #pragma unroll
           for (int k = 0; k < kBlocksN * 8; k += kColumns) {
-            if (b == i && k == c) rows.Store(lane, acc[b][k / 8]);
+            if (b == i && k == c) StageSums<T>(rows, lane, &acc[b][k / 8]);
           }
         }
         __syncwarp();
@@ -192,14 +219,14 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
 
 // An epilogue of scale, bias and a clamp (Clamps), on the accumulators, which are then
 // stored as a plain tile's: half the bytes through shared memory. For even K.
-template <int kBlocksM, int kBlocksN>
+template <typename T, int kBlocksM, int kBlocksN>
 __device__ __forceinline__ void ClampPixels(const Params& params, const FusedEpilogue& epilogue,
                                             int n_first, float (&acc)[kBlocksM][kBlocksN][4]) {
   const float lower = epilogue.params.activation == Activation::kNone ? -INFINITY : 0.0f;
   const float upper = epilogue.params.activation == Activation::kRelu6 ? 6.0f : INFINITY;
 #pragma unroll
   for (int j = 0; j < kBlocksN; ++j) {
-    const int32_t n = n_first + j * 8 + static_cast<int32_t>(threadIdx.x % 4) * 2;
+    const int32_t n = n_first + ChannelOfSums<T>(j, threadIdx.x);
     const ChannelTerms<2> terms = epilogue.Terms<2>(n < params.k ? n : 0);
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i) {

@@ -164,10 +164,8 @@ struct WordHalo {
   const uint32_t halo;
   const ChunkLoader<float> loader;
   const uint32_t pixel_bytes;  // from one pixel's window to the next
-  // Where the elements of this lane's rows lie, for the halo tile's first pixel, and its own pixels
-  // beside that one: two of each step.
+  // Where the elements of this lane's rows lie for its first pixel of a block of 16.
   uint32_t row_address[kBlocksM * 2];
-  uint32_t pixel_offset[2][2];
 
   __device__ __forceinline__ WordHalo(const Params& p, const float* x, unsigned char* shared,
                                       int32_t m)
@@ -184,11 +182,8 @@ struct WordHalo {
       const int32_t r = tap / params.columns.filter, s = tap % params.columns.filter;
       const int32_t at = r * params.rows.dilation * params.pitch +
                          s * params.columns.dilation * params.c + channel + params.halo_lead;
-      row_address[i] = halo + at * 4;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      pixel_offset[e / 2][e % 2] = SpreadPixel<2>(e, lane % 4, params.log2_spread) * pixel_bytes;
+      row_address[i] =
+          halo + at * 4 + SpreadPixel<2>(0, lane % 4, params.log2_spread) * pixel_bytes;
     }
   }
   static __device__ __forceinline__ int32_t RowOf(const Params& params, int32_t m) {
@@ -204,10 +199,11 @@ struct WordHalo {
   }
   __device__ __forceinline__ void Fragment(int i, int step, uint32_t offset,
                                            uint32_t (&a)[4]) const {
+    // Two pixels of a step, as far from the first one in every lane.
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const uint32_t pixel = step == 0 ? pixel_offset[0][e / 2] : pixel_offset[1][e / 2];
-      a[e] = LoadWord(row_address[i * 2 + e % 2] + (offset + pixel));
+      const int32_t pixel = SpreadPixel<2>(step * 2 + e / 2, 0, params.log2_spread);
+      a[e] = LoadWord(row_address[i * 2 + e % 2] + (offset + pixel * pixel_bytes));
     }
   }
 };
