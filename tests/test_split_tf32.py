@@ -22,13 +22,19 @@ from jaxconv._src.problem.spec import Op
 # Reductions of 104 or 96 channels, or of 210 pixels: runs of 32, and a tail. No padding, whose
 # zeros would make NaN of Inf.
 POINTWISE = problem("1x1", (15, 7), 1, n=2, c=104, k=96)
+# For kernels of few channels on the side that is not summed over.
+FEW = {
+    "dgrad_few_channels": problem("1x1_few", (15, 7), 1, n=2, c=8, k=104),
+    "fprop_few_channels": problem("1x1_narrow", (15, 7), 1, n=2, c=104, k=8),
+}
 LARGEST = float(np.finfo(np.float32).max)
 
 
 def layer(instance: str) -> Problem:
     """Of block_diagonal groups as wide as its blocks, between which no zeros lie, either."""
     if "_block_diagonal_" not in instance:
-        return POINTWISE
+        few = (p for start, p in FEW.items() if instance.startswith(start) and "_256x" in instance)
+        return next(few, POINTWISE)
     channels = int(re.search(r"_(\d+)ch_", instance)[1])
     return problem(
         "blocks",
