@@ -9,8 +9,8 @@ collective permutes alone. Then a layer of a segmentation network is timed, on l
 and on this library's. Exit status 1: a result differs or activations are gathered.
 
 With ``--network`` a built-in network trains under ``fuse``, data parallel by ``jit``: the step of
-all GPUs has the calls of the step that one takes of all examples, no more collectives than lax's, and
-its time is measured beside that of one GPU's share.
+all GPUs has the calls of the step that one takes of all examples, no more collectives than lax's,
+and its time is measured beside that of one GPU's share.
 Exit status 1: the calls or the losses differ, or there are more collectives.
 
 `--platform cpu` tries the script on virtual devices, as with ``--batch 2 --size 64``.
