@@ -14,7 +14,7 @@ import pytest
 
 from jaxconv._src.library import native
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).resolve().parents[1]
 CC = TESTS.parent / "cc"
 PROGRAMS = sorted((TESTS / "cc").glob("*_test.cc"))
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)

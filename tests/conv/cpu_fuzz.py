@@ -1,12 +1,12 @@
 """Random problems at scale on the CPU: those of ``test_fuzz``, for as long as one likes.
 
-    python tests/cpu_fuzz.py --problems 100000 --processes 16 --seed 7 --record tests/cpu_fuzz.json
-    python tests/cpu_fuzz.py --total tests/cpu_fuzz.json
+    python tests/conv/cpu_fuzz.py --problems 100000 --processes 16 --seed 7 --record tests/cpu_fuzz.json
+    python tests/conv/cpu_fuzz.py --total tests/cpu_fuzz.json
 
 The forms take turns by the index: a call of ``conv_general_dilated`` with its gradients, one of
 ``lax`` under ``override``, a primitive alone; the first two are judged by ``lax`` and float64 in
 NumPy, the last by NumPy alone, exactly. Every problem runs twice. A failure is one line with its
-repro, ``python -m pytest tests/test_fuzz.py --seed S --problem I``. Segments and the record are
+repro, ``python -m pytest tests/conv/test_fuzz.py --seed S --problem I``. Segments and the record are
 those of ``fuzz_record``; a run counts as this checkout's by its kernels.
 
 Nearly all of the time is XLA's: it compiles the copies around the kernels, and lax's convolutions.
@@ -16,8 +16,11 @@ The flags of ``xla_flags`` make that several times faster and leave the kernels 
 from __future__ import annotations
 
 import collections
+import pathlib
 import sys
 from collections.abc import Sequence
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_record
 from xla_flags import QUICK_TO_COMPILE
@@ -38,8 +41,8 @@ FUZZ = fuzz_record.Fuzz(
 
 def work(seed: int, indices: Sequence[int], options) -> dict:
     """Judges the problems of one segment."""
-    import conftest  # noqa: F401 (the tests' settings of JAX)
     import jax
+    import jax_settings  # noqa: F401
     from fuzz_calls import draw_call
     from jax import lax
     from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitives

@@ -1,6 +1,6 @@
 """Whether memory stays flat over calls with ever changing shapes and ``jax.clear_caches()``.
 
-    python tests/memory_flat.py --calls 20000
+    python tests/conv/memory_flat.py --calls 20000
 
 Each call is of a random shape, in a program of five, and every third program has their gradients,
 so that what grows with the number of shapes shows: plans, selections, compiled code, buffers.
@@ -20,14 +20,17 @@ import ctypes
 import functools
 import gc
 import json
+import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 
-import conftest  # noqa: F401 (the tests' settings of JAX)
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
+
 import jax
 import jax.numpy as jnp
+import jax_settings  # noqa: F401
 import numpy as np
 from jax import lax
 

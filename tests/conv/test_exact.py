@@ -291,12 +291,12 @@ def test_tensors_of_more_than_2_to_the_31_elements(op, algorithm):
 
 def test_fresh_allocations_are_poisoned():
     """The exact tests would not see an element that a kernel forgets if memory came zeroed."""
-    import conftest
+    import jax_settings
 
-    if not conftest.POISONED:
+    if not jax_settings.POISONED:
         pytest.skip("memory is poisoned through glibc only")
     fresh = np.empty(1 << 20, np.uint8)
-    assert (fresh == conftest.POISON_BYTE).all()
+    assert (fresh == jax_settings.POISON_BYTE).all()
 
 
 def test_dtype_table_covers_every_name_in_the_problem_key():

@@ -2,7 +2,7 @@
 
 A problem of ``conv_general_dilated`` is a function of (seed, index): rank, axis orders, window,
 groups, dtype, data, everything. A failure prints both, and the call as one line of Python. Rerun it
-alone with ``python -m pytest tests/test_fuzz.py --seed SEED --problem INDEX``.
+alone with ``python -m pytest tests/conv/test_fuzz.py --seed SEED --problem INDEX``.
 """
 
 from __future__ import annotations

@@ -11,12 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import host_build
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "emulator"))
-
-import host_build
 
 
 @contextlib.contextmanager

@@ -299,7 +299,7 @@ def test_examples_of_the_help_are_accepted():
 
 
 def test_no_call_in_the_repository_has_the_old_name():
-    repository = pathlib.Path(__file__).parents[1]
+    repository = pathlib.Path(__file__).parents[2]
     calls = ("int8.conv(", "pack_filter(", "quantize_conv(")
     for folder in ("docs", "examples", "jaxconv"):
         for path in sorted((repository / folder).rglob("*")):

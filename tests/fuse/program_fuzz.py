@@ -1,8 +1,8 @@
 """Random programs of convolutions, under ``override`` and ``fuse``, against lax.
 
-    python tests/program_fuzz.py --problems 1000 --seed 7 --record tests/program_fuzz.json
-    python tests/program_fuzz.py --seed 7 --problem 12
-    python tests/program_fuzz.py --total tests/program_fuzz.json
+    python tests/fuse/program_fuzz.py --problems 1000 --seed 7 --record tests/program_fuzz.json
+    python tests/fuse/program_fuzz.py --seed 7 --problem 12
+    python tests/fuse/program_fuzz.py --total tests/program_fuzz.json
 
 ``program_draw`` draws a program of (seed, index), ``program_judge`` judges it. A failure is one
 line that begins with its repro; ``--problem`` shrinks a failing program while it fails in the same
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_record
 from xla_flags import QUICK_TO_COMPILE
@@ -37,8 +40,8 @@ def fuzz(gpu: bool) -> fuzz_record.Fuzz:
 
 def work(seed: int, indices: Sequence[int], options) -> dict:
     """Judges the programs of one segment."""
-    import conftest  # noqa: F401 (the tests' settings of JAX)
     import jax
+    import jax_settings  # noqa: F401
     from program_draw import draw
     from program_judge import FUSED, judge
 

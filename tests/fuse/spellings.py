@@ -4,9 +4,9 @@ A ``Spelling`` is a network of two such layers and a head, in one of these ways.
 tells what it computes: spellings of one meaning are one program to ``jaxconv.fuse``, which must
 make the same calls of each. ``canonical`` gives one spelling of every meaning.
 
-    python tests/spellings.py --table                      the calls that fuse makes of each
-    python tests/spellings.py --table --only einsum --target sm_90a
-    python tests/spellings.py --table --random 20 --seed 3
+    python tests/fuse/spellings.py --table                      the calls that fuse makes of each
+    python tests/fuse/spellings.py --table --only einsum --target sm_90a
+    python tests/fuse/spellings.py --table --random 20 --seed 3
 
 ``SPELLINGS`` has every value of every part of a batch norm (``spelling_norms``), the norms of
 libraries, every activation and every shortcut (``spelling_layers``); ``GROUPED`` has group norm,
@@ -19,9 +19,12 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import pathlib
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import jax
 import jax.numpy as jnp
@@ -488,7 +491,7 @@ def main() -> int:
     add("--random", type=int, default=0, help="so many random spellings in place of the list")
     add("--seed", type=int, default=0, help="of random spellings")
     options = parser.parse_args()
-    import conftest  # noqa: F401 (the tests' settings of JAX)
+    import jax_settings  # noqa: F401
 
     if options.random:
         chosen = [drawn(options.seed, index) for index in range(options.random)]

@@ -45,7 +45,7 @@ def test_random_programs(seed, native_cpu, record_property):
         counts.update(seen)
         failures += [f"--seed {seed} --problem {index}: {c}" for c in complaints]
     record_property("fuzz", json.dumps(counts))
-    assert not failures, "python tests/program_fuzz.py " + "\n".join(failures)
+    assert not failures, "python tests/fuse/program_fuzz.py " + "\n".join(failures)
     assert sum(n for name, n in counts.items() if name.startswith("results")) > PROGRAMS
 
 

@@ -1,7 +1,7 @@
 """``fuse`` sees what a layer computes, however it is spelled: the same calls, as exact results.
 
 Every run takes some of the spellings, by ``--seed``; ``--slow`` takes all of them, and random ones.
-``python tests/spellings.py --table`` shows the calls of each.
+``python tests/fuse/spellings.py --table`` shows the calls of each.
 """
 
 from __future__ import annotations

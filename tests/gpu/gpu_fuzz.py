@@ -1,6 +1,6 @@
 """Random problems at scale on a GPU: exact on small integers, every kernel instance by name.
 
-    python tests/gpu_fuzz.py --processes 14 --seconds 600 --seed 1 --record tests/gpu_report.json
+    python tests/gpu/gpu_fuzz.py --processes 14 --seconds 600 --seed 1 --record tests/gpu_report.json
 
 A problem is a function of (seed, index), in one of four forms: an operation as a primitive,
 computed by ``algorithm="native"`` and by a random few of all the instances that accept it; a
@@ -12,7 +12,7 @@ rounded once;
 twice, with its results in memory that holds NaN beforehand, or -1. A worker process that dies or
 hangs counts as a failure of the problem it was at, and is replaced.
 
-A failure is one line that begins with its repro: ``python tests/gpu_fuzz.py --seed S --problem I``
+A failure is one line that begins with its repro: ``python tests/gpu/gpu_fuzz.py --seed S --problem I``
 runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's kernels.
 Processes take the GPUs in turn: those that ``--gpus``, CUDA_VISIBLE_DEVICES or nvidia-smi names.
 """
@@ -27,6 +27,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import queue
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from collections.abc import Callable
 
 # Read when JAX starts a backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import gpu_fuzz_fused
 import gpu_fuzz_int8

@@ -1,6 +1,6 @@
 """Whether results are the same bits in several processes, on a GPU.
 
-    python tests/same_bits.py --program build/kernel_check --pass-program build/pass_check \
+    python tests/gpu/same_bits.py --program build/kernel_check --pass-program build/pass_check \
         --record tests/gpu_report.json
 
 Every instance of the families depthwise, block_diagonal and few_channels that accepts a layer below
@@ -23,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import check_programs
 import gpu_report

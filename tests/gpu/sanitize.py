@@ -1,6 +1,6 @@
 """compute-sanitizer over every device kernel, on a GPU.
 
-    python tests/sanitize.py racecheck --program build/kernel_check \
+    python tests/gpu/sanitize.py racecheck --program build/kernel_check \
         --int8-program build/int8_check --pass-program build/pass_check --processes 4 \
         --record tests/gpu_report.json
 
@@ -25,6 +25,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import check_programs
 import gpu_report

@@ -1,7 +1,7 @@
 """Programs over the GPUs of this machine: the same results as on one, and what it costs.
 
-    python tests/several_gpus.py
-    python tests/several_gpus.py --network resnet50
+    python tests/gpu/several_gpus.py
+    python tests/gpu/several_gpus.py --network resnet50
 
 Every case of test_halo.py runs with its rows over all GPUs, forward and both gradients, for
 automatic and explicit axes, in float32 on small integers: results are exact, and rows travel by
@@ -21,12 +21,15 @@ import argparse
 import collections
 import functools
 import os
+import pathlib
 import re
 import sys
 import time
 from collections.abc import Callable
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Runs JAX's own convolution tests with this library under ``lax``'s convolution.
 
-    python tests/jax_suite.py --source PATH --cases 100
+    python tests/lax/jax_suite.py --source PATH --cases 100
 
 PATH is a checkout of JAX at the tag of the installed release (``git clone --depth 1 --branch
 jax-v0.10.2 https://github.com/jax-ml/jax``). Its tests are run as they are, those with "Conv" in

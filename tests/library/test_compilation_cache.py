@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 # Prints, for each program, whether it was found, and its result.
 PROCESS = """

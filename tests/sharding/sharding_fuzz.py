@@ -1,8 +1,8 @@
 """Random shardings at scale: programs of one convolution on eight virtual CPU devices.
 
-    python tests/sharding_fuzz.py --problems 1000 --seed 7 --record tests/sharding_fuzz.json
-    python tests/sharding_fuzz.py --total tests/sharding_fuzz.json
-    python tests/sharding_fuzz.py --seed 7 --problem 12
+    python tests/sharding/sharding_fuzz.py --problems 1000 --seed 7 --record tests/sharding_fuzz.json
+    python tests/sharding/sharding_fuzz.py --total tests/sharding_fuzz.json
+    python tests/sharding/sharding_fuzz.py --seed 7 --problem 12
 
 ``sharding_cases`` has the cases, ``sharding_judge`` how they are judged. A failure is one line with
 its repro, the arguments of the third command. Segments and the record are those of ``fuzz_record``.
@@ -11,8 +11,11 @@ its repro, the arguments of the third command. Segments and the record are those
 from __future__ import annotations
 
 import collections
+import pathlib
 import sys
 from collections.abc import Sequence
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_record
 from xla_flags import QUICK_TO_COMPILE
@@ -30,7 +33,7 @@ FUZZ = fuzz_record.Fuzz(
 
 def work(seed: int, indices: Sequence[int], options) -> dict:
     """Judges the cases of one segment."""
-    import conftest  # noqa: F401 (the tests' settings of JAX)
+    import jax_settings  # noqa: F401
     from sharding_judge import judge
 
     counts, failures, forms = collections.Counter(), [], collections.Counter()
@@ -46,7 +49,7 @@ def main() -> int:
     parser.add_argument("--lax", type=int, nargs="+", help="print lax's side of these cases")
     options = parser.parse_args()
     if options.lax is not None:
-        import conftest  # noqa: F401
+        import jax_settings  # noqa: F401
         from sharding_judge import print_lax
 
         print_lax(options.seed, options.lax)

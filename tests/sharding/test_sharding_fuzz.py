@@ -21,7 +21,7 @@ def test_random_shardings(native_cpu, seed, record_property):
     counts = sum((judgement.counts for judgement in judgements), collections.Counter())
     record_property("fuzz", json.dumps(counts))
     failures = [judgement.failure for judgement in judgements if judgement.failure]
-    assert not failures, "\n".join(["tests/sharding_fuzz.py with", *failures])
+    assert not failures, "\n".join(["tests/sharding/sharding_fuzz.py with", *failures])
 
 
 @pytest.mark.parametrize("form", sharding_cases.FORMS)

@@ -5,7 +5,7 @@
 records the outcome of every test marked ``gpu``. The fuzz (``gpu_fuzz.py --record PATH``) and other
 tools add a summary of their own:
 
-    python tests/gpu_report.py tests/gpu_report.json memcheck '{"failed": 0, "programs": 40}'
+    python tests/support/gpu_report.py tests/gpu_report.json memcheck '{"failed": 0, "programs": 40}'
 
 What ran on the same sources, commit and machine is merged into the record, anything else replaces
 it. Without git, the commit is read from $JAXCONV_COMMIT. ``test_gpu_report.py`` compares the record
@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PATH = REPOSITORY / "tests" / "gpu_report.json"
 HASHED = ("cc/core", "cc/cuda", "cc/ffi")  # everything that ends up in the CUDA library
 WATCHED = ("jaxconv", "tests")  # changes here are listed, not refused

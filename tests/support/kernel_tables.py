@@ -22,7 +22,7 @@ import pathlib
 import re
 from typing import NamedTuple
 
-TABLES = pathlib.Path(__file__).resolve().parents[1] / "cc" / "cuda"
+TABLES = pathlib.Path(__file__).resolve().parents[2] / "cc" / "cuda"
 OPS = ("fprop", "dgrad", "wgrad")
 TYPES = ("f32", "bf16", "f16", "s8", "u8")
 # Those whose filter is packed and whose result has an epilogue: the call jaxconv_int8.

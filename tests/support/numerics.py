@@ -209,7 +209,7 @@ def mismatch(actual, expected, repro: str) -> str:
     )
 
 
-_STATED = (pathlib.Path(__file__).parent / "cc" / "stated_error.h").read_text()
+_STATED = (pathlib.Path(__file__).resolve().parents[1] / "cc" / "stated_error.h").read_text()
 _WINOGRAD_ERRORS = {m: float(error) for m, error in re.findall(r"\{'(\d)', ([\d.]+)\}", _STATED)}
 _HALF_FACTOR = float(re.search(r"kHalfFactor = ([\d.]+);", _STATED)[1])
 

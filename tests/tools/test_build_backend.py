@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("scikit_build_core", reason="the build backend wraps scikit-build-core's")
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 # As a frontend imports it.
 sys.path.insert(0, str(REPOSITORY / PYPROJECT["build-system"]["backend-path"][0]))

@@ -15,7 +15,7 @@ import pytest
 
 import jaxconv
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 PAGES = (
     "adopting.md",
     "index.md",

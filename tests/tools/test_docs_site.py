@@ -16,7 +16,7 @@ import pytest
 import jaxconv
 from jaxconv.bench import layers
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 
 

@@ -16,7 +16,7 @@ from jaxconv.bench import hlo, networks
 from jaxconv.bench.networks import NETWORKS, programs
 from jaxconv.bench.networks.blocks import PASSES
 
-TOOLS = pathlib.Path(__file__).resolve().parents[1] / "tools"
+TOOLS = pathlib.Path(__file__).resolve().parents[2] / "tools"
 
 # The forms that XLA:GPU's compiled programs have.
 PROGRAM = """

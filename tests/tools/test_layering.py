@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CC = REPOSITORY / "cc"
 
 # A folder of cc/cuda with a table is a family; families do not see each other.

@@ -38,7 +38,7 @@ from jaxconv.bench import (
 )
 from jaxconv.bench.problem import Problem, Row, Side
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess:

@@ -12,7 +12,7 @@ import pytest
 
 from jaxconv._src.library import native
 
-TOOL = pathlib.Path(__file__).resolve().parents[1] / "tools" / "wheels.py"
+TOOL = pathlib.Path(__file__).resolve().parents[2] / "tools" / "wheels.py"
 ABI3 = "jaxconv-0.1.0-cp312-abi3-manylinux_2_34_x86_64.whl"
 CP311 = "jaxconv-0.1.0-cp311-cp311-manylinux_2_34_x86_64.whl"
 SHARED = {"_jaxconv/libgomp.so.1": b"1", "_jaxconv/libjaxconv_cpu.so": b"1"}

@@ -30,7 +30,7 @@ from jaxconv._src.ways.winograd_points import POINTS, matrices
 from jaxconv.bench.command_winograd_errors import Case, Measurement
 from jaxconv.bench.problem import DTYPES
 
-CC = pathlib.Path(__file__).resolve().parents[1] / "cc"
+CC = pathlib.Path(__file__).resolve().parents[2] / "cc"
 NHWC = ("NHWC", "HWIO", "NHWC")
 OPS = (Op.FPROP, Op.DGRAD)
 NAMED = [name for name in winograd_jax.ALGORITHMS if name != "winograd"]

@@ -27,7 +27,7 @@ from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import DTYPES
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-CC = pathlib.Path(__file__).resolve().parents[1] / "cc"
+CC = pathlib.Path(__file__).resolve().parents[2] / "cc"
 
 
 def draw(*shapes, dtype=np.float32) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
 """The bits that exported CUDA programs give on a GPU, recorded beside the programs.
 
-    python tests/exported/gpu_bits.py [FOLDER]
+    python tests/library/exported/gpu_bits.py [FOLDER]
 
 records them in every version's folder, or below FOLDER.
 """

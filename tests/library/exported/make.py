@@ -1,9 +1,9 @@
 """Exports the programs of ``exported_programs`` by the version of jaxconv that is installed.
 
-    python tests/exported/make.py --platform cpu
-    JAXCONV_TARGET=sm_90a python tests/exported/make.py --platform cuda
+    python tests/library/exported/make.py --platform cpu
+    JAXCONV_TARGET=sm_90a python tests/library/exported/make.py --platform cuda
 
-writes ``tests/exported/VERSION/PLATFORM_NAME.bin``. Programs for CUDA need no GPU, but an
+writes ``tests/library/exported/VERSION/PLATFORM_NAME.bin``. Programs for CUDA need no GPU, but an
 installation with the CUDA kernels or, by ``--selection PROGRAM``, the program of
 ``tests/cc/choices_test.cc``, which selects as they do.
 """
@@ -15,7 +15,7 @@ import pathlib
 import sys
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1] / "support")]
 
 
 def main() -> None:
