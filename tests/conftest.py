@@ -13,7 +13,9 @@ import gpu_report
 import gpus
 import jax
 import pytest
+from cc_programs import choices_program, objects  # noqa: F401 (fixtures)
 from jax_settings import UNOPTIMIZED, VIRTUAL_DEVICES
+from worker_order import long_first
 
 from jaxconv._src.library import native
 
@@ -97,25 +99,6 @@ def pytest_xdist_make_scheduler(config, log):
     return WorkStealingScheduling(config, log)
 
 
-def long_first(items: list, long: list[bool], workers: int) -> list:
-    """The tests in an order in which the long ones begin at once, each on a worker of its own.
-
-    ``--dist worksteal`` gives each worker an equal part of the tests, in their order. One that is
-    done takes over the later half of another's.
-    """
-    first = [item for item, each in zip(items, long, strict=True) if each]
-    rest = [item for item, each in zip(items, long, strict=True) if not each]
-    order: list = []
-    for worker in range(workers):
-        size = (len(items) - len(order)) // (workers - worker)
-        part = first[worker::workers][:size]
-        count = size - len(part)
-        order += part + rest[:count]
-        del rest[:count]
-    taken = set(map(id, order))
-    return order + [item for item in items if id(item) not in taken]
-
-
 @pytest.fixture(autouse=True)
 def optimization(request):
     """XLA optimises what it compiles in tests that are marked so: their arrays are large."""
@@ -136,6 +119,13 @@ def platform(request):
     kind = {"cpu": "cpu", "cuda": "gpu"}[request.param]
     with jax.default_device(jax.devices(kind)[0]):
         yield request.param
+
+
+@pytest.fixture
+def on_the_cpu():
+    """Programs run there, and are fused as there."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture

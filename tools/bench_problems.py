@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import cc_programs
 import jax
 import jax.numpy as jnp
 import kernel_tables
 import numpy as np
-import test_cc
 from selection_program import SelectionProgram
 
 import jaxconv
@@ -219,7 +219,7 @@ def _built() -> pathlib.Path:
     program = REPOSITORY / "build" / "choices" / PROGRAM.stem
     program.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as objects:
-        return test_cc.built(PROGRAM, pathlib.Path(objects), program)
+        return cc_programs.built(PROGRAM, pathlib.Path(objects), program)
 
 
 def main(argv: Sequence[str]) -> int:

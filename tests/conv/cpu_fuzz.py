@@ -1,13 +1,13 @@
 """Random problems at scale on the CPU: those of ``test_fuzz``, for as long as one likes.
 
-    python tests/conv/cpu_fuzz.py --problems 100000 --processes 16 --seed 7 --record tests/cpu_fuzz.json
+    python tests/conv/cpu_fuzz.py --problems 100000 --seed 7 --record tests/cpu_fuzz.json
     python tests/conv/cpu_fuzz.py --total tests/cpu_fuzz.json
 
 The forms take turns by the index: a call of ``conv_general_dilated`` with its gradients, one of
 ``lax`` under ``override``, a primitive alone; the first two are judged by ``lax`` and float64 in
 NumPy, the last by NumPy alone, exactly. Every problem runs twice. A failure is one line with its
-repro, ``python -m pytest tests/conv/test_fuzz.py --seed S --problem I``. Segments and the record are
-those of ``fuzz_record``; a run counts as this checkout's by its kernels.
+repro, ``python -m pytest tests/conv/test_fuzz.py --seed S --problem I``. Segments and the record
+are those of ``fuzz_record``; a run counts as this checkout's by its kernels.
 
 Nearly all of the time is XLA's: it compiles the copies around the kernels, and lax's convolutions.
 The flags of ``xla_flags`` make that several times faster and leave the kernels as they are.
@@ -44,8 +44,8 @@ def work(seed: int, indices: Sequence[int], options) -> dict:
     import jax
     import jax_settings  # noqa: F401
     from fuzz_calls import draw_call
+    from fuzz_judge import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitives
     from jax import lax
-    from test_fuzz import BEYOND, BEYOND_SHARE, OURS, Side, judge_all, judge_primitives
 
     import jaxconv
     from jaxconv._src.library import native

@@ -1,6 +1,6 @@
 """Statistics of a result in the kernels that form them: every one, past its first tile, and again.
 
-The problems are those of ``test_steady_state``: three tiles a CTA, tails along both axes.
+The problems are those of ``steady_problems``: three tiles a CTA, tails along both axes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from kernel_tables import Instance
 from numerics import assert_exact, into_poison
 from problems import DTYPES, Problem
-from test_steady_state import _exact, _operands, _skip_on_other_devices, gather_problems
+from steady_problems import exact, gather_problems, operands_of, skip_on_other_devices
 
 import jaxconv
 from jaxconv._src.conv.fused import Fused, bind
@@ -50,7 +50,7 @@ def test_some_kernels_form_them():
 @pytest.mark.parametrize("each", FUSED, ids=[each.name for each in FUSED])
 def test_three_tiles_a_cta(each):
     """Exact results, statistics as of float64, and the same bits in a second run."""
-    _skip_on_other_devices(each)
+    skip_on_other_devices(each)
     accepted = 0
     for which in gather_problems(each):
         if which.batch is not None:
@@ -67,15 +67,15 @@ def test_three_tiles_a_cta(each):
         def call(x, w, spec=spec):
             return bind(x, w, {}, spec=spec, epilogue=FORM, out_dtype=DTYPES[each.dtype][1])
 
-        operands = _operands(each, which)
+        operands = operands_of(each, which)
         y, statistics = into_poison(call, *operands)
         repro = f"{each.name}: {line}"
-        expected = _exact(Op.FPROP, which)[1].astype(DTYPES[each.dtype][1])
+        expected = exact(Op.FPROP, which)[1].astype(DTYPES[each.dtype][1])
         assert_exact(y, expected, repro)
-        exact = expected.astype(np.float64).reshape(-1, which.k)
-        mean = exact.mean(0)
-        squares = ((exact - mean) ** 2).sum(0)
-        deviation = np.sqrt(squares / len(exact))
+        rows = expected.astype(np.float64).reshape(-1, which.k)
+        mean = rows.mean(0)
+        squares = ((rows - mean) ** 2).sum(0)
+        deviation = np.sqrt(squares / len(rows))
         found = np.asarray(statistics)
         assert (np.abs(found[0] - mean) <= 1e-6 * (np.abs(mean) + deviation)).all(), repro
         assert (np.abs(found[1] - squares) <= 1e-6 * squares).all(), repro

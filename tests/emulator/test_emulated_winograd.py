@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from emulated import computed, host_build
+from emulated_cases import ASSUMING, CASES, READERS
 from numerics import error, reference
 from problems import DTYPES, problem
-from test_emulated_kernels import ASSUMING, CASES, READERS, programs  # noqa: F401
 
 import jaxconv
 from jaxconv import winograd
@@ -19,7 +19,7 @@ FORMS = host_build.forms()
 
 
 @pytest.mark.parametrize("instance", READERS)
-def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):  # noqa: F811
+def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):
     """The vector that ``jaxconv.winograd.prepare`` makes, which needs no C++ to be written."""
     dtype, tile = instance.split("_")[2:4]
     x, w = (np.random.default_rng(5).standard_normal(s) for s in ((1, 6, 5, 128), (3, 3, 64, 128)))
@@ -47,7 +47,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("instance", SCALED.values())
-def test_operands_far_apart(programs, instance, tmp_path):  # noqa: F811
+def test_operands_far_apart(programs, instance, tmp_path):
     """Scales of 2^-111 and 2^122: undone in the wrong order, the result would leave float32."""
     p = problem("far_apart", (6, 5), 3, n=1, c=16, k=16, padding=1)
     x, w = (np.random.default_rng(7).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
@@ -70,7 +70,7 @@ def test_operands_far_apart(programs, instance, tmp_path):  # noqa: F811
         (2.0**-20, 2.0**-24),  # and these would vanish
     ],
 )
-def test_magnitudes_beside_the_assumed(programs, of_x, of_w, tmp_path):  # noqa: F811
+def test_magnitudes_beside_the_assumed(programs, of_x, of_w, tmp_path):
     """Operands whose transforms are scaled by constants, or once more by their own scales."""
     p = problem("magnitudes", (9, 14), 3, n=2, c=80, k=96, padding=1, groups=2)
     x, w = (np.random.default_rng(8).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")

@@ -12,9 +12,9 @@ import kernel_tables
 import numpy as np
 import pytest
 from emulated import computed
+from emulated_cases import OTHERS
 from numerics import error, normal_operands, reference
 from problems import problem
-from test_emulated_kernels import OTHERS, programs  # noqa: F401
 
 from jaxconv._src.problem.spec import Op
 
@@ -30,7 +30,7 @@ Run = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @pytest.fixture
-def emulated(request, tmp_path, programs):  # noqa: F811
+def emulated(request, tmp_path, programs):
     """(operation, the function of the operands that runs an instance in the emulator)."""
     op, instance = Op(request.param.partition("_")[0]), request.param
 

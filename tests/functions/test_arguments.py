@@ -14,13 +14,9 @@ from numerics import assert_exact
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def operands(dtype=np.float32, x_shape=(2, 5, 6, 3), w_shape=(3, 2, 3, 4)):

@@ -14,13 +14,9 @@ from numerics import assert_exact
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def integers(*shape, dtype=np.float32):

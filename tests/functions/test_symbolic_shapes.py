@@ -12,15 +12,11 @@ from numerics import assert_exact
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 RNG = np.random.default_rng(0)
 NHWC = ("NHWC", "HWIO", "NHWC")
 CHECKS = jaxconv.export.disabled_checks()
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def draw(*shape: int) -> np.ndarray:

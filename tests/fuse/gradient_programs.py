@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxprs import equations
-
-
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
+from fused_programs import conv, draw
 
 X = draw(2, 6, 6, 4)
 PARAMETERS = {
@@ -22,12 +15,6 @@ PARAMETERS = {
 }
 
 
-def conv(x, w):
-    return lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
 def layer(p, x):
     """Its derivative by the gain needs what is multiplied: not part of a fused forward pass."""
     return jax.nn.silu((conv(x, p["w"]) - p["mean"]) * p["gain"] + p["offset"])
@@ -35,15 +22,6 @@ def layer(p, x):
 
 def loss(p, x):
     return (layer(p, x) ** 2).mean()
-
-
-def calls(function, *args) -> list[str]:
-    """The epilogues of the calls in a program, in its order."""
-    return [
-        " ".join(e.params["epilogue"].words)
-        for e in equations(jax.make_jaxpr(function)(*args))
-        if e.primitive.name == "jaxconv_fused"
-    ]
 
 
 def assert_close(actual, expected) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_programs import C, H, K, N, W, X, assert_close, check, conv, draw, epilogues, reasons
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -22,64 +23,10 @@ import jaxconv
 from jaxconv._src.fuse import fuse_convolution
 from jaxconv._src.library import native
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    """Whether a program is fused in 16 bits depends on the kernels of the default device."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
-N, H, C, K = 2, 6, 4, 4
-NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-def draw(*shape: int, seed: int = 0, dtype=np.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-X, W = draw(N, H, H, C), draw(3, 3, C, K, seed=1)
 SCALE, BIAS = draw(K, seed=2), draw(K, seed=3)
-
-
-def conv(x, w=W, numbers=NHWC, **options):
-    return lax.conv_general_dilated(
-        x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=numbers, **options
-    )
-
-
-def epilogues(function, *args) -> list[str]:
-    """The epilogue of every fused call of ``fuse(function)``, in the program's order."""
-    program = jax.make_jaxpr(jaxconv.fuse(function))(*args)
-    return [
-        " ".join(e.params["epilogue"].words)
-        for e in equations(program)
-        if e.primitive.name == "jaxconv_fused"
-    ]
-
-
-def reasons(function, *args) -> str:
-    """Why chains end."""
-    return "\n".join(c.chain_end for c in jaxconv.explain(jaxconv.fuse(function), *args))
-
-
-def assert_close(actual, expected) -> None:
-    """Equal but for the order of sums and, in 16 bits, for the roundings that fuse leaves out."""
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-        tolerance = 1e-5 if expected_wide(expected) else 0.03
-        assert np.abs(a - e).max() <= tolerance * max(np.abs(e).max(), 1e-3)
-
-
-def expected_wide(tree) -> bool:
-    return all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(tree))
-
-
-def check(function, *args, gives: list[str]) -> None:
-    """The calls, and the same result."""
-    assert epilogues(function, *args) == gives
-    assert_close(jax.jit(jaxconv.fuse(function))(*args), jax.jit(function)(*args))
 
 
 # --- activations ----------------------------------------------------------------------------------

@@ -15,14 +15,10 @@ from jaxprs import equations
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 NHWC = ("NHWC", "HWIO", "NHWC")
 W = jnp.ones((1, 1, 1, 1))
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def conv(x, w=W):

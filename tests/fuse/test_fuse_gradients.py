@@ -15,18 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradient_programs import PARAMETERS, X, assert_close, calls, conv, layer, loss
+from fused_programs import calls, conv
+from gradient_programs import PARAMETERS, X, assert_close, layer, loss
 from jax import lax
 
 import jaxconv
 from jaxconv._src import compat
 from jaxconv._src.fuse import differentiate
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 # --- what takes derivatives -----------------------------------------------------------------------

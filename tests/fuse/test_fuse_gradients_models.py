@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradient_programs import PARAMETERS, X, assert_close, calls, loss
+from fused_programs import calls
+from gradient_programs import PARAMETERS, X, assert_close, loss
 
 import jaxconv
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def same(step, *args) -> list[str]:

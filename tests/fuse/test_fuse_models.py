@@ -14,16 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fuse import assert_close, draw, epilogues, equations
+from fused_programs import assert_close, draw, epilogues
+from jaxprs import equations
 
 import jaxconv
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    """Whether a program is fused in 16 bits depends on the kernels of the default device."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 X = draw(2, 6, 6, 4, seed=9)

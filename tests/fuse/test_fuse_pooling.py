@@ -20,13 +20,9 @@ from jaxprs import equations
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 POOLING = ("reduce_window_max", "select_and_scatter_add", "select_and_gather_add")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def left(function, *args) -> tuple[int, ...]:

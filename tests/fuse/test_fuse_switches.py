@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import jax
 import pytest
-from gradient_programs import PARAMETERS, X, assert_close, calls, layer, loss
+from fused_programs import calls
+from gradient_programs import PARAMETERS, X, assert_close, layer, loss
 
 import jaxconv
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def test_a_layer_may_stay_out():

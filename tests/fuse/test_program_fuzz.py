@@ -27,13 +27,9 @@ from spelling_norms import AFFINES, FRAMES, MEANS
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 PROGRAMS = 16
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def test_random_programs(seed, native_cpu, record_property):

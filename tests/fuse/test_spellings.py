@@ -23,6 +23,8 @@ from spellings import GROUPED, SPELLINGS, Spelling, canonical
 import jaxconv
 from jaxconv._src.library import native
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 ALL = {**SPELLINGS, **GROUPED}
 
 # Spellings of one run: whose calls are compared, whose results are, and random ones with --slow.
@@ -46,12 +48,6 @@ DRAWS = (6, 40)
 
 # Mean over standard deviation of the first convolution's results.
 RATIOS = (1.0, 30.0, 1000.0)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def pytest_generate_tests(metafunc):

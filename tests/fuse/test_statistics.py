@@ -11,27 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_programs import NHWC, assert_close, check, draw, epilogues, reasons
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from numerics import assert_exact
 from sharding_tools import collectives
-from test_fuse import NHWC, assert_close, check, draw, epilogues, reasons
 
 import jaxconv
 from jaxconv.bench import networks
 from jaxconv.bench.networks import programs
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 X, W = draw(4, 6, 5, 4), draw(3, 3, 4, 8, seed=1)
 BIAS = draw(8, seed=2)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    """What has statistics depends on the kernels of the default device."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def exact(y, axis=-1) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """Random problems at scale on a GPU: exact on small integers, every kernel instance by name.
 
-    python tests/gpu/gpu_fuzz.py --processes 14 --seconds 600 --seed 1 --record tests/gpu_report.json
+    python tests/gpu/gpu_fuzz.py --seconds 600 --seed 1 --record tests/gpu_report.json
 
 A problem is a function of (seed, index), in one of four forms: an operation as a primitive,
 computed by ``algorithm="native"`` and by a random few of all the instances that accept it; a
@@ -12,9 +12,10 @@ rounded once;
 twice, with its results in memory that holds NaN beforehand, or -1. A worker process that dies or
 hangs counts as a failure of the problem it was at, and is replaced.
 
-A failure is one line that begins with its repro: ``python tests/gpu/gpu_fuzz.py --seed S --problem I``
-runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's kernels.
-Processes take the GPUs in turn: those that ``--gpus``, CUDA_VISIBLE_DEVICES or nvidia-smi names.
+A failure is one line that begins with its repro: ``python tests/gpu/gpu_fuzz.py --seed S
+--problem I`` runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's
+kernels. Processes take the GPUs in turn: those that ``--gpus``, CUDA_VISIBLE_DEVICES or nvidia-smi
+names.
 """
 
 from __future__ import annotations

@@ -27,10 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "emulator"))
 
 import check_programs
 import gpu_report
-from test_emulated_kernels import CASES, Case
+from emulated_cases import CASES, Case
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SUMMARY = re.compile(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) (?:hazards?|errors?)")

@@ -3,7 +3,7 @@
     python tests/gpu/several_gpus.py
     python tests/gpu/several_gpus.py --network resnet50
 
-Every case of test_halo.py runs with its rows over all GPUs, forward and both gradients, for
+Every case of halo_cases.py runs with its rows over all GPUs, forward and both gradients, for
 automatic and explicit axes, in float32 on small integers: results are exact, and rows travel by
 collective permutes alone. Then a layer of a segmentation network is timed, on lax's convolution
 and on this library's. Exit status 1: a result differs or activations are gathered.
@@ -34,11 +34,11 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from halo_cases import CASES, conv, gradients, lax_conv, placed, tensors
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from problems import problem
 from sharding_tools import collectives
-from test_halo import CASES, conv, gradients, lax_conv, placed, tensors
 
 import jaxconv
 from jaxconv.bench.networks import NETWORKS, programs

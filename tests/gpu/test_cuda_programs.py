@@ -9,8 +9,8 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import long_first
-from test_cc import CC, TESTS, sources
+from cc_programs import CC, TESTS, sources
+from worker_order import long_first
 
 PROGRAMS = sorted((TESTS / "cc").glob("*_test.cu"))
 

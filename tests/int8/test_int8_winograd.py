@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cc_programs import CC
 from int8_reference import operands, requantized, sparse, sums, terms
 from kernel_tables import instances
 from numerics import into_poison
 from problems import problem
-from test_winograd import CC
 
 import jaxconv
 from jaxconv import int8

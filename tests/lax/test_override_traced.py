@@ -13,15 +13,11 @@ from numerics import assert_exact
 
 import jaxconv
 
+pytestmark = pytest.mark.usefixtures("native_cpu", "on_the_cpu")
+
 RNG = np.random.default_rng(0)
 X, W = (RNG.integers(-2, 3, s).astype(np.float32) for s in ((2, 6, 6, 4), (3, 3, 4, 4)))
 NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(native_cpu):
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def layer(x, w):

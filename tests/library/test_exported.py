@@ -16,7 +16,6 @@ import kernel_tables
 import numpy as np
 import pytest
 from selection_program import SelectionProgram
-from test_cc import choices_program, objects  # noqa: F401 (fixtures)
 
 import jaxconv
 from jaxconv._src.library import native
@@ -82,7 +81,7 @@ def calls(text: str) -> collections.Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def selecting(choices_program):  # noqa: F811
+def selecting(choices_program):
     """The CUDA library's selection for sm_90a, without the library."""
     program = SelectionProgram(choices_program, lambda: native.load("cpu").arrays)
     patch = pytest.MonkeyPatch()

@@ -16,13 +16,9 @@ from jaxconv._src.passes import max_pooling
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.passes.max_pooling import Pooling, Windows
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 WINDOWS = Windows((2, 7, 6, 8), (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 0), (0, 0)))
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def form_of(affine: bool, copies: int = 2, stored: bool = True) -> Pooling:

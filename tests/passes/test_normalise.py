@@ -23,6 +23,8 @@ from jaxconv._src.passes import normalise
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.passes.normalise import VECTORS, Form
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 SHAPE = 2, 3, 5, 8
 
 ACTIVATIONS = {
@@ -46,12 +48,6 @@ SUMMANDS = {
     "a mean alone": ((("mean",),), True),
     "two arrays of other vectors": ((("offset",), ("mean", "scale")), False),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def form_of(summands, activation=None, dtype=np.float32, shape=SHAPE, **others) -> Form:

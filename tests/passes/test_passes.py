@@ -12,7 +12,6 @@ import kernel_tables
 import numpy as np
 import pytest
 from selection_program import SelectionProgram
-from test_cc import choices_program, objects  # noqa: F401 (fixtures)
 
 import jaxconv
 from jaxconv._src.call import rules
@@ -27,7 +26,7 @@ NONE = (0, 0)
 
 
 @pytest.fixture(scope="module")
-def planning(choices_program):  # noqa: F811
+def planning(choices_program):
     """The CUDA library's plans for sm_90a, without the library."""
     program = SelectionProgram(choices_program, lambda: native.load("cpu").arrays)
     patch = pytest.MonkeyPatch()

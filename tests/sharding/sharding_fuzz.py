@@ -1,6 +1,6 @@
 """Random shardings at scale: programs of one convolution on eight virtual CPU devices.
 
-    python tests/sharding/sharding_fuzz.py --problems 1000 --seed 7 --record tests/sharding_fuzz.json
+    python tests/sharding/sharding_fuzz.py --seed 7 --record tests/sharding_fuzz.json
     python tests/sharding/sharding_fuzz.py --total tests/sharding_fuzz.json
     python tests/sharding/sharding_fuzz.py --seed 7 --problem 12
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from halo_cases import CASES, conv, gradients, lax_conv, placed, tensors
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -131,63 +132,9 @@ def test_rows_that_devices_lack(op, problem, expected):
 
 # --- compiled programs --------------------------------------------------------------------------
 
-CASES = [  # problem, permutes of the forward pass, of the gradients
-    (problem("same", (16, 3), 3, padding=1), 2, 4),
-    (problem("strided", (16, 3), 3, padding=((0, 1), (1, 1)), stride=2), 1, 2),
-    (problem("stem", (32, 3), (7, 3), padding=((2, 3), (1, 1)), stride=2), 2, 4),
-    (problem("atrous", (16, 3), 3, padding=2, dilation=2), 2, 4),
-    (problem("pointwise", (16, 3), 1, stride=(2, 1)), 0, 0),
-    (problem("patches", (16, 3), (4, 3), stride=(4, 1)), 0, 0),
-    (problem("grouped", (16, 3), 3, padding=1, groups=4), 2, 4),
-    (problem("even_window", (16, 3), 2, padding=((1, 0), (1, 0))), 1, 2),
-    (problem("transposed", (16, 3), 3, padding=((1, 2), (1, 1)), lhs_dilation=(2, 1)), 1, 2),
-    (problem("two_neighbours", (8, 3), (4, 1), padding=((3, 0), (0, 0))), 2, 4),
-]
 # Both gradients of a transposed convolution read the rows of one array. Only a program whose
 # exchange is its own operation, on an explicit mesh, shares it.
 SHARED = {("transposed", "Explicit"): 1}
-
-
-def conv(p: Problem, x, w):
-    return jaxconv.conv_general_dilated(
-        x,
-        w,
-        p.stride,
-        p.padding,
-        p.lhs_dilation,
-        p.dilation,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=p.groups,
-    )
-
-
-def lax_conv(p: Problem, x, w):
-    return lax.conv_general_dilated(
-        x,
-        w,
-        p.stride,
-        p.padding,
-        p.lhs_dilation,
-        p.dilation,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=p.groups,
-    )
-
-
-def tensors(p: Problem):
-    """x, w and a cotangent of y; and y, dx and dw."""
-    rng = np.random.default_rng(0)
-    x, w, t = (rng.integers(-3, 4, p.canonical_shape(r)).astype(np.float32) for r in "xwy")
-    results = (
-        reference(Op.FPROP, p, x, w),
-        reference(Op.DGRAD, p, t, w),
-        reference(Op.WGRAD, p, x, t),
-    )
-    return (x, w, t), [r.astype(np.float32) for r in results]
-
-
-def gradients(p: Problem, convolve=conv):
-    return lambda x, w, t: jax.vjp(functools.partial(convolve, p), x, w)[1](t)
 
 
 def moved(compiled) -> tuple[dict[str, int], dict[str, int]]:
@@ -199,10 +146,6 @@ def moved(compiled) -> tuple[dict[str, int], dict[str, int]]:
             count = math.prod(int(e) for e in shape.split(",") if e)
             sizes[kind] = sizes.get(kind, 0) + 4 * count
     return collectives(compiled), sizes
-
-
-def placed(mesh, arrays, *specs):
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
 
 
 def some(permutes: int, **others: int) -> dict[str, int]:

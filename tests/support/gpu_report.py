@@ -5,7 +5,7 @@
 records the outcome of every test marked ``gpu``. The fuzz (``gpu_fuzz.py --record PATH``) and other
 tools add a summary of their own:
 
-    python tests/support/gpu_report.py tests/gpu_report.json memcheck '{"failed": 0, "programs": 40}'
+    python tests/support/gpu_report.py tests/gpu_report.json memcheck '{"failed": 0}'
 
 What ran on the same sources, commit and machine is merged into the record, anything else replaces
 it. Without git, the commit is read from $JAXCONV_COMMIT. ``test_gpu_report.py`` compares the record

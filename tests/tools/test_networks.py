@@ -14,6 +14,8 @@ from jaxconv.bench import networks
 from jaxconv.bench.networks import NETWORKS, programs
 from jaxconv.bench.networks.blocks import Pass
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 # Parameters as published: by torchvision (exactly) and, of the 3-D U-Net, by its paper (19.07 M).
 PARAMETERS = {
     "resnet50": 25_557_032,
@@ -38,12 +40,6 @@ SHALLOW = {
 
 # Extents of the inputs. The last maps have pixels enough for a variance over them.
 SIZES = {"unet": 8, "unet3d": 8, "wavenet": 64}
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import pathlib
 import shutil
 import subprocess
 from fractions import Fraction
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cc_programs import CC
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -30,7 +30,6 @@ from jaxconv._src.ways.winograd_points import POINTS, matrices
 from jaxconv.bench.command_winograd_errors import Case, Measurement
 from jaxconv.bench.problem import DTYPES
 
-CC = pathlib.Path(__file__).resolve().parents[2] / "cc"
 NHWC = ("NHWC", "HWIO", "NHWC")
 OPS = (Op.FPROP, Op.DGRAD)
 NAMED = [name for name in winograd_jax.ALGORITHMS if name != "winograd"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 import shutil
 import subprocess
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cc_programs import CC
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -27,7 +27,6 @@ from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import DTYPES
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-CC = pathlib.Path(__file__).resolve().parents[2] / "cc"
 
 
 def draw(*shapes, dtype=np.float32) -> list[np.ndarray]:
