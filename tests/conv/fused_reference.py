@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+import epilogue_reference
 import numpy as np
 from numerics import reference
 from problems import Problem
@@ -11,28 +10,7 @@ from problems import Problem
 import jaxconv
 from jaxconv._src.problem.spec import Op
 
-erf = np.vectorize(math.erf)
-erfc = np.vectorize(math.erfc)
 TERMS = ("scale", "bias", "residual")
-
-
-def defined(activation, t: np.ndarray) -> np.ndarray:
-    """The activations in float64."""
-    if isinstance(activation, tuple):
-        return np.where(t < 0, activation[1] * t, t)
-    cubic = math.sqrt(8 / math.pi) * (t + 0.044715 * t**3)
-    with np.errstate(over="ignore"):
-        return {
-            None: t,
-            "relu": np.maximum(t, 0),
-            "relu6": np.clip(t, 0, 6),
-            "gelu": t / 2 * erfc(-t * math.sqrt(0.5)),
-            "gelu_tanh": t / (1 + np.exp(-cubic)),
-            "silu": t / (1 + np.exp(-t)),
-            "sigmoid": 1 / (1 + np.exp(-t)),
-            "tanh": np.tanh(t),
-            "hard_swish": t * (np.clip(t + 3, 0, 6) / 6),
-        }[activation]
 
 
 def operands(p: Problem, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
@@ -68,7 +46,5 @@ def fused(p: Problem, activation=None, **options):
 
 
 def before_activation(p: Problem, values: dict, terms) -> np.ndarray:
-    t = reference(Op.FPROP, p, *(values[r].astype(np.float64) for r in "xw"))
-    t = t * values["scale"] if "scale" in terms else t
-    t = t + values["bias"] if "bias" in terms else t
-    return t + values["residual"].astype(np.float64) if "residual" in terms else t
+    sums = reference(Op.FPROP, p, *(values[r].astype(np.float64) for r in "xw"))
+    return epilogue_reference.before_activation(sums, {name: values[name] for name in terms})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -14,16 +15,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from every_kernel import Prepared, operation_call, wrong_results
 from fuzz_calls import Call
 from jax import lax
 from numerics import (
     EXACT_LIMIT,
     LONG_SUM,
-    TOGETHER,
     eight_bits,
     error,
     error_in_order,
-    exact_operands,
     excessive_error,
     mismatch,
     reference,
@@ -330,38 +330,13 @@ def draw_problem(seed: int, index: int) -> tuple[Problem, Op, str, str]:
             return problem, *choice, str(rng.choice(LAYOUTS))
 
 
-def judge_primitives(seed: int, indices: Sequence[int], together: int = TOGETHER) -> list[str]:
-    """What is wrong with operations on small integers, run twice on the default device.
-
-    ``together`` of them are one program: what surrounds a kernel takes longer to compile.
-    """
-    failures = []
-    for at in range(0, len(indices), together):
-        some = [_primitive(seed, index) for index in indices[at : at + together]]
-        operations, operands, judges = zip(*some, strict=True)
-        program = jax.jit(
-            lambda arrays, operations=operations: [
-                f(*each) for f, each in zip(operations, arrays, strict=True)
-            ]
-        )
-        for judge, *results in zip(judges, *(program(operands) for _ in range(2)), strict=True):
-            failures += judge(*results)
-    return failures
+def judge_primitives(seed: int, indices: Sequence[int]) -> list[str]:
+    """What is wrong with operations on small integers, run twice on the default device."""
+    return wrong_results([functools.partial(_primitive, seed, index) for index in indices], runs=2)
 
 
-def _primitive(seed: int, index: int) -> tuple[Callable, list[np.ndarray], Callable]:
-    """One operation, its operands, and what says what is wrong with two results."""
+def _primitive(seed: int, index: int) -> Prepared:
     problem, op, dtype, layout = draw_problem(seed, index)
-    lhs, rhs, expected = exact_operands(op, problem, dtype, seed=index)
-    arrays = [
-        problem.to_layout(role, a, layout) for role, a in zip(op.roles[:2], (lhs, rhs), strict=True)
-    ]
     where = f"{layout}, {jax.default_backend()}"
     repro = f"--seed {seed} --problem {index} ({where}): {problem.line(op, dtype)}"
-
-    def judge(*results) -> list[str]:
-        once, twice = (problem.to_canonical(op.roles[2], each, layout) for each in results)
-        found = mismatch(once, expected, repro), mismatch(twice, once, f"second run, {repro}")
-        return [failure for failure in found if failure]
-
-    return problem.operation(op, dtype, layout=layout), arrays, judge
+    return operation_call(op, problem, dtype, layout, repro, seed=index)

@@ -5,46 +5,18 @@ test_int8_every_kernel.py is of the kernels that read packed filters, and of uin
 
 from __future__ import annotations
 
-import jax
+import functools
+
 import kernel_tables
 import numpy as np
 import pytest
-from numerics import TOGETHER, exact_operands, excess, into_poison, tolerance_of
-from problems import (
-    DEPTHWISE,
-    DTYPES,
-    FEW_OUTPUTS,
-    FEW_PIXELS,
-    LAYOUTS,
-    NARROW,
-    PATCHES,
-    PROBLEMS,
-    REPRESENTATIVE,
-    SMALL_GROUPS,
-    STEMS,
-    WINOGRAD,
-    Problem,
-)
+from every_kernel import Forced, operation_call
+from numerics import excess, tolerance_of
+from problems import DTYPES, LAYOUTS, OF_FAMILY, PROBLEMS, REPRESENTATIVE
 
 from jaxconv._src.conv.bilinear import select
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op
-
-# Problems for the kernels of one family, or with this part in their names.
-OF_FAMILY = {
-    "depthwise": DEPTHWISE,
-    "block_diagonal": SMALL_GROUPS,
-    "small_groups": SMALL_GROUPS,
-    "winograd": WINOGRAD,
-    "few_pixels": FEW_PIXELS,
-    "few_outputs": FEW_OUTPUTS,
-    "patches": PATCHES,
-    "narrow": NARROW,
-    "few_channels": STEMS,  # but the narrow ones
-}
-
-# A kernel that takes fewer of the problems than this would pass the test below by refusing.
-LEAST_ACCEPTED = 4
 
 
 def instances() -> list:
@@ -80,59 +52,22 @@ def test_the_cuda_kernels_of_this_build_are_those_of_the_tables():
 def test_exact_or_refused(platform_name, instance):
     """Integers whose sums are representable: any order of summation gives the same bits."""
     op = Op(instance.split("_")[0])
-    device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform_name])[0]
-    failures, calls = [], []
+    forced = Forced(platform_name, instance)
     own = (found for family, found in OF_FAMILY.items() if f"_{family}_" in f"{instance}_")
     for problem in [*PROBLEMS, *next(own, [])]:
-        for dtype, (operand, result) in DTYPES.items():
+        for dtype, types in DTYPES.items():
             for layout in LAYOUTS if problem in REPRESENTATIVE else ("last", "krsc"):
                 spec = problem.spec(algorithm=instance, layout=layout)
-                shapes = [
-                    problem.to_layout(role, np.empty(problem.canonical_shape(role)), layout).shape
-                    for role in op.roles[:2]
-                ]
-                sizes = spec.sizes(op, *shapes)
-                chosen, line = select(platform_name, op, spec, sizes, operand, result)
+                sizes = problem.sizes(op, spec, layout)
+                chosen, line = select(platform_name, op, spec, sizes, *types)
                 assert line == problem.line(op, dtype) + " krsc" * chosen.krsc
                 if layout == "krsc" and not chosen.krsc:
                     continue  # then the filter is transposed for the kernel, as in "first"
-                if chosen.instance is None:
-                    if not chosen.refusals or not all(r.reason.strip() for r in chosen.refusals):
-                        failures.append(f"{line}\n  refused without a reason: {chosen.refusals}")
-                    continue
-                assert chosen.instance == instance, (
-                    f"{line}: asked {instance}, got {chosen.instance}"
-                )
-                calls.append((problem, dtype, layout, line))
-    with jax.default_device(device):
-        for at in range(0, len(calls), TOGETHER):
-            failures += wrong_results(instance, calls[at : at + TOGETHER])
-    assert not failures, "\n".join(failures)
-    assert len(calls) >= LEAST_ACCEPTED, f"{instance} took only {len(calls)} problems"
-
-
-def wrong_results(instance: str, calls: list[tuple[Problem, str, str, str]]) -> list[str]:
-    """What is wrong with the results of these (problem, dtype, layout, repro), of one program."""
-    op = Op(instance.split("_")[0])
-    functions, operands, right = [], [], []
-    for problem, dtype, layout, _ in calls:
-        *sides, expected = exact_operands(op, problem, dtype)
-        functions.append(problem.operation(op, dtype, algorithm=instance, layout=layout))
-        roles = op.roles[:2]
-        operands.append(
-            [problem.to_layout(*each, layout) for each in zip(roles, sides, strict=True)]
-        )
-        right.append(expected)
-
-    def together(*operands):
-        return [call(*pair) for call, pair in zip(functions, operands, strict=True)]
-
-    results = into_poison(together, *operands)
-    reports, tolerance = [], tolerance_of(instance)
-    for (problem, _, layout, line), y, expected in zip(calls, results, right, strict=True):
-        actual = problem.to_canonical(op.roles[2], y, layout)
-        reports.append(excess(actual, expected, tolerance, f"{instance} ({layout}): {line}"))
-    return [report for report in reports if report]
+                if forced.takes(chosen, line):
+                    what = (op, problem, dtype, layout, f"{instance} ({layout}): {line}")
+                    call = functools.partial(operation_call, *what, algorithm=instance)
+                    forced.calls.append(call)
+    forced.check()
 
 
 def test_a_tolerance_admits_rounding_and_neither_nan_nor_a_missing_tap():
@@ -158,7 +93,7 @@ def test_a_forced_kernel_that_refuses_says_why_while_tracing(platform_name, inst
             operands = [a.astype(DTYPES[dtype][0]) for a in operands]
             call = problem.operation(op, dtype, algorithm=instance, precision=precision)
             spec = problem.spec(algorithm=instance, precision=precision)
-            sizes = spec.sizes(op, *(a.shape for a in operands))
+            sizes = problem.sizes(op, spec)
             chosen, line = select(platform_name, op, spec, sizes, *DTYPES[dtype])
             if chosen.instance is not None:
                 call.trace(*operands)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_reference import TERMS, before_activation, defined, fused, operands
+from epilogue_reference import activated
+from fused_reference import TERMS, before_activation, fused, operands
 from jax.test_util import check_grads
 from numerics import assert_exact
 from problems import Problem, problem
@@ -54,7 +55,7 @@ def test_terms_are_exact_on_integers(platform, p, dtype):
         ]
 
     for (terms, activation), y in zip(cases, program(values), strict=True):
-        expected = defined(activation, before_activation(p, values, terms))
+        expected = activated(activation, before_activation(p, values, terms))
         assert y.dtype == dtype
         rounded = np.asarray(expected.astype(np.float32)).astype(jnp.dtype(dtype))
         assert_exact(y, rounded, f"{p.name} {terms} {activation} {dtype}")
@@ -70,7 +71,7 @@ def test_activations_are_accurate(platform, activation):
     algorithm = "igemm_simt" if platform == "cuda" else "native"
     call = functools.partial(jaxconv.conv, activation=activation, algorithm=algorithm)
     y = np.asarray(jax.jit(call)(x[None], w)[0]).astype(np.float64)
-    exact = defined(activation, x.astype(np.float64))
+    exact = activated(activation, x.astype(np.float64))
     allowed = 1e-6 * np.abs(exact)
     if platform == "cuda":  # exp magnifies the error of a large argument, whose result is small
         allowed += 2e-7 * np.minimum(np.abs(x), np.exp(-np.abs(x)))

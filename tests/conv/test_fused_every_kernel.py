@@ -4,16 +4,16 @@ The same as test_every_kernel.py for the kernels of problems that have an epilog
 are not exact are compared with float64, on one problem of each kernel.
 """
 
-from __future__ import annotations
+import dataclasses
+import functools
 
-import jax
 import kernel_tables
 import numpy as np
 import pytest
-from numerics import TOGETHER, exact_operands, into_poison, mismatch
-from problems import DTYPES, PROBLEMS, REPRESENTATIVE, Problem
-from test_every_kernel import LEAST_ACCEPTED, OF_FAMILY
-from test_fused import defined
+from epilogue_reference import before_activation, exact_terms, results, rounded
+from every_kernel import LEAST_ACCEPTED, Forced, Prepared
+from numerics import exact_operands, mismatch
+from problems import DTYPES, OF_FAMILY, PROBLEMS, REPRESENTATIVE, Problem
 
 from jaxconv._src.conv.bilinear import select as select_plain
 from jaxconv._src.conv.fused import Fused, bind
@@ -50,125 +50,82 @@ def clamps_alone(each: kernel_tables.Instance) -> bool:
     return each.family == "few_channels" and "_stride" in each.variant
 
 
-def operands_of(problem: Problem, dtype: str, form: Epilogue, seed: int):
-    """x, w and the terms, canonical, and t in float64: exact in float32."""
-    x, w, sums = exact_operands(Op.FPROP, problem, dtype)
-    rng = np.random.default_rng([seed, problem.k])
-    drawn = {
-        "scale": (2.0 ** rng.integers(-2, 2, problem.k)).astype(np.float32),
-        "bias": (rng.integers(-12, 13, problem.k) / 4).astype(np.float32),
-        "residual": (rng.integers(-16, 17, sums.shape) / 2).astype(sums.dtype),
-    }
-    terms = {name: drawn[name] for name in form.terms}
-    t = sums.astype(np.float64) * terms.get("scale", 1.0)
-    for name in ("bias", "residual"):
-        t = t + terms[name].astype(np.float64) if name in terms else t
-    return x, w, terms, t
-
-
-def activated(form: Epilogue, t: np.ndarray) -> np.ndarray:
-    activation = form.activation
-    return defined((activation, form.slope) if activation == "leaky_relu" else activation, t)
-
-
-def call_of(problem: Problem, dtype: str, form: Epilogue, instance: str, layout: str):
-    """(x, w, terms) -> results, all in the layout's axis order."""
+def chosen_for(problem: Problem, dtype: str, form: Epilogue, instance: str, layout: str = "last"):
     spec = problem.spec(algorithm=instance, layout=layout)
-
-    def call(x, w, terms):
-        terms = {name: terms[name] for name in form.terms}  # jit sorts a dict's keys
-        return bind(x, w, terms, spec=spec, epilogue=form, out_dtype=DTYPES[dtype][1])
-
-    return call
-
-
-def chosen_for(problem: Problem, dtype: str, form: Epilogue, instance: str, layout: str):
-    spec = problem.spec(algorithm=instance, layout=layout)
-    shapes = [
-        problem.to_layout(role, np.empty(problem.canonical_shape(role)), layout).shape
-        for role in "xw"
-    ]
-    sizes = spec.sizes(Op.FPROP, *shapes)
+    sizes = problem.sizes(Op.FPROP, spec, layout)
     return Fused(spec, form, DTYPES[dtype][1]).select("cuda", sizes, DTYPES[dtype][0])
 
 
-def in_layout(problem: Problem, x, w, terms, layout: str):
-    terms = {n: problem.to_layout("y", a, layout) if a.ndim > 1 else a for n, a in terms.items()}
-    return problem.to_layout("x", x, layout), problem.to_layout("w", w, layout), terms
+def fused_call(
+    problem: Problem, dtype: str, form: Epilogue, instance: str, layout: str, repro: str, seed: int
+) -> Prepared:
+    """The call, its operands, and what compares its results with the definition."""
+    x, w, sums = exact_operands(Op.FPROP, problem, dtype)
+    terms = exact_terms(problem, form, dtype, [seed, problem.k])
+    spec = problem.spec(algorithm=instance, layout=layout)
+
+    def call(x, w, *given):
+        named = dict(zip(form.terms, given, strict=True))
+        return bind(x, w, named, spec=spec, epilogue=form, out_dtype=DTYPES[dtype][1])
+
+    def judge(actual):
+        y, *pre = (problem.to_canonical("y", a, layout) for a in actual[: 1 + form.pre])
+        exact, *t = results(form, terms, sums)
+        if form.activation in ROUNDED:
+            yield inaccuracy(y, exact, before_activation(sums, terms), dtype, repro)
+        else:
+            yield mismatch(y, rounded(exact, dtype), repro)
+        for actual, expected in zip(pre, t, strict=True):
+            yield mismatch(actual, rounded(expected, dtype), f"{repro}, pre")
+
+    arrays = [problem.to_layout("x", x, layout), problem.to_layout("w", w, layout)]
+    arrays += [problem.to_layout("y", a, layout) if a.ndim > 1 else a for a in terms.values()]
+    return call, arrays, judge
+
+
+def inaccuracy(y, exact: np.ndarray, t: np.ndarray, dtype: str, repro: str) -> str:
+    """ "" within one rounding of float64, and of float32 within some units in the last place."""
+    error = np.abs(np.asarray(y).astype(np.float64) - exact)
+    share = error / (ROUNDING[dtype] * np.abs(exact) + 3e-7 * np.abs(t) + 6e-8)
+    return "" if (share <= 1).all() else f"{repro}: {share.max():.3g} of the allowed error"
 
 
 @pytest.mark.parametrize("each", FUSED)
 def test_exact_or_refused(each):
     """Integers whose sums are representable: any order of summation gives the same bits."""
-    failures, accepted = [], []
+    forced, accepted = Forced("cuda", each.name), []
     forms = CLAMPS if clamps_alone(each) else EXACT
     for problem in [*PROBLEMS, *OF_FAMILY.get(each.family, [])]:
         if problem.batch is not None or 0 in problem.canonical_shape("y"):
             continue
         for layout in ("last", "first") if problem in REPRESENTATIVE else ("last",):
-            chosen, line = chosen_for(problem, each.dtype, forms[0], each.name, layout)
-            if chosen.instance is not None:
+            if forced.takes(*chosen_for(problem, each.dtype, forms[0], each.name, layout)):
                 accepted.append((problem, layout))
-            elif not all(r.reason.strip() for r in chosen.refusals):
-                failures.append(f"{line}\n  refused without a reason: {chosen.refusals}")
     # As many calls as there are problems, and at least one with each epilogue.
-    calls = []
     for i in range(max(len(accepted), LEAST_ACCEPTED, len(forms)) if accepted else 0):
         (problem, layout), form = accepted[i % len(accepted)], forms[i % len(forms)]
         chosen, line = chosen_for(problem, each.dtype, form, each.name, layout)
-        assert chosen.instance == each.name, f"{line}\n  refused: {chosen.refusals}"
-        calls.append((problem, form, layout, line))
-    device = jax.devices("gpu")[0]
-    with jax.default_device(device):
-        for at in range(0, len(calls), TOGETHER):
-            failures += wrong_results(each.name, each.dtype, calls[at : at + TOGETHER])
-    assert not failures, "\n".join(failures)
-    assert len(calls) >= LEAST_ACCEPTED, f"{each.name} took only {len(calls)} problems"
-
-
-def wrong_results(instance: str, dtype: str, calls: list) -> list[str]:
-    """What is wrong with the results of these (problem, form, layout, repro), of one program."""
-    functions, operands, right = [], [], []
-    for seed, (problem, form, layout, _) in enumerate(calls):
-        x, w, terms, t = operands_of(problem, dtype, form, seed)
-        functions.append(call_of(problem, dtype, form, instance, layout))
-        operands.append(in_layout(problem, x, w, terms, layout))
-        right.append([activated(form, t), *[t] * form.pre])
-
-    def together(*operands):
-        return [call(*of) for call, of in zip(functions, operands, strict=True)]
-
-    reports = []
-    for (problem, _, layout, line), actual, expected in zip(
-        calls, into_poison(together, *operands), right, strict=True
-    ):
-        for name, a, e in zip(("y", "pre"), actual, expected, strict=False):
-            rounded = e.astype(np.float32).astype(DTYPES[dtype][1])
-            repro = f"{instance} ({layout}), {name}: {line}"
-            reports.append(mismatch(problem.to_canonical("y", a, layout), rounded, repro))
-    return [report for report in reports if report]
+        assert forced.takes(chosen, line), f"{line}\n  refused: {chosen.refusals}"
+        what = (problem, each.dtype, form, each.name, layout, f"{each.name} ({layout}): {line}", i)
+        forced.calls.append(functools.partial(fused_call, *what))
+    forced.check()
 
 
 @pytest.mark.parametrize("each", [each for each in FUSED if not clamps_alone(*each.values)])
 def test_activations(each):
-    """Within one rounding of float64, and of float32 within some units in the last place."""
+    """Those that are not exact, on one problem."""
     base = Epilogue(scale=True, bias=True, residual=True)
     problem = next(
         p
         for p in [*OF_FAMILY.get(each.family, []), *PROBLEMS]
-        if p.batch is None and chosen_for(p, each.dtype, base, each.name, "last")[0].instance
+        if p.batch is None and chosen_for(p, each.dtype, base, each.name)[0].instance
     )
-    x, w, terms, t = operands_of(problem, each.dtype, base, 0)
-    with jax.default_device(jax.devices("gpu")[0]):
-        for activation in ROUNDED:
-            form = Epilogue(scale=True, bias=True, residual=True, activation=activation, pre=True)
-            call = call_of(problem, each.dtype, form, each.name, "last")
-            y, pre = into_poison(call, x, w, terms)
-            assert not mismatch(pre, t.astype(np.float32).astype(DTYPES[each.dtype][1]), "pre")
-            expected = activated(form, t)
-            error = np.abs(np.asarray(y).astype(np.float64) - expected)
-            allowed = ROUNDING[each.dtype] * np.abs(expected) + 3e-7 * np.abs(t) + 6e-8
-            assert (error <= allowed).all(), (each.name, activation, (error / allowed).max())
+    forced = Forced("cuda", each.name)
+    for activation in ROUNDED:
+        form = dataclasses.replace(base, activation=activation, pre=True)
+        what = (problem, each.dtype, form, each.name, "last", f"{each.name} {activation}", 0)
+        forced.calls.append(functools.partial(fused_call, *what))
+    forced.check()
 
 
 @pytest.mark.gpu
@@ -179,7 +136,7 @@ def test_auto_fuses_layers_of_every_class():
         if problem.batch is not None:
             continue
         spec = problem.spec(algorithm="native")
-        sizes = spec.sizes(Op.FPROP, *(problem.canonical_shape(role) for role in "xw"))
+        sizes = problem.sizes(Op.FPROP, spec)
         for dtype in ("f32", "bf16", "f16"):
             plain, _ = select_plain("cuda", Op.FPROP, spec, sizes, *DTYPES[dtype])
             operands, result = DTYPES[dtype]

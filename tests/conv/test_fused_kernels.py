@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_reference import TERMS, before_activation, fused, operands
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from numerics import assert_exact
 from problems import Problem, problem
-from test_fused import TERMS, before_activation, fused, operands
 
 import jaxconv
 from jaxconv._src.conv import fused as primitive

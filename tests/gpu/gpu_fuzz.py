@@ -43,6 +43,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
+import epilogue_reference
 import gpu_fuzz_fused
 import gpu_fuzz_int8
 import gpu_report
@@ -52,6 +53,7 @@ import jax.numpy as jnp
 import kernel_tables
 import numpy as np
 from gpu_fuzz_problems import Case, draw
+from int8_reference import channels_last
 from jax import lax
 from numerics import excess, integer_operands, poison, reference, tolerance_of
 from problems import DTYPES
@@ -118,15 +120,13 @@ def _operands(case: Case) -> tuple[list[np.ndarray], dict[Op, np.ndarray]]:
     canonical = integer_operands(case.problem, case.ops, [case.seed, case.index, 1])
     roles = "xwy" if case.op is None else case.op.roles[:2]
     if case.fused:
-        terms = gpu_fuzz_fused.terms(
-            case.problem, case.fused, case.dtype, [case.seed, case.index, 2]
-        )
+        seed = [case.seed, case.index, 2]
+        terms = epilogue_reference.exact_terms(case.problem, case.fused, case.dtype, seed)
         sums = reference(Op.FPROP, case.problem, canonical["x"], canonical["w"], dtype=np.float32)
-        y, *pre = gpu_fuzz_fused.results(case.fused, terms, sums)
+        exact = epilogue_reference.results(case.fused, terms, sums)
         arrays = [_array(case, r, canonical[r]).astype(dtypes[r]) for r in roles]
         arrays += [_array(case, "y", a) if a.ndim > 1 else a for a in terms.values()]
-        right = [a.astype(case.result_dtype) for a in (y, *pre)]
-        return arrays, {Op.FPROP: right}
+        return arrays, {Op.FPROP: [epilogue_reference.rounded(a, case.result) for a in exact]}
     expected = {
         op: reference(
             op, case.problem, *(canonical[r] for r in op.roles[:2]), dtype=np.float32
@@ -138,7 +138,7 @@ def _operands(case: Case) -> tuple[list[np.ndarray], dict[Op, np.ndarray]]:
 
 def _canonical(case: Case, op: Op, result: np.ndarray) -> np.ndarray:
     if case.int8:
-        return gpu_fuzz_int8.canonical(case.problem, case.int8, result)
+        return channels_last(case.problem, case.int8, result)
     return case.problem.to_canonical(op.roles[2], result, case.layout)
 
 

@@ -38,33 +38,6 @@ def draw(rng: np.random.Generator) -> Epilogue:
             return form
 
 
-def terms(p: Problem, form: Epilogue, dtype: str, seed: list[int]) -> dict[str, np.ndarray]:
-    """The operands after x and w, canonical, by name in the order of the call."""
-    rng = np.random.default_rng(seed)
-    drawn = {
-        "scale": (2.0 ** rng.integers(-2, 2, p.k)).astype(np.float32),
-        "bias": (rng.integers(-12, 13, p.k) / 4).astype(np.float32),
-        "residual": (rng.integers(-16, 17, p.canonical_shape("y")) / 2).astype(DTYPES[dtype][1]),
-    }
-    return {name: drawn[name] for name in form.terms}
-
-
-def results(form: Epilogue, given: dict[str, np.ndarray], sums: np.ndarray) -> list[np.ndarray]:
-    """y and, where it is asked for, pre, in float32 before the rounding to the result's dtype."""
-    t = sums.astype(np.float64)
-    if form.scale:
-        t = t * given["scale"]
-    for name in ("bias", "residual"):
-        t = t + given[name].astype(np.float64) if name in given else t
-    y = {
-        None: lambda: t,
-        "relu": lambda: np.maximum(t, 0),
-        "relu6": lambda: np.clip(t, 0, 6),
-        "leaky_relu": lambda: np.where(t < 0, t * form.slope, t),
-    }[form.activation]()
-    return [a.astype(np.float32) for a in (y, *[t] * form.pre)]
-
-
 def accepting(
     p: Problem, form: Epilogue, dtype: str, precision: str, layout: str, platform: str
 ) -> list[str]:

@@ -134,33 +134,9 @@ def arrays(
     if is_sparse(p):
         rng = np.random.default_rng(seed)
         x, w = (int8_reference.sparse(rng, array.shape) for array in (x, w))
-    given = {}
-    if spec.scale:
-        every = int8_reference.terms(p, spec.out_dtype, seed, of_image=spec.scale == "image_scale")
-        every["offset"] = np.random.default_rng(seed).integers(-9999, 9999, p.k, dtype=np.int32)
-        names = {"scale": True, "offset": spec.offset, "bias": spec.bias}
-        names |= dict.fromkeys(("residual", "residual_scale"), spec.residual)
-        given = {name: every[name] for name, has in names.items() if has}
-    expected = int8_reference.requantized(
-        int8_reference.sums(p, x, w),
-        spec.out_dtype,
-        activation=spec.activation,
-        zero_point=spec.zero_point,
-        **given,
-    )
-    blocked = spec.layout == "nchw32"
-    if spec.residual:
-        given["residual_scale"] = given["residual_scale"].reshape(1)
-        given["residual"] = (
-            int8_reference.nchw32(given["residual"]) if blocked else given["residual"]
-        )
-    operands = [int8_reference.nchw32(x) if blocked else x, int8_reference.rows(w, spec.layout)]
-    return [*operands, *(given[name] for name in spec.terms)], expected
-
-
-def canonical(p: Problem, spec: Int8Spec, y: np.ndarray) -> np.ndarray:
-    """A result of the call, channels last."""
-    return int8_reference.nhwc(y, p.k) if spec.layout == "nchw32" else y
+    given = int8_reference.terms_of(p, spec, seed)
+    expected = int8_reference.result_of(spec, int8_reference.sums(p, x, w), given)
+    return int8_reference.in_layout(spec, x, w, given), expected
 
 
 def calls(spec: Int8Spec, algorithms: list[str]) -> Callable:

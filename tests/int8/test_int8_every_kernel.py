@@ -5,26 +5,31 @@ with the epilogues of most layers, for which kernels have straight code.
 Problems of at least three tiles a CTA follow the tile in the instance's name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
 
-import jax
 import kernel_tables
 import numpy as np
 import pytest
-from int8_reference import OUT_DTYPES, nchw32, nhwc, operands, requantized, rows, sums, terms
-from numerics import TOGETHER, into_poison, mismatch
+from every_kernel import Forced, Prepared
+from int8_reference import (
+    OUT_DTYPES,
+    channels_last,
+    in_layout,
+    nchw32,
+    operands,
+    result_of,
+    sums,
+    terms_of,
+)
+from numerics import mismatch
 from problems import INT8, INT8_DEPTHWISE, Problem, problem
 
 from jaxconv._src.int8 import int8_primitive
 from jaxconv._src.int8.int8_primitive import Int8Spec
 from jaxconv._src.library import native
 
-# A kernel that takes fewer of the problems than this would pass the tests below by refusing.
-LEAST_ACCEPTED = 4
 SMS = 132  # of an H100 or H200
 CPU = ("fprop_onednn_s8", "fprop_onednn_u8")
 CUDA = [
@@ -83,77 +88,31 @@ def chosen_of(platform: str, p: Problem, spec: Int8Spec, x_dtype: str):
     return int8_primitive.Quantised(spec).select(platform, sizes, X_DTYPES[x_dtype])
 
 
-def epilogue(p: Problem, spec: Int8Spec) -> dict:
-    """The terms, channels last, as the reference wants them."""
-    if not spec.scale:
-        return {}
-    given = terms(p, spec.out_dtype, of_image=spec.scale == "image_scale")
-    if spec.offset:
-        given["offset"] = np.random.default_rng(2).integers(-9999, 9999, p.k, dtype=np.int32)
-    if not spec.residual:
-        del given["residual"], given["residual_scale"]
-    return given
-
-
-def failures_of(
-    platform: str, p: Problem, specs: list[Int8Spec], x_dtype: str
-) -> tuple[int, list[str]]:
-    """How many of the calls the forced instance takes, and what is wrong with their results.
-
-    Some of them are one program.
-    """
-    taken, complaints = [], []
+def add_calls(forced: Forced, platform: str, p: Problem, specs: list[Int8Spec], x_dtype: str):
+    """The calls of a problem that the forced instance takes."""
     for spec in specs:
         chosen, key = chosen_of(platform, p, spec, x_dtype)
-        if chosen.instance is None:
-            refusals = chosen.refusals
-            if not refusals or not all(r.reason.strip() for r in refusals):
-                complaints.append(f"{key}\n  refused without a reason: {refusals}")
-        elif chosen.instance != spec.algorithm:
-            complaints.append(f"{chosen.instance} {key}\n  asked for {spec.algorithm}")
-        else:
-            taken.append((spec, f"{chosen.instance} {key}"))
-    if not taken:
-        return 0, complaints
+        if forced.takes(chosen, key):
+            what = (p, spec, x_dtype, f"{chosen.instance} {key}")
+            forced.calls.append(functools.partial(quantised_call, *what))
+
+
+def quantised_call(p: Problem, spec: Int8Spec, x_dtype: str, repro: str) -> Prepared:
     x, w, acc = case(p, x_dtype)
-    blocked = {"nchw32": nchw32, "nhwc": lambda array: array}
-    arrays, expected = [], {}
-    for spec, _ in taken:
-        plain = dataclasses.replace(spec, layout="nhwc")
-        given = epilogue(p, spec)
-        if plain not in expected:  # layouts have one reference
-            expected[plain] = requantized(
-                acc, spec.out_dtype, activation=spec.activation, zero_point=spec.zero_point, **given
-            )
-        into = blocked[spec.layout]
-        if spec.residual:
-            given["residual"] = into(given["residual"])
-            given["residual_scale"] = given["residual_scale"].reshape(1)
-        arrays.append(dict(given, x=into(x), w=rows(w, spec.layout)))
+    given = terms_of(p, spec)
 
-    for at in range(0, len(taken), TOGETHER):
-        some = slice(at, at + TOGETHER)
-        results = into_poison(functools.partial(calls, taken[some]), *arrays[some])
-        for (spec, name), actual in zip(taken[some], results, strict=True):
-            y = nhwc(np.asarray(actual), p.k) if spec.layout == "nchw32" else actual
-            wrong = mismatch(y, expected[dataclasses.replace(spec, layout="nhwc")], name)
-            complaints += [wrong] if wrong else []
-    return len(taken), complaints
+    def call(x, w, *rest):
+        return int8_primitive.bind(spec, x, w, **dict(zip(spec.terms, rest, strict=True)))
 
+    def judge(y):
+        return [mismatch(channels_last(p, spec, y), result_of(spec, acc, given), repro)]
 
-def calls(taken: list[tuple[Int8Spec, str]], *operands: dict) -> list[jax.Array]:
-    return [
-        int8_primitive.bind(spec, **given) for (spec, _), given in zip(taken, operands, strict=True)
-    ]
-
-
-def device(platform: str):
-    return jax.default_device(jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform])[0])
+    return call, in_layout(spec, x, w, given), judge
 
 
 @pytest.mark.parametrize(("platform_name", "instance", "x_dtype"), instances())
 def test_exact_or_refused(platform_name, instance, x_dtype):
-    failures, accepted = [], 0
+    forced = Forced(platform_name, instance)
     for number, p in enumerate([*INT8, *INT8_DEPTHWISE]):
         # All types of results and both kinds of scales, over the problems.
         outs = [
@@ -167,12 +126,8 @@ def test_exact_or_refused(platform_name, instance, x_dtype):
             for layout in layouts(p)
             for out, which, of_image in outs
         ]
-        with device(platform_name):
-            took, wrong = failures_of(platform_name, p, specs, x_dtype)
-        accepted += took
-        failures += wrong
-    assert not failures, "\n".join(failures)
-    assert accepted >= LEAST_ACCEPTED, f"{instance} took only {accepted} problems"
+        add_calls(forced, platform_name, p, specs, x_dtype)
+    forced.check()
 
 
 def tile(instance: str) -> tuple[int, int]:
@@ -217,19 +172,16 @@ def steady(instance: str) -> list[Problem]:
 @pytest.mark.parametrize("each", CUDA, ids=[each.name for each in CUDA])
 def test_three_tiles_a_cta(each):
     """Pipelines past their first tile, in both layouts."""
-    failures, accepted = [], 0
+    forced = Forced("cuda", each.name)
     for p in steady(each.name):
         specs = [
             spec_of(p, each.name, layout, out, which, of_image=p.name == "row" and which == "whole")
             for layout in layouts(p)
             for out, which in [("s8", "whole"), ("u8", "straight")]
         ]
-        took, wrong = failures_of("cuda", p, specs, each.dtype)
-        accepted += took
-        failures += wrong
+        add_calls(forced, "cuda", p, specs, each.dtype)
+    forced.check(least=2)
     case.cache_clear()
-    assert not failures, "\n".join(failures)
-    assert accepted >= 2, f"{each.name} took only {accepted}"
 
 
 @pytest.mark.gpu

@@ -218,3 +218,38 @@ def terms(problem: Problem, out_dtype, seed: object = 0, *, of_image: bool = Fal
         residual=residual,
         residual_scale=np.float32(rng.uniform(0.2, 0.9)),
     )
+
+
+# --- calls of kernels, by their Int8Spec ---
+
+
+def terms_of(p: Problem, spec, seed: object = 0) -> dict:
+    """The terms that a call has, channels last."""
+    if not spec.scale:
+        return {}
+    every = terms(p, spec.out_dtype, seed, of_image=spec.scale == "image_scale")
+    every["offset"] = np.random.default_rng(seed).integers(-9999, 9999, p.k, dtype=np.int32)
+    names = {"scale": True, "offset": spec.offset, "bias": spec.bias}
+    names |= dict.fromkeys(("residual", "residual_scale"), spec.residual)
+    return {name: every[name] for name, has in names.items() if has}
+
+
+def result_of(spec, acc: np.ndarray, given: dict) -> np.ndarray:
+    """What a call gives of the sums and ``terms_of``, channels last."""
+    last = dict(activation=spec.activation, zero_point=spec.zero_point)
+    return requantized(acc, spec.out_dtype, **last, **given)
+
+
+def in_layout(spec, x: np.ndarray, w: np.ndarray, given: dict) -> list[np.ndarray]:
+    """A call's operands in its order and layout: x, w and ``spec.terms``."""
+    blocked = nchw32 if spec.layout == "nchw32" else np.asarray
+    given = dict(given)
+    if spec.residual:
+        given["residual_scale"] = given["residual_scale"].reshape(1)
+        given["residual"] = blocked(given["residual"])
+    return [blocked(x), rows(w, spec.layout), *(given[name] for name in spec.terms)]
+
+
+def channels_last(p: Problem, spec, y) -> np.ndarray:
+    """A call's result, channels last."""
+    return nhwc(np.asarray(y), p.k) if spec.layout == "nchw32" else np.asarray(y)

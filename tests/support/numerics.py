@@ -10,7 +10,8 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +254,12 @@ def poison(shapes: Iterable) -> list[np.ndarray]:
 
 
 def into_poison(function, *operands):
-    """``function(*operands)``, compiled, with its results in arrays that held NaN beforehand.
+    """``function(*operands)``, compiled, with its results in arrays that held NaN beforehand."""
+    return poisoned(function, *operands)()
+
+
+def poisoned(function: Callable, *operands) -> Callable[[], Any]:
+    """What computes ``function(*operands)``, compiled once, into arrays that hold NaN beforehand.
 
     Memory of a GPU may hold the right result of another call: an element that a kernel does not
     write would not be seen.
@@ -265,7 +271,7 @@ def into_poison(function, *operands):
         donate_argnums=range(count, count + len(shapes)),
         keep_unused=True,
     )
-    return program(*operands, *jax.device_put(poison(shapes)))
+    return lambda: program(*operands, *jax.device_put(poison(shapes)))
 
 
 def on_cpu(function, *arguments):

@@ -101,6 +101,14 @@ class Problem:
             axes = (0, *range(2, rank + 2), 1)
         return axes if self.batch is None else (0, *(a + 1 for a in axes))
 
+    def sizes(self, op: Op, spec: ConvSpec, layout: str = "last"):
+        """The spec's sizes of an operation, of operands in a layout."""
+        shapes = []
+        for role in op.roles[:2]:
+            extents = self.canonical_shape(role)
+            shapes.append(tuple(extents[axis] for axis in np.argsort(self.axes(role, layout))))
+        return spec.sizes(op, *shapes)
+
     def to_layout(self, role: str, canonical: np.ndarray, layout: str) -> np.ndarray:
         return np.ascontiguousarray(np.transpose(canonical, np.argsort(self.axes(role, layout))))
 
@@ -129,8 +137,7 @@ class Problem:
     def line(self, op: Op, dtype: str, precision: str = "default") -> str:
         """The one-line repro."""
         spec = self.spec(precision=precision)
-        shapes = [self.canonical_shape(role) for role in op.roles[:2]]
-        return problem_key(op, spec, spec.sizes(op, *shapes), *DTYPES[dtype])
+        return problem_key(op, spec, self.sizes(op, spec), *DTYPES[dtype])
 
     def operation(self, op: Op, dtype: str, **spec_options):
         """The compiled primitive, (lhs, rhs) -> result."""
@@ -560,3 +567,16 @@ REPRESENTATIVE = [
         "batched_groups",
     )
 ]
+
+# Problems for the kernels of one family, or with this part in their names.
+OF_FAMILY = {
+    "depthwise": DEPTHWISE,
+    "block_diagonal": SMALL_GROUPS,
+    "small_groups": SMALL_GROUPS,
+    "winograd": WINOGRAD,
+    "few_pixels": FEW_PIXELS,
+    "few_outputs": FEW_OUTPUTS,
+    "patches": PATCHES,
+    "narrow": NARROW,
+    "few_channels": STEMS,  # but the narrow ones
+}

@@ -372,6 +372,50 @@ def test_a_class_name_means_one_thing():
     assert shared_classes({"a.py": "class Call: ...", "b.py": "class _Call: ..."})
 
 
+# What tests of any folder import.
+SHARED_BY_TESTS = ("support", "emulator")
+
+
+def wrong_imports_of_tests(texts: dict[str, str]) -> list[str]:
+    """Imports of a test module, or of another folder's module; ``texts`` by path below tests/."""
+    paths = list(map(pathlib.PurePosixPath, texts))
+    folders = {path.stem: path.parent.name for path in paths if path.parent.name}
+    wrong = []
+    for path in paths:
+        for node in ast.walk(ast.parse(texts[str(path)])):
+            modules = []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            for name in (module.split(".")[0] for module in modules):
+                known = folders.get(name)
+                if name.startswith("test_") and known is not None:
+                    wrong.append(f"{path}: imports the test {name}")
+                elif known not in (None, path.parent.name, *SHARED_BY_TESTS):
+                    wrong.append(f"{path}: imports {name} of {known}")
+    return wrong
+
+
+def test_tests_import_what_they_share_and_no_test():
+    """Files have different names: pytest puts every folder of tests on the path."""
+    paths = sorted((REPOSITORY / "tests").rglob("*.py"))
+    texts = {p.relative_to(REPOSITORY / "tests").as_posix(): p.read_text() for p in paths}
+    names = [path.name for path in paths if path.name != "conftest.py"]
+    assert len(texts) > 150 and not {name for name in names if names.count(name) > 1}
+    wrong = wrong_imports_of_tests(texts)
+    assert not wrong, "\n".join(wrong)
+    found = wrong_imports_of_tests(
+        {
+            "a/test_x.py": "import y\nimport z, numpy",
+            "b/y.py": "def f():\n    from test_x import g",
+            "support/z.py": "",
+            "conftest.py": "from z import w",
+        }
+    )
+    assert found == ["a/test_x.py: imports y of b", "b/y.py: imports the test test_x"]
+
+
 def test_files_can_be_read_at_one_sitting():
     """At most 600 lines, and 450 where a file is device code."""
     found = [
