@@ -13,6 +13,7 @@ from adversary import Answer, Case, Refused
 from adversary_apart import apart_cases
 from adversary_epilogue import epilogue_cases
 from adversary_inputs import NHWC, W, X, draw, in_lax, kind, value, written
+from adversary_int8 import int8_cases
 from adversary_lax import lax_cases, transformation_cases, transpose_cases
 from adversary_tools import tool_cases
 from jax import lax
@@ -89,7 +90,7 @@ OPERANDS: dict[str, tuple[Any, Any]] = {
     "a leaked tracer": (leaked, Refused(jax.errors.UnexpectedTracerError, ("leak",))),
     "a number": (1.0, value("x", "4 dimensions", "()")),
     "a vector": (X[0, 0, 0], value("x", "4 dimensions", "(4,)")),
-    "a matrix": (X[0, 0], value("x", "4 dimensions", "(6, 4)")),
+    "a matrix": (X[0, 0], value("x", "4 dimensions", "or 3", "(6, 4)")),
     "five axes": (X[None], value("x", "4 dimensions", "(1, 2, 5, 6, 4)")),
     "nothing": ([], value("x", "4 dimensions", "(0,)")),
     "too many channels": (draw(2, 5, 6, 5), value("w", "expected 5 input channels", "got 4")),
@@ -329,6 +330,7 @@ PARAMETERS: dict[str, list[tuple[Any, Any]]] = {
         (np.dtype("f4"), in_lax()),
         ("complex64", kind("preferred_element_type", "complex64", "float32")),
         ("float16", kind("preferred_element_type", "float16", "float32")),
+        (jnp.bfloat16, kind("preferred_element_type", "bfloat16", "float32")),
         (np.int32, kind("preferred_element_type", "int32", "float32")),
         ("f5", kind("preferred_element_type", "f5")),
         ("O", kind("preferred_element_type", "O")),
@@ -414,6 +416,22 @@ def parameter_cases() -> Iterator[Case]:
             lambda: jax.jit(jaxconv.conv)("a", W),
             kind("type <class 'str'>"),
         ),
+        "both operands transposed": (
+            lambda: jaxconv.conv(X.transpose(0, 3, 1, 2), W.transpose(3, 2, 0, 1)),
+            value("w", 'data_format="NCHW"'),
+        ),
+        "a transposed filter": (
+            lambda: jaxconv.conv(X.transpose(0, 3, 1, 2), W, data_format="channels_first"),
+            value("x in NCHW", "transpose w to OIHW"),
+        ),
+        "a depthwise filter of another convention": (
+            lambda: jaxconv.conv(X, draw(3, 2, 4, 1), groups=4),
+            value("groups", "depthwise", "w.reshape((3, 2, 1, 4))"),
+        ),
+        "groups that do not divide the output channels": (
+            lambda: jaxconv.conv(X, draw(3, 2, 1, 6), groups=4),
+            value("groups", "4", "6 output"),
+        ),
         "a batched pair of groups": (
             lambda: jax.vmap(lambda x, w: jaxconv.conv(x, w, groups=2))(X[None], W[None]),
             value("w", "expected 2 input channels"),
@@ -431,6 +449,7 @@ def all_cases() -> list[Case]:
         *transpose_cases(),
         *epilogue_cases(),
         *transformation_cases(),
+        *int8_cases(),
         *tool_cases(),
         *apart_cases(),
     ]

@@ -78,7 +78,7 @@ def lax_cases() -> Iterator[Case]:
             (None, kind("feature_group_count", "None")),
         ],
         "batch_group_count": [
-            (4, value("batch_group_count", "4", "batch 2")),
+            (4, value("batch_group_count", "4", "batch 2", "6 output")),
             (-2, value("batch_group_count", "at least 1")),
             (1.5, kind("batch_group_count", "1.5")),
         ],
@@ -104,6 +104,10 @@ def lax_cases() -> Iterator[Case]:
     call = jaxconv.conv_general_dilated
     odd = {
         "other ranks": (lambda: call(X, W[0], (1, 1), "SAME"), value("rhs", "4 dimensions")),
+        "other channels": (
+            lambda: call(X, draw(3, 2, 5, 6), **general()),
+            value("rhs", "lhs has 4", "got 5"),
+        ),
         "rank 1": (lambda: call(X[0, 0, 0], W[0, 0, 0], (), "SAME"), value("lhs", "(4,)")),
         "two dtypes": (
             lambda: call(X, W.astype(np.float16), **general()),
