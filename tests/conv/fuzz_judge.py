@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from every_kernel import Prepared, operation_call, wrong_results
 from fuzz_calls import Call
+from fuzz_problems import SMALL, Draw, draw_problem, with_long_sums
 from jax import lax
 from numerics import (
     EXACT_LIMIT,
-    LONG_SUM,
     eight_bits,
     error,
     error_in_order,
@@ -287,47 +287,17 @@ def judge_all(side: Side, calls: list[Call], device) -> tuple[list[str], dict[st
     return [complaint for of_one in judged for complaint in of_one], dict(sorted(counts.items()))
 
 
-def draw_problem(seed: int, index: int) -> tuple[Problem, Op, str, str]:
+def draw_primitive(seed: int, index: int) -> tuple[Problem, Op, str, str]:
     """A random small problem with a non-empty output, an operation, a dtype and a layout."""
-    rng = np.random.default_rng([seed, index])
+    draw = Draw(seed, index)
     while True:
-        rank = int(rng.choice([1, 2, 2, 2, 3]))
-        largest = {1: 40, 2: 16, 3: 8}[rank]
-
-        def ints(low, high, size=rank):
-            return tuple(int(v) for v in rng.integers(low, high, size, endpoint=True))
-
-        choice = Op(rng.choice([op.value for op in Op])), str(rng.choice(list(DTYPES)))
-        groups = int(rng.choice([1, 1, 1, 2, 3, 8]))
-        c, k = ints(1, 24 // groups, 2)
-        window, dilation = ints(1, 5), ints(1, 3)
-        if choice == (Op.FPROP, "s8") and rng.random() < 0.5:
-            groups = min(groups, 3)
-            c = LONG_SUM // math.prod(window) + ints(1, 40, 1)[0]
-        reach = [(r - 1) * d for r, d in zip(window, dilation, strict=True)]
-        if rng.random() < 0.3:  # wider than the filter
-            widest = [r + int(rng.integers(1, 9)) for r in reach]
-        else:
-            widest = list(window)
-        problem = Problem(
-            name=f"{seed}-{index}",
-            spatial=ints(1, largest),
-            window=window,
-            n=int(rng.integers(1, 5)),
-            c=groups * c,
-            k=groups * k,
-            stride=ints(1, 3),
-            padding=tuple(
-                (int(rng.integers(-2, r + 1)), int(rng.integers(-2, r + 1))) for r in widest
-            ),
-            lhs_dilation=ints(1, 3) if rng.random() < 0.25 else (1,) * rank,
-            dilation=dilation,
-            groups=groups,
-            batch=int(rng.integers(1, 4)) if rng.random() < 0.2 else None,
-        )
+        op, dtype = draw.one_of(*Op), draw.one_of(*DTYPES)
+        problem = draw_problem(draw, f"{seed}-{index}", SMALL)
+        if (op, dtype) == (Op.FPROP, "s8") and draw.chance(0.5):
+            problem = with_long_sums(draw, problem)
         # XLA computes what no kernel takes.
         if all(problem.out_spatial) and not xla_aborts(problem):
-            return problem, *choice, str(rng.choice(LAYOUTS))
+            return problem, op, dtype, draw.one_of(*LAYOUTS)
 
 
 def judge_primitives(seed: int, indices: Sequence[int]) -> list[str]:
@@ -336,7 +306,7 @@ def judge_primitives(seed: int, indices: Sequence[int]) -> list[str]:
 
 
 def _primitive(seed: int, index: int) -> Prepared:
-    problem, op, dtype, layout = draw_problem(seed, index)
+    problem, op, dtype, layout = draw_primitive(seed, index)
     where = f"{layout}, {jax.default_backend()}"
     repro = f"--seed {seed} --problem {index} ({where}): {problem.line(op, dtype)}"
     return operation_call(op, problem, dtype, layout, repro, seed=index)

@@ -20,7 +20,7 @@ from fuzz_judge import (
     BEYOND_SHARE,
     OURS,
     Side,
-    draw_problem,
+    draw_primitive,
     judge,
     judge_all,
     judge_primitives,
@@ -142,7 +142,7 @@ def test_overridden_lax_agrees_with_lax(native_cpu, overridden_chunk, seed, reco
 
 def test_problems_are_reproducible_and_varied():
     drawn, again = (
-        [draw_problem(0, index) for index in range(PRIMITIVE_COUNT[0])] for _ in range(2)
+        [draw_primitive(0, index) for index in range(PRIMITIVE_COUNT[0])] for _ in range(2)
     )
     assert drawn == again
     assert {op for _, op, _, _ in drawn} == set(Op)
@@ -151,7 +151,7 @@ def test_problems_are_reproducible_and_varied():
     assert any(p.groups > 1 for p, *_ in drawn) and any(p.batch for p, *_ in drawn)
     assert any(min(lo for lo, _ in p.padding) < 0 for p, *_ in drawn)
     assert any(p.pads_beyond_the_window for p, *_ in drawn)
-    more = [draw_problem(0, index) for index in range(PRIMITIVE_COUNT[1])]
+    more = [draw_primitive(0, index) for index in range(PRIMITIVE_COUNT[1])]
     long = [p for p, op, dtype, _ in more if dtype == "s8" and p.reduction(op) >= LONG_SUM]
     assert len(long) > len(more) / 50
 

@@ -17,7 +17,7 @@ import numpy as np
 import spelling_groups
 import spelling_layers
 import spelling_norms
-from fuzz_calls import Draw
+from fuzz_problems import Draw
 from jax import lax
 from program_transforms import FORWARD_MODE, TRANSFORMS
 from spelling_norms import Parts, batch_norm

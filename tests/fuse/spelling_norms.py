@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_calls import Draw
+from fuzz_problems import Draw
 from jax import lax
 
 EPSILON = 1e-3

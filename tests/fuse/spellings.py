@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import spelling_norms
-from fuzz_calls import Draw
+from fuzz_problems import Draw
 from jax import lax
 from spelling_calls import ORDERS, Calls, Found, complaint, found, names
 from spelling_groups import GROUP_NORMS, SQUEEZES

@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 import kernel_tables
 import numpy as np
-from gpu_fuzz_problems import Case, draw
+from gpu_fuzz_problems import Case, draw_case
 from int8_reference import channels_last
 from jax import lax
 from numerics import excess, integer_operands, poison, reference, tolerance_of
@@ -316,7 +316,7 @@ def work(options: argparse.Namespace) -> int:
     index, ran = options.start, collections.Counter()
     with jax.default_device(device):
         while time.time() < options.until:
-            case = draw(options.seed, index, options.platform)
+            case = draw_case(options.seed, index, options.platform)
             say(json.dumps({"begin": index, "case": str(case)}))
             try:
                 counts, complaints = judge(case, options.platform, FORCED, ran)
@@ -333,7 +333,7 @@ def work(options: argparse.Namespace) -> int:
 
 def reproduce(options: argparse.Namespace) -> int:
     """Runs one problem on every instance."""
-    case = draw(options.seed, options.problem, options.platform)
+    case = draw_case(options.seed, options.problem, options.platform)
     print(case)
     with jax.default_device(jax.devices({"cuda": "gpu", "cpu": "cpu"}[options.platform])[0]):
         counts, complaints = judge(case, options.platform, None, collections.Counter())

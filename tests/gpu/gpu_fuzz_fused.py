@@ -1,8 +1,4 @@
-"""Epilogues of the GPU fuzz: a random one for a problem, its operands, and the right results.
-
-Scales are powers of two and the other terms multiples of a quarter, so that t is exact in float32,
-and the activations are those that are exact too.
-"""
+"""Epilogues of the GPU fuzz: a random one, whose activation is exact, and its calls."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from fuzz_problems import Draw
 from problems import DTYPES, Problem
 
 from jaxconv._src.conv.fused import Fused, bind
@@ -17,23 +14,17 @@ from jaxconv._src.library import native
 from jaxconv._src.problem.epilogue import Epilogue
 from jaxconv._src.problem.spec import Op
 
-SHARE = 0.15  # of the problems
 SLOPES = (0.25, 0.5, -0.5)
 
 
-def draw(rng: np.random.Generator) -> Epilogue:
+def draw_epilogue(draw: Draw) -> Epilogue:
     """One that is not plain."""
     while True:
-        scale, bias, residual, pre = (bool(rng.random() < 0.5) for _ in range(4))
-        activation = str(rng.choice(["", "relu", "relu6", "leaky_relu"])) or None
-        form = Epilogue(
-            scale=scale,
-            bias=bias,
-            residual=residual,
-            activation=activation,
-            slope=float(rng.choice(SLOPES)) if activation == "leaky_relu" else 0.0,
-            pre=pre and activation is not None,
-        )
+        scale, bias, residual, pre = (draw.chance(0.5) for _ in range(4))
+        activation = draw.one_of(None, "relu", "relu6", "leaky_relu")
+        slope = draw.one_of(*SLOPES) if activation == "leaky_relu" else 0.0
+        pre = pre and activation is not None
+        form = Epilogue(scale, bias, residual, activation, slope, pre=pre)
         if not form.plain:
             return form
 

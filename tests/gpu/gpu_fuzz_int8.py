@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import int8_reference
 import numpy as np
+from fuzz_problems import Draw
 from int8_reference import OUT_DTYPES
 from problems import Problem
 
@@ -20,15 +21,15 @@ BLOCK = 32  # what the channels of a group are a multiple of
 FEW = 4  # or this, of the input, in one group
 
 
-def draw_channels(rng: np.random.Generator, p: Problem, most: int) -> Problem:
+def draw_channels(draw: Draw, p: Problem, most: int) -> Problem:
     """The problem with channels, groups and no dilation of the input as 8-bit operands have them.
 
     ``most`` is the number of channels that all groups have together, about.
     """
-    form = rng.choice(["dense", "groups", "few"], p=[0.6, 0.25, 0.15])
-    groups = int(rng.choice([2, 3, 4])) if form == "groups" else 1
+    form = draw.by_share({"dense": 0.6, "groups": 0.25, "few": 0.15})
+    groups = draw.one_of(2, 3, 4) if form == "groups" else 1
     blocks = max(1, most // BLOCK // groups)
-    c, k = (groups * BLOCK * int(rng.integers(1, blocks, endpoint=True)) for _ in range(2))
+    c, k = (groups * BLOCK * draw.integer(1, blocks) for _ in range(2))
     return dataclasses.replace(
         p,
         c=FEW if form == "few" else c,
@@ -39,39 +40,39 @@ def draw_channels(rng: np.random.Generator, p: Problem, most: int) -> Problem:
     )
 
 
-def draw_call(rng: np.random.Generator, p: Problem) -> tuple[Int8Spec, str]:
+def draw_call(draw: Draw, p: Problem) -> tuple[Int8Spec, str]:
     """(a call that computes the problem, dtype of x): plain sums, some terms, all, or a layer.
 
     A layer has a result of 8 bits, a scale and a bias of each channel and perhaps ReLU, as most of
     a quantised network's do; kernels with swapped operands take little else.
     """
     blocks = p.rank == 2 and p.groups != p.c  # depthwise convolutions are of NHWC alone
-    layout = str(rng.choice(["nhwc", "nchw32"])) if blocks else "nhwc"
-    x_dtype, out = str(rng.choice(list(X_DTYPES))), str(rng.choice(list(OUT_DTYPES)))
+    layout = draw.one_of("nhwc", "nchw32") if blocks else "nhwc"
+    x_dtype, out = draw.one_of(*X_DTYPES), draw.one_of(*OUT_DTYPES)
     spec = Int8Spec(conv=p.spec(algorithm="native"), layout=layout, out_dtype=OUT_DTYPES[out])
-    kind = rng.choice(["plain", "some", "all", "layer"], p=[0.2, 0.25, 0.25, 0.3])
+    kind = draw.by_share({"plain": 0.2, "some": 0.25, "all": 0.25, "layer": 0.3})
     if kind == "plain":
         return spec, x_dtype
     if kind == "layer":
         return dataclasses.replace(
             spec,
-            out_dtype=X_DTYPES[str(rng.choice(list(X_DTYPES)))],
+            out_dtype=draw.one_of(*X_DTYPES.values()),
             scale="scale",
             bias=True,
-            activation=[None, "relu"][rng.integers(2)],
+            activation=draw.one_of(None, "relu"),
         ), x_dtype
-    offset, bias, residual = (bool(rng.random() < 0.5 or kind == "all") for _ in range(3))
+    offset, bias, residual = (kind == "all" or draw.chance(0.5) for _ in range(3))
     zero_point = 0
-    if out in X_DTYPES and (kind == "all" or rng.random() < 0.5):
+    if out in X_DTYPES and (kind == "all" or draw.chance(0.5)):
         limits = np.iinfo(X_DTYPES[out])
-        zero_point = int(rng.integers(limits.min, limits.max, endpoint=True))
+        zero_point = draw.integer(limits.min, limits.max)
     return dataclasses.replace(
         spec,
-        scale=str(rng.choice(["scale", "image_scale"])),
+        scale=draw.one_of("scale", "image_scale"),
         offset=offset,
         bias=bias,
         residual=residual,
-        activation=[None, "relu", "relu6"][rng.integers(1 if kind == "all" else 0, 3)],
+        activation=draw.one_of(*[None] * (kind != "all"), "relu", "relu6"),
         zero_point=zero_point,
     ), x_dtype
 

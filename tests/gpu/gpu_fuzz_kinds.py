@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
+from fuzz_problems import Draw
 from problems import DEPTHWISE_WINDOWS, Problem
 
-Form = Callable[[np.random.Generator], dict]
+Form = Callable[[Draw], dict]
 
 BITS_16 = ("bf16", "f16")
 FLOATS = (*BITS_16, "f32")
@@ -33,43 +34,35 @@ class Kind:
     dtype: str
 
 
-def _of(rng: np.random.Generator, *choices):
-    return choices[int(rng.integers(len(choices)))]
-
-
-def _between(rng: np.random.Generator, low: int, high: int) -> int:
-    return int(rng.integers(low, high, endpoint=True))
-
-
 # --- forms: window, stride, channels and groups; two spatial axes ---------------------------------
 
 
-def _depthwise(rng: np.random.Generator, window: tuple[int, int], stride: int) -> dict:
+def _depthwise(draw: Draw, window: tuple[int, int], stride: int) -> dict:
     """Mostly channels that 16-byte copies take."""
-    c = 8 * _between(rng, 1, 18) - (_between(rng, 1, 7) if rng.random() < 0.1 else 0)
-    k = 2 * c if rng.random() < 0.1 else c
+    c = 8 * draw.integer(1, 18) - (draw.integer(1, 7) if draw.chance(0.1) else 0)
+    k = 2 * c if draw.chance(0.1) else c
     return dict(window=window, stride=(stride, stride), c=c, k=k, groups=c)
 
 
-def _long_depthwise(rng: np.random.Generator, low: int, high: int) -> dict:
+def _long_depthwise(draw: Draw, low: int, high: int) -> dict:
     """Filter rows of so many taps, products by Toeplitz and Hankel matrices."""
-    c = 8 * _between(rng, 1, 6)
-    window = (_of(rng, 1, 5, 9, 17, 31), _between(rng, low, high))
+    c = 8 * draw.integer(1, 6)
+    window = (draw.one_of(1, 5, 9, 17, 31), draw.integer(low, high))
     return dict(window=window, c=c, k=c, groups=c)
 
 
-def _small_groups(rng: np.random.Generator, widths: tuple[int, ...], stride: int) -> dict:
+def _small_groups(draw: Draw, widths: tuple[int, ...], stride: int) -> dict:
     """Groups of a few channels, as many out as in; 3x3, seldom another filter."""
-    width = _of(rng, *widths)
+    width = draw.one_of(*widths)
     least = max(2, 8 // width)  # groups, of together 8 channels or a multiple of them
-    groups = least * _between(rng, 1, max(1, 200 // (least * width)))
-    window = (3, 3) if rng.random() < 0.85 else (_between(rng, 1, 5), _between(rng, 1, 7))
+    groups = least * draw.integer(1, max(1, 200 // (least * width)))
+    window = (3, 3) if draw.chance(0.85) else (draw.integer(1, 5), draw.integer(1, 7))
     c = width * groups
     return dict(window=window, stride=(stride, stride), c=c, k=c, groups=groups)
 
 
 def _image(
-    rng: np.random.Generator,
+    draw: Draw,
     elements: int = 48,
     window: int | None = None,
     stride: int | None = None,
@@ -77,82 +70,82 @@ def _image(
     """A stem: a few input channels, mostly rows of whole 16 bytes.
 
     Args:
-        rng: decides what is not given.
+        draw: decides what is not given.
         elements: that a row of the window has at most, unless ``window`` is given.
         window, stride: of both axes.
     """
-    c = _of(rng, 1, 2, 3, 3, 4)
+    c = draw.one_of(1, 2, 3, 3, 4)
     columns = max(1, min(15, elements // c))
-    drawn = (_of(rng, 1, 3, 5, 7), _of(rng, columns, _between(rng, 1, columns)))
-    strides = (_of(rng, 1, 2, 2, 4) if stride is None else stride,) * 2
+    drawn = (draw.one_of(1, 3, 5, 7), draw.one_of(columns, draw.integer(1, columns)))
+    strides = (draw.one_of(1, 2, 2, 4) if stride is None else stride,) * 2
     windows = drawn if window is None else (window, window)
-    k = 8 * _between(rng, 1, 20 if window is None else 10)
+    k = 8 * draw.integer(1, 20 if window is None else 10)
     return dict(window=windows, stride=strides, c=c, k=k, even=True)
 
 
-def _narrow(rng: np.random.Generator, elements: int) -> dict:
+def _narrow(draw: Draw, elements: int) -> dict:
     """A few output channels of many, stride 1."""
-    k = _of(rng, 1, 2, 3, 3, 4)
+    k = draw.one_of(1, 2, 3, 3, 4)
     columns = max(1, min(15, elements // k))
-    window = (_of(rng, 1, 3, 5), _of(rng, columns, _between(rng, 1, columns)))
-    return dict(window=window, c=8 * _between(rng, 1, 16), k=k)
+    window = (draw.one_of(1, 3, 5), draw.one_of(columns, draw.integer(1, columns)))
+    return dict(window=window, c=8 * draw.integer(1, 16), k=k)
 
 
-def _patches(rng: np.random.Generator) -> dict:
+def _patches(draw: Draw) -> dict:
     """Windows that do not overlap, whose rows have whole 16 bytes."""
-    window, c = _of(
-        rng,
-        ((2, 2), 4 * _between(rng, 1, 16)),
-        ((4, 4), 2 * _between(rng, 1, 8)),
-        ((2, 3), 8 * _between(rng, 1, 6)),
-        ((16, 16), _of(rng, 1, 3)),
+    window, c = draw.one_of(
+        ((2, 2), 4 * draw.integer(1, 16)),
+        ((4, 4), 2 * draw.integer(1, 8)),
+        ((2, 3), 8 * draw.integer(1, 6)),
+        ((16, 16), draw.one_of(1, 3)),
     )
-    return dict(window=window, stride=window, c=c, k=8 * _between(rng, 1, 20), padding="none")
+    return dict(window=window, stride=window, c=c, k=8 * draw.integer(1, 20), padding="none")
 
 
-def _winograd(rng: np.random.Generator) -> dict:
+def _winograd(draw: Draw) -> dict:
     """3x3, stride 1; channels in multiples of 8, mostly of 16, and at times in groups."""
-    unit, groups = _of(rng, 8, 16, 16), _of(rng, 1, 1, 1, 2, 3)
-    c, k = (groups * unit * _between(rng, 1, 96 // unit) for _ in range(2))
+    unit, groups = draw.one_of(8, 16, 16), draw.one_of(1, 1, 1, 2, 3)
+    c, k = (groups * unit * draw.integer(1, 96 // unit) for _ in range(2))
     return dict(window=(3, 3), c=c, k=k, groups=groups)
 
 
-def _channels(rng: np.random.Generator, padded: bool) -> dict:
+def _channels(draw: Draw, padded: bool) -> dict:
     """Of aligned rows, or such as have to be padded."""
     if padded:
-        return {name: _between(rng, 5, 120) for name in "ck"}
-    return {name: 8 * _of(rng, 1, 4, 6, 8, 8, 9, 16, 17, 24) for name in "ck"}
+        return {name: draw.integer(5, 120) for name in "ck"}
+    return {name: 8 * draw.one_of(1, 4, 6, 8, 8, 9, 16, 17, 24) for name in "ck"}
 
 
-def _pointwise(rng: np.random.Generator) -> dict:
-    return dict(window=(1, 1)) | _channels(rng, False)
+def _pointwise(draw: Draw) -> dict:
+    return dict(window=(1, 1)) | _channels(draw, False)
 
 
-def _rows(rng: np.random.Generator, padded: bool) -> dict:
+def _rows(draw: Draw, padded: bool) -> dict:
     """Filters of a few taps, of which shared memory keeps the small ones."""
-    return dict(window=_of(rng, (1, 2), (1, 3), (3, 3), (3, 3), (2, 3))) | _channels(rng, padded)
+    window = draw.one_of((1, 2), (1, 3), (3, 3), (3, 3), (2, 3))
+    return dict(window=window) | _channels(draw, padded)
 
 
-def _int8_depthwise(rng: np.random.Generator, stride: int) -> dict:
-    c = 16 * _between(rng, 1, 12)
-    window = _of(rng, (3, 3), (5, 5), (_between(rng, 1, 5), _between(rng, 1, 7)))
+def _int8_depthwise(draw: Draw, stride: int) -> dict:
+    c = 16 * draw.integer(1, 12)
+    window = draw.one_of((3, 3), (5, 5), (draw.integer(1, 5), draw.integer(1, 7)))
     return dict(window=window, stride=(stride, stride), c=c, k=c, groups=c)
 
 
-def _int8_image(rng: np.random.Generator, window: int, stride: int) -> dict:
+def _int8_image(draw: Draw, window: int, stride: int) -> dict:
     """Images of 4 channels."""
-    return dict(window=(window, window), stride=(stride, stride), c=4, k=32 * _between(rng, 1, 6))
+    return dict(window=(window, window), stride=(stride, stride), c=4, k=32 * draw.integer(1, 6))
 
 
-def _int8_small(rng: np.random.Generator) -> dict:
+def _int8_small(draw: Draw) -> dict:
     """Filters that shared memory keeps."""
-    window = _of(rng, (3, 3), (1, 3), (2, 2))
-    return dict(window=window, c=32 * _between(rng, 1, 3), k=32 * _between(rng, 1, 2))
+    window = draw.one_of((3, 3), (1, 3), (2, 2))
+    return dict(window=window, c=32 * draw.integer(1, 3), k=32 * draw.integer(1, 2))
 
 
-def _int8_winograd(rng: np.random.Generator) -> dict:
+def _int8_winograd(draw: Draw) -> dict:
     """3x3, stride 1, of operands that are transformed without rounding."""
-    c, k = (32 * _between(rng, 1, 5) for _ in range(2))
+    c, k = (32 * draw.integer(1, 5) for _ in range(2))
     return dict(window=(3, 3), c=c, k=k, sparse=True)
 
 
@@ -212,30 +205,28 @@ def _order(seed: int) -> np.ndarray:
     return np.random.default_rng([seed, 7]).permutation(len(KINDS))
 
 
-def draw(rng: np.random.Generator, form: Form, pixels: int | None) -> Problem:
+def draw_kind(draw: Draw, form: Form, pixels: int) -> Problem:
     """A problem of the form; with ``pixels``, of about so many outputs or more."""
-    drawn = {"stride": (1, 1), "groups": 1, "padding": _of(rng, *PADDINGS)}
-    drawn |= form(rng)
+    drawn = {"stride": (1, 1), "groups": 1, "padding": draw.one_of(*PADDINGS)}
+    drawn |= form(draw)
     window, stride = drawn["window"], drawn["stride"]
     if pixels:
-        n = _of(rng, 1, 3, 8, 32)
-        extent = (pixels * float(rng.uniform(1, 2)) / n) ** 0.5
-        out = [max(1, round(extent * float(rng.uniform(0.8, 1.25)))) for _ in stride]
+        n = draw.one_of(1, 3, 8, 32)
+        extent = (pixels * float(draw.rng.uniform(1, 2)) / n) ** 0.5
+        out = [max(1, round(extent * float(draw.rng.uniform(0.8, 1.25)))) for _ in stride]
     else:
-        n, most = _between(rng, 1, 5), _of(rng, 8, 16, 33)
-        out = [_between(rng, 1, most) for _ in stride]
+        n, most = draw.integer(1, 5), draw.one_of(8, 16, 33)
+        out = [draw.integer(1, most) for _ in stride]
     spatial = [e * s for e, s in zip(out, stride, strict=True)]
     if drawn["padding"] != "none":  # else the windows cover the input
-        spatial = [
-            max(1, e - _between(rng, 0, s - 1)) for e, s in zip(spatial, stride, strict=True)
-        ]
-    if drawn.get("even") and rng.random() < 0.6:  # rows of whole 16 bytes
+        spatial = [max(1, e - draw.integer(0, s - 1)) for e, s in zip(spatial, stride, strict=True)]
+    if drawn.get("even") and draw.chance(0.6):  # rows of whole 16 bytes
         spatial[1] = -(-spatial[1] // 8) * 8
     padding = {
         "same": lambda r: (r // 2, (r - 1) // 2),
-        "near": lambda r: (_between(rng, -1, r), _between(rng, -1, r)),
-        "wide": lambda r: (_between(rng, 0, 2 * r + 3), _between(rng, 0, 2 * r + 3)),
-        "mixed": lambda r: (_between(rng, -3, 2 * r), _between(rng, -3, 2 * r)),
+        "near": lambda r: (draw.integer(-1, r), draw.integer(-1, r)),
+        "wide": lambda r: (draw.integer(0, 2 * r + 3), draw.integer(0, 2 * r + 3)),
+        "mixed": lambda r: (draw.integer(-3, 2 * r), draw.integer(-3, 2 * r)),
         "none": lambda r: (0, 0),
     }[drawn["padding"]]
     return Problem(

@@ -10,6 +10,7 @@ import gpu_fuzz_fused
 import gpu_fuzz_int8
 import gpu_fuzz_kinds
 import numpy as np
+from fuzz_problems import WIDE, Draw, draw_problem
 from problems import DTYPES, Problem, problem, xla_aborts
 
 from jaxconv._src.int8.int8_primitive import Int8Spec
@@ -29,7 +30,9 @@ DTYPE_CHOICES = (
     *(("f16", "default"),) * 4,
 )
 LAYOUT_CHOICES = ("last", "last", "krsc", "first")
-INT8_SHARE, LARGE_SHARE = 0.2, 0.15  # of the problems
+LARGE_SHARE = 0.15  # of the problems
+# Of those that are of no kind.
+FORM_SHARES = {"plain": 0.68, gpu_fuzz_kinds.FUSED: 0.12, gpu_fuzz_kinds.INT8: 0.2}
 OF_A_KIND, EVERY = 3, 5  # so many of so many problems are of the kinds of gpu_fuzz_kinds.py
 
 
@@ -75,168 +78,60 @@ FIXED = [
 ]
 
 
-def _channels(rng: np.random.Generator, units: list[int], most: int) -> int:
-    """A small multiple of one of the units."""
-    unit = int(rng.choice(units))
-    return unit * int(rng.integers(1, max(1, min(most // unit, 12)), endpoint=True))
-
-
-def _draw_problem(rng: np.random.Generator, large: bool) -> Problem:
-    def chance(probability: float) -> bool:
-        return bool(rng.random() < probability)
-
-    def integers(low: int, high: int) -> tuple[int, ...]:
-        return tuple(int(v) for v in rng.integers(low, high, rank, endpoint=True))
-
-    rank = int(rng.choice([1, 2, 2, 2, 3]))
-    ones = (1,) * rank
-    window = ones if chance(0.25) else integers(1, {1: 9, 2: 5, 3: 3}[rank])
-    stride = integers(1, 4) if chance(0.35) else ones
-    dilation = integers(1, 3) if chance(0.3) else ones
-    lhs_dilation = integers(1, 3) if chance(0.15) else ones
-    form = rng.choice(
-        ["dense", "groups", "narrow groups", "depthwise", "batched", "batched groups"],
-        p=[0.45, 0.1, 0.1, 0.2, 0.1, 0.05],
-    )
-    batch = int(rng.integers(2, 4, endpoint=True)) if "batched" in form else None
-    groups = int(rng.choice([2, 3, 4, 8])) if "groups" in form else 1
-    if form == "depthwise" and chance(0.5):  # filters that networks have, and long ones
-        length = int(rng.choice([3, 5, 7, 9, 13, 31]))
-        window = tuple(min(length, {1: 31, 2: 31, 3: 3}[rank]) for _ in range(rank))
-        stride = (int(rng.choice([1, 1, 2])),) * rank
-        dilation = lhs_dilation = ones
-    most = (128 if large else 512) // groups
-    units = [8, 16, 32, 64] if chance(0.6) else [1, 1, 2, 4]  # what kernels align to, or tails
-    c, k = (groups * _channels(rng, units, most) for _ in range(2))
-    if form == "depthwise":
-        groups, k = c, c * int(rng.choice([1, 1, 2, 3]))
-    elif form == "narrow groups":
-        groups = int(rng.integers(2, 16, endpoint=True))
-        c = k = groups * int(rng.choice([2, 4, 8, 16, 32]))
-    elif groups == 1 and chance(0.2):  # an image
-        c = int(rng.integers(1, 4, endpoint=True))
-    reach = [(r - 1) * d for r, d in zip(window, dilation, strict=True)]
-    padding = []
-    kinds = ["none", "same", "any", "wide", "cropping", "mixed"]
-    kind = rng.choice(kinds, p=[0.2, 0.25, 0.15, 0.2, 0.1, 0.1])
-    for r in reach:
-        low, high = {
-            "none": (0, 0),
-            "same": (r // 2, r - r // 2),
-            "any": (-1, r),
-            "wide": (0, 2 * r + 4),
-            "cropping": (-4, 1),
-            "mixed": (-4, r + 4),
-        }[kind]
-        pair = (low, high) if kind == "same" else rng.integers(low, high, 2, endpoint=True)
-        padding.append((int(pair[0]), int(pair[1])))
-    if large:
-        n = int(rng.choice([1, 3, 8, 32]))
-        extent = (LARGE_PIXELS * float(rng.uniform(1, 3)) / n) ** (1 / rank)
-        spatial = tuple(
-            max(1, round(extent * s / ld * float(rng.uniform(0.8, 1.25))))
-            for s, ld in zip(stride, lhs_dilation, strict=True)
-        )
-    else:
-        n = int(rng.integers(1, 5, endpoint=True))
-        spatial = integers(1, int(rng.choice({1: (40, 300), 2: (9, 24), 3: (5, 9)}[rank])))
-    return Problem(
-        name="large" if large else "small",
-        spatial=spatial,
-        window=window,
-        n=n,
-        c=c,
-        k=k,
-        stride=stride,
-        padding=tuple(padding),
-        lhs_dilation=lhs_dilation,
-        dilation=dilation,
-        groups=groups,
-        batch=batch,
-    )
-
-
 def _flops(p: Problem) -> int:
     positions = (p.batch or 1) * p.n * math.prod(p.out_spatial) * math.prod(p.window)
     return 2 * positions * p.c * p.k // p.groups
 
 
-def draw(seed: int, index: int, platform: str) -> Case:
+def draw_case(seed: int, index: int, platform: str) -> Case:
     """The problem of this number, the same on every machine."""
     if index < 2 * len(FIXED):  # as a gradient through lax, and as the primitive
         fixed, op = FIXED[index // 2], None if index % 2 == 0 else Op.DGRAD
         return Case(seed, index, fixed, op, True, "bf16", "bf16", "default", "krsc")
     turn = index // EVERY * OF_A_KIND + index % EVERY
     kind = gpu_fuzz_kinds.kind_of(seed, turn) if index % EVERY < OF_A_KIND else None
-    share = np.random.default_rng([seed, index, 8]).random()
-    if kind.op == gpu_fuzz_kinds.INT8 if kind else share < INT8_SHARE:
-        return _draw_int8(seed, index, platform, kind)
-    fused = np.random.default_rng([seed, index, 9])
-    share = fused.random()
-    if kind.op == gpu_fuzz_kinds.FUSED if kind else share < gpu_fuzz_fused.SHARE:
-        return _draw_fused(seed, index, platform, gpu_fuzz_fused.draw(fused), kind)
-    rng = np.random.default_rng([seed, index])
-    dtype, precision = _draw_dtype(rng, kind)
-    op = None if rng.random() < (0.1 if kind else 0.4) else Op(rng.choice([o.value for o in Op]))
-    if op and kind:
-        op = Op(kind.op)
-    under_lax = bool(rng.random() < 0.75)
-    result = "f32" if op and rng.random() < (0.05 if kind else 0.2) else dtype
-    layout = str(rng.choice(LAYOUT_CHOICES))
-    p = _draw_float(rng, platform, kind)
-    return Case(seed, index, p, op, under_lax, dtype, result, precision, layout)
+    draw = Draw(seed, index)
+    large = platform == "cuda" and draw.chance(LARGE_SHARE)
+    form = kind.op if kind else draw.by_share(FORM_SHARES)
+    if form == gpu_fuzz_kinds.INT8:
+        p = _draw_fitting(draw, large, kind, gpu_fuzz_int8.draw_channels)
+        spec, dtype = gpu_fuzz_int8.draw_call(draw, p)
+        dtype, result = kind.dtype if kind else dtype, spec.out_dtype.name
+        return Case(seed, index, p, Op.FPROP, False, dtype, result, "default", spec.layout, spec)
+    pairs = [pair for pair in DTYPE_CHOICES if kind is None or pair[0] == kind.dtype]
+    dtype, precision = draw.one_of(*pairs)
+    p = _draw_fitting(draw, large, kind)
+    if form == gpu_fuzz_kinds.FUSED:
+        p, layout = dataclasses.replace(p, batch=None), draw.one_of("last", "last", "first")
+        epilogue = gpu_fuzz_fused.draw_epilogue(draw)
+        what = (Op.FPROP, False, dtype, dtype, precision, layout)
+        return Case(seed, index, p, *what, fused=epilogue)
+    op = Op(kind.op) if kind else draw.one_of(*Op)
+    op = None if draw.chance(0.1 if kind else 0.4) else op
+    result = "f32" if op and draw.chance(0.05 if kind else 0.2) else dtype
+    layout = draw.one_of(*LAYOUT_CHOICES)
+    return Case(seed, index, p, op, draw.chance(0.75), dtype, result, precision, layout)
 
 
-def _draw_fused(
-    seed: int, index: int, platform: str, form: Epilogue, kind: gpu_fuzz_kinds.Kind | None
-) -> Case:
-    rng = np.random.default_rng([seed, index])
-    dtype, precision = _draw_dtype(rng, kind)
-    layout = str(rng.choice(("last", "last", "first")))
-    p = dataclasses.replace(_draw_float(rng, platform, kind), batch=None)
-    return Case(seed, index, p, Op.FPROP, False, dtype, dtype, precision, layout, fused=form)
-
-
-def _draw_dtype(rng: np.random.Generator, kind: gpu_fuzz_kinds.Kind | None) -> tuple[str, str]:
-    """(dtype, precision)"""
-    of_kind = [pair for pair in DTYPE_CHOICES if kind is None or pair[0] == kind.dtype]
-    return of_kind[rng.integers(len(of_kind))]
-
-
-def _draw_float(
-    rng: np.random.Generator, platform: str, kind: gpu_fuzz_kinds.Kind | None
+def _draw_fitting(
+    draw: Draw,
+    large: bool,
+    kind: gpu_fuzz_kinds.Kind | None,
+    change: Callable[[Draw, Problem, int], Problem] = lambda draw, p, channels: p,
 ) -> Problem:
-    large = platform == "cuda" and bool(rng.random() < LARGE_SHARE)
+    """The first problem of the wanted size that JAX and the library can express.
 
-    def one() -> Problem:
-        if kind is None:
-            return _draw_problem(rng, large)
-        return gpu_fuzz_kinds.draw(rng, kind.form, LARGE_PIXELS if large else None)
-
-    return _draw_fitting(large, one)
-
-
-def _draw_int8(seed: int, index: int, platform: str, kind: gpu_fuzz_kinds.Kind | None) -> Case:
-    rng = np.random.default_rng([seed, index])
-    large = platform == "cuda" and bool(rng.random() < LARGE_SHARE)
-
-    def one() -> Problem:
-        if kind:
-            return gpu_fuzz_kinds.draw(rng, kind.form, LARGE_PIXELS if large else None)
-        return gpu_fuzz_int8.draw_channels(rng, _draw_problem(rng, large), 128 if large else 512)
-
-    p = _draw_fitting(large, one)
-    spec, dtype = gpu_fuzz_int8.draw_call(rng, p)
-    dtype = kind.dtype if kind else dtype
-    result = spec.out_dtype.name
-    return Case(seed, index, p, Op.FPROP, False, dtype, result, "default", spec.layout, spec)
-
-
-def _draw_fitting(large: bool, one: Callable[[], Problem]) -> Problem:
-    """The first problem of the wanted size that JAX and the library can express."""
+    ``change`` is made of those that are of no kind, whose channels have a limit.
+    """
     least, most = (LARGE_PIXELS, LARGE_FLOPS) if large else (1, SMALL_FLOPS)
+    pixels = LARGE_PIXELS if large else 0
+    limits = dataclasses.replace(WIDE, channels=128) if large else WIDE
     while True:
-        p = one()
+        if kind:
+            p = gpu_fuzz_kinds.draw_kind(draw, kind.form, pixels)
+        else:
+            p = draw_problem(draw, "large" if large else "small", limits, pixels)
+            p = change(draw, p, limits.channels)
         if (
             all(p.out_spatial)
             and p.n * math.prod(p.out_spatial) >= least

@@ -16,7 +16,7 @@ from int8_reference import OUT_DTYPES
 
 from jaxconv._src.problem.spec import Op
 
-CASES = [gpu_fuzz_problems.draw(0, index, "cpu") for index in range(400)]
+CASES = [gpu_fuzz_problems.draw_case(0, index, "cpu") for index in range(400)]
 
 
 FLOAT = [case for case in CASES if not case.int8]
@@ -31,7 +31,7 @@ def whole(cases: list, count: int) -> list:
 
 def test_problems_are_reproducible_and_varied():
     assert [str(case) for case in CASES] == [
-        str(gpu_fuzz_problems.draw(0, i, "cpu")) for i in range(400)
+        str(gpu_fuzz_problems.draw_case(0, i, "cpu")) for i in range(400)
     ]
     assert {case.op for case in FLOAT} == {None, *Op}
     assert {(case.dtype, case.precision) for case in FLOAT} == set(gpu_fuzz_problems.DTYPE_CHOICES)
@@ -42,7 +42,7 @@ def test_problems_are_reproducible_and_varied():
     assert any(p.groups == p.c > 1 for p in problems)
     assert any(min(lo for lo, _ in p.padding) < 0 for p in problems)
     assert any(p.pads_beyond_the_window for p in problems)
-    large = [gpu_fuzz_problems.draw(0, i, "cuda").problem.name == "large" for i in range(400)]
+    large = [gpu_fuzz_problems.draw_case(0, i, "cuda").problem.name == "large" for i in range(400)]
     assert 20 < sum(large) < 120
 
 
@@ -86,7 +86,7 @@ def test_kinds_have_their_turn():
     counts: collections.Counter[tuple] = collections.Counter()
     groups, padded = collections.Counter(), collections.Counter()
     for index in range(2800):
-        case = gpu_fuzz_problems.draw(1, index, "cuda")
+        case = gpu_fuzz_problems.draw_case(1, index, "cuda")
         p, form = case.problem, (case.fused is not None, case.int8 is not None)
         counts[(case.op, case.dtype, *form, p.window, p.stride, p.groups == p.c > 1)] += 1
         least = min(min(pair) for pair in p.padding)
@@ -199,7 +199,7 @@ def test_8_bit_results(native_cpu, monkeypatch, case):
 
 
 def test_what_does_not_fit_is_counted_and_no_failure():
-    case = gpu_fuzz.draw(1, 2, "cpu")
+    case = gpu_fuzz.draw_case(1, 2, "cpu")
     counts, complaints = gpu_fuzz.failed(case, RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert list(counts.values()) == [1] and not complaints
     counts, complaints = gpu_fuzz.failed(case, RuntimeError("illegal memory access"))

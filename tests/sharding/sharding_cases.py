@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_calls import Call, Draw, _draw_numbers
+from fuzz_calls import Call, draw_numbers, in_order
+from fuzz_problems import Draw
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from numerics import EXACT_LIMIT, reference
@@ -165,7 +166,7 @@ def _draw_call(draw: Draw, seed: int, index: int, form: str) -> Call:
     channels_last = (0, rank + 1, *range(1, rank + 1))
     numbers = lax.ConvDimensionNumbers(channels_last, (rank + 1, rank, *range(rank)), channels_last)
     if form not in ("statistics", "quantised") and draw.chance(0.7):
-        _, numbers = _draw_numbers(draw, rank)
+        _, numbers = draw_numbers(draw, rank)
     parameters = {
         "window_strides": problem.stride,
         "padding": problem.padding,
@@ -185,10 +186,10 @@ def _draw_call(draw: Draw, seed: int, index: int, form: str) -> Call:
         seed=seed,
         index=index,
         dtype=dtype,
-        lhs_shape=_in_order(
+        lhs_shape=in_order(
             numbers.lhs_spec, (batch_groups * problem.n, problem.c, *problem.spatial)
         ),
-        rhs_shape=_in_order(
+        rhs_shape=in_order(
             numbers.rhs_spec, (batch_groups * problem.k, problem.c // groups, *problem.window)
         ),
         parameters=parameters,
@@ -247,21 +248,13 @@ def _dimensions(call: Call) -> dict[str, tuple[str, ...]]:
     rank = call.problem.rank
     spatial, window = [f"s{i}" for i in range(rank)], [f"r{i}" for i in range(rank)]
     found = {
-        "x": _in_order(call.numbers.lhs_spec, ("n", "c", *spatial)),
-        "w": _in_order(call.numbers.rhs_spec, ("k", "c", *window)),
-        "t": _in_order(call.numbers.out_spec, ("n", "k", *spatial)),
+        "x": in_order(call.numbers.lhs_spec, ("n", "c", *spatial)),
+        "w": in_order(call.numbers.rhs_spec, ("k", "c", *window)),
+        "t": in_order(call.numbers.out_spec, ("n", "k", *spatial)),
         "scale": ("k",),
         "bias": ("k",),
     }
     return found | {"residual": found["t"]}
-
-
-def _in_order(spec, values) -> tuple:
-    """Values given as (batch or output, feature or input, *spatial), in the array's order."""
-    found = [None] * len(values)
-    for axis, value in zip(spec, values, strict=True):
-        found[axis] = value
-    return tuple(found)
 
 
 def draw_case(seed: int, index: int) -> Case:

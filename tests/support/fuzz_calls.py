@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 import numpy as np
+from fuzz_problems import CALLS, Draw, draw_problem, with_long_sums
 from jax import lax
-from numerics import LONG_SUM
 from problems import Problem, xla_aborts
 
 
@@ -55,7 +54,7 @@ class Call:
             return self.rhs_shape
         p = self.problem
         groups = p.batch or 1
-        return _in_order(self.numbers.out_spec, (p.n, groups * p.k, *p.out_spatial))
+        return in_order(self.numbers.out_spec, (p.n, groups * p.k, *p.out_spatial))
 
     def to_canonical(self, role: str, array: np.ndarray) -> np.ndarray:
         """The array with its axes in ``Problem``'s order, batch groups on an axis of their own."""
@@ -80,37 +79,12 @@ class Call:
         return np.moveaxis(array.reshape(shape), split, 0)
 
 
-def _in_order(spec: tuple[int, ...], extents: tuple[int, ...]) -> tuple[int, ...]:
-    """Extents given as (batch or output, feature or input, *spatial), in the array's order."""
-    shape = [0] * len(extents)
-    for axis, extent in zip(spec, extents, strict=True):
-        shape[axis] = extent
-    return tuple(shape)
-
-
-class Draw:
-    """A generator of the plain Python values that parameters are made of."""
-
-    def __init__(self, *seed: int):
-        self.rng = np.random.default_rng(seed)
-
-    def chance(self, probability: float) -> bool:
-        return bool(self.rng.random() < probability)
-
-    def one_of(self, *values):
-        return values[int(self.rng.integers(len(values)))]
-
-    def integer(self, low: int, high: int) -> int:
-        return int(self.rng.integers(low, high, endpoint=True))
-
-    def integers(self, low: int, high: int, size: int) -> tuple[int, ...]:
-        return tuple(self.integer(low, high) for _ in range(size))
-
-    def sequence(self, values: tuple) -> tuple | list:
-        return self.one_of(tuple, list)(values)
-
-    def permutation(self, size: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in self.rng.permutation(size))
+def in_order(spec: tuple[int, ...], values: tuple) -> tuple:
+    """Values given as (batch or output, feature or input, *spatial), in the array's order."""
+    found = [None] * len(values)
+    for axis, value in zip(spec, values, strict=True):
+        found[axis] = value
+    return tuple(found)
 
 
 def _same_padding(extent: int, window: int, stride: int, dilation: int, lower: bool):
@@ -121,31 +95,37 @@ def _same_padding(extent: int, window: int, stride: int, dilation: int, lower: b
     return (half + rest, half) if lower else (half, half + rest)
 
 
-def _draw_padding(draw: Draw, spatial, window, stride, lhs_dilation, dilation):
+def _draw_padding(draw: Draw, p: Problem):
     """(the parameter, the pairs it stands for)."""
-    rank = len(spatial)
-    if set(lhs_dilation) <= {1} and draw.chance(0.5):
+    if set(p.lhs_dilation) <= {1} and draw.chance(0.5):
         name = draw.one_of("SAME", "SAME_LOWER", "VALID")
-        pairs = ((0, 0),) * rank
+        pairs = ((0, 0),) * p.rank
         if name != "VALID":
             pairs = tuple(
                 _same_padding(*axis, name == "SAME_LOWER")
-                for axis in zip(spatial, window, stride, dilation, strict=True)
+                for axis in zip(p.spatial, p.window, p.stride, p.dilation, strict=True)
             )
         return (name.lower() if draw.chance(0.1) else name), pairs
-    least, wide = -2 if draw.chance(0.4) else 0, draw.chance(0.25)
-    pairs = []
-    for extent, w, ld, d in zip(spatial, window, lhs_dilation, dilation, strict=True):
-        most = max(0, (w - 1) * d) + (draw.integer(1, 8) if wide else draw.integer(0, 1))
-        lo, hi = draw.integer(least, most), draw.integer(least, most)
-        dilated = (extent - 1) * ld + 1 if extent else 0
-        while dilated + lo + hi < 0:  # lax refuses it; `_break` has such calls
-            lo, hi = lo + 1, hi + 1
-        pairs.append((lo, hi))
-    return draw.sequence(tuple(draw.sequence(pair) for pair in pairs)), tuple(pairs)
+    return draw.sequence(tuple(draw.sequence(pair) for pair in p.padding)), p.padding
 
 
-def _draw_numbers(draw: Draw, rank: int):
+def _crops_too_much(p: Problem) -> bool:
+    """Whether lax refuses the padding; ``_break`` has such calls."""
+    axes = zip(p.spatial, p.lhs_dilation, p.padding, strict=True)
+    return any((e - 1) * d + 1 + lo + hi < 0 if e else lo + hi < 0 for e, d, (lo, hi) in axes)
+
+
+def _emptied(draw: Draw, p: Problem) -> Problem:
+    """The problem with an extent of zero, mostly."""
+    sizes = [p.n, p.c, p.k, *p.spatial, *p.window]
+    if draw.chance(0.7):
+        sizes[draw.integer(0, len(sizes) - 1)] = 0
+    n, c, k, *rest = sizes
+    spatial, window = tuple(rest[: p.rank]), tuple(rest[p.rank :])
+    return dataclasses.replace(p, n=n, c=c, k=k, spatial=spatial, window=window)
+
+
+def draw_numbers(draw: Draw, rank: int):
     """(the parameter, the axes it stands for)."""
     common = lax.ConvDimensionNumbers(*(tuple(range(rank + 2)),) * 3)
     form = draw.one_of("none", "strings", "strings", "strings", "usual", "object")
@@ -163,7 +143,7 @@ def _draw_numbers(draw: Draw, rank: int):
     numbers = numbers._replace(rhs_spec=(output, feature, *sorted(window)))
     letters = draw.one_of("DHW"[3 - rank :], "XYZ"[:rank], "012"[:rank])
     strings = tuple(
-        "".join(_in_order(spec, (*outer, *letters)))
+        "".join(in_order(spec, (*outer, *letters)))
         for spec, outer in zip(numbers, ("NC", "OI", "NC"), strict=True)
     )
     return strings, numbers
@@ -193,60 +173,34 @@ PREFERRED = {
 def draw_call(seed: int, index: int) -> Call:
     """The call of conv_general_dilated with this number; some of them lax refuses."""
     draw = Draw(seed, index)
-    rank = draw.one_of(0, *(1,) * 6, *(2,) * 8, *(3,) * 5)
     dtype = np.dtype(
         draw.one_of(*(np.float32,) * 4, *(jnp.bfloat16,) * 3, *(np.float16,) * 2, *(np.int8,) * 2)
     )
-    largest, widest = {0: (1, 1), 1: (32, 7), 2: (10, 4), 3: (6, 3)}[rank]
     may_be_empty = draw.chance(0.06)
     long = dtype == np.int8 and draw.chance(0.3)
     while True:
-        spatial, window = draw.integers(1, largest, rank), draw.integers(1, widest, rank)
-        n, c, k = draw.integer(1, 4), draw.integer(1, 9), draw.integer(1, 9)
-        if draw.chance(0.25):  # whole vectors of channels
-            c, k = draw.one_of(4, 8, 16), draw.one_of(8, 16, 32)
-        groups = draw.one_of(1, 1, 1, 2, 3, 8)
-        batch_groups = 1
-        if groups > 1 and draw.chance(0.4):  # depthwise, with 1 to 3 filters per channel
-            c, k = 1, draw.integer(1, 3)
-        elif groups > 1 and draw.chance(0.4):
-            groups, batch_groups = 1, draw.integer(2, 3)
-        elif groups > 1 and draw.chance(0.5):  # whole groups in a vector, with a tail
-            c = k = draw.one_of(2, 4, 8)
-            groups = draw.integer(2, 12)
-        if long and rank:  # sums of extremes that float32 does not hold
-            groups, batch_groups, k = min(groups, 2), min(batch_groups, 2), draw.integer(1, 9)
-            c = LONG_SUM // max(1, math.prod(window)) + draw.integer(1, 40)
-        stride = draw.integers(1, 3, rank) if draw.chance(0.5) else (1,) * rank
-        lhs_dilation = draw.integers(1, 3, rank) if draw.chance(0.25) else (1,) * rank
-        dilation = draw.integers(1, 3, rank) if draw.chance(0.4) else (1,) * rank
+        drawn = draw_problem(draw, f"{seed}-{index}", CALLS)
+        if long and drawn.rank:
+            drawn = with_long_sums(draw, drawn)
         if may_be_empty:
-            which = draw.integer(0, 2 + 2 * rank)
-            sizes = [n, c, k, *spatial, *window]
-            if draw.chance(0.7):
-                sizes[which] = 0
-            n, c, k, *rest = sizes
-            spatial, window = tuple(rest[:rank]), tuple(rest[rank:])
-        padding, pairs = _draw_padding(draw, spatial, window, stride, lhs_dilation, dilation)
+            drawn = _emptied(draw, drawn)
+        padding, pairs = _draw_padding(draw, drawn)
         # Nothing dilated is nothing: extents of 0 count as undilated, where Problem has
         # (extent - 1) * dilation + 1.
-        problem = Problem(
-            name=f"{seed}-{index}",
-            spatial=spatial,
-            window=window,
-            n=n,
-            c=groups * c,
-            k=groups * k,
-            stride=stride,
-            padding=pairs,
-            lhs_dilation=tuple(d if e else 1 for d, e in zip(lhs_dilation, spatial, strict=True)),
-            dilation=tuple(d if e else 1 for d, e in zip(dilation, window, strict=True)),
-            groups=groups,
-            batch=None if batch_groups == 1 else batch_groups,
-        )
-        if (may_be_empty or all(problem.out_spatial)) and not xla_aborts(problem):
+        undilated = {
+            name: tuple(d if e else 1 for d, e in zip(dilations, extents, strict=True))
+            for name, dilations, extents in (
+                ("lhs_dilation", drawn.lhs_dilation, drawn.spatial),
+                ("dilation", drawn.dilation, drawn.window),
+            )
+        }
+        problem = dataclasses.replace(drawn, padding=pairs, **undilated)
+        valid = not xla_aborts(problem) and not _crops_too_much(problem)
+        if valid and (may_be_empty or all(problem.out_spatial)):
             break
-    dimension_numbers, numbers = _draw_numbers(draw, rank)
+    rank, groups, batch_groups = problem.rank, problem.groups, problem.batch or 1
+    stride, lhs_dilation, dilation = problem.stride, drawn.lhs_dilation, drawn.dilation
+    dimension_numbers, numbers = draw_numbers(draw, rank)
     parameters = {"window_strides": draw.sequence(stride), "padding": padding}
     optional = {
         "lhs_dilation": (draw.sequence(lhs_dilation), set(lhs_dilation) <= {1}),
@@ -268,8 +222,13 @@ def draw_call(seed: int, index: int) -> Call:
         seed=seed,
         index=index,
         dtype=dtype,
-        lhs_shape=_in_order(numbers.lhs_spec, (batch_groups * n, groups * c, *spatial)),
-        rhs_shape=_in_order(numbers.rhs_spec, (batch_groups * groups * k, c, *window)),
+        lhs_shape=in_order(
+            numbers.lhs_spec, (batch_groups * problem.n, problem.c, *problem.spatial)
+        ),
+        rhs_shape=in_order(
+            numbers.rhs_spec,
+            (batch_groups * problem.k, problem.c // groups, *problem.window),
+        ),
         parameters=parameters,
         problem=problem,
         numbers=numbers,
