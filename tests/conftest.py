@@ -15,6 +15,7 @@ import jax
 import pytest
 from cc_programs import choices_program, objects  # noqa: F401 (fixtures)
 from jax_settings import UNOPTIMIZED, VIRTUAL_DEVICES
+from selection_program import cuda_selection  # noqa: F401 (a fixture)
 from worker_order import long_first
 
 from jaxconv._src.library import native

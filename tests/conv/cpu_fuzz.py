@@ -23,18 +23,13 @@ from collections.abc import Sequence
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_record
-from xla_flags import QUICK_TO_COMPILE
 
 FORMS = ("calls", "override", "primitives")
 FUZZ = fuzz_record.Fuzz(
     __file__,
     segment=500,
     # One device, of the eight that the tests of sharding have.
-    environment={
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=1",
-        "OPENBLAS_NUM_THREADS": "1",
-    },
+    environment=fuzz_record.cpu_environment(),
     own=("kernels",),
 )
 

@@ -17,23 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from adversary import Answer, Case, Refused
+from adversary_inputs import NHWC, W, X, in_lax, value
 from jax import lax
 
 import jaxconv
 
-RNG = np.random.default_rng(2)
-X, W = (RNG.integers(-2, 3, s).astype(np.float32) for s in ((2, 5, 6, 4), (3, 2, 4, 6)))
-NHWC = ("NHWC", "HWIO", "NHWC")
 LARGE = (2**31, 2**40, 2**62)
-
-
-def value(*words: str) -> Refused:
-    return Refused(ValueError, words)
-
-
-def in_lax(stride: tuple[int, int] = (1, 1), padding: Any = "SAME", **options: Any) -> Answer:
-    options = {"dimension_numbers": NHWC, "precision": "highest", **options}
-    return Answer(lambda: lax.conv_general_dilated(X, W, stride, padding, **options))
 
 
 def zeros(*shape: int) -> Answer:

@@ -21,13 +21,7 @@ from collections.abc import Iterator, Sequence
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_record
-from xla_flags import QUICK_TO_COMPILE
 
-CPU = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
 GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -35,7 +29,7 @@ def fuzz(gpu: bool) -> fuzz_record.Fuzz:
     if gpu:
         kernels = ("cc/core", "cc/cuda", "cc/ffi")
         return fuzz_record.Fuzz(__file__, segment=8, environment=GPU, kernels=kernels)
-    return fuzz_record.Fuzz(__file__, segment=100, environment=CPU)
+    return fuzz_record.Fuzz(__file__, segment=100, environment=fuzz_record.cpu_environment())
 
 
 def work(seed: int, indices: Sequence[int], options) -> dict:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from training_programs import batch_norm, conv, draw, gradient, mean_error, on_two_devices
+from training_programs import WAYS, batch_norm, conv, draw, gradient, mean_error, on_two_devices
 
 import jaxconv
 from jaxconv.bench.networks import NETWORKS, programs
@@ -33,11 +33,6 @@ PARAMETERS = {
     "v": 0.1 * draw(3, 3, C, C, seed=2),
     "gain": 1 + 0.1 * draw(C, seed=3, dtype=jnp.float32),
     "offset": draw(C, seed=4, dtype=jnp.float32),
-}
-
-WAYS = {
-    "inside": lambda forward: jaxconv.fuse(gradient(forward)),
-    "around": lambda forward: gradient(jaxconv.fuse(forward)),
 }
 
 

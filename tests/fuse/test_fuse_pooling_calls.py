@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from training_programs import batch_norm, conv, draw, gradient, mean_error, on_two_devices
+from training_programs import WAYS, batch_norm, conv, draw, gradient, mean_error, on_two_devices
 
 import jaxconv
 
@@ -32,11 +32,6 @@ PARAMETERS = {
     "u": 0.1 * draw(1, 1, C, C, seed=3),
     "gain": 1 + 0.5 * draw(C, seed=4, dtype=jnp.float32),
     "offset": draw(C, seed=5, dtype=jnp.float32),
-}
-
-WAYS = {
-    "inside": lambda forward: jaxconv.fuse(gradient(forward)),
-    "around": lambda forward: gradient(jaxconv.fuse(forward)),
 }
 
 

@@ -15,7 +15,6 @@ import jax
 import kernel_tables
 import numpy as np
 import pytest
-from selection_program import SelectionProgram
 
 import jaxconv
 from jaxconv._src.library import native
@@ -80,24 +79,9 @@ def calls(text: str) -> collections.Counter[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def selecting(choices_program):
-    """The CUDA library's selection for sm_90a, without the library."""
-    program = SelectionProgram(choices_program, lambda: native.load("cpu").arrays)
-    patch = pytest.MonkeyPatch()
-    patch.setitem(sys.modules, "_jaxconv.cuda", program)
-    patch.setenv("JAXCONV_TARGET", "sm_90a")
-    native.load.cache_clear()
-    jax.clear_caches()
-    yield
-    patch.undo()
-    native.load.cache_clear()
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_calls_of_cuda_are_those_of_this_version(selecting, version, name):
+def test_calls_of_cuda_are_those_of_this_version(cuda_selection, version, name):
     """Targets, attributes, and the order and types of operands and results."""
     function, arguments = PROGRAMS[name]
     found = calls(restored(version, "cuda", name).mlir_module())
@@ -171,7 +155,7 @@ def test_kernels_that_are_missing_are_named_before_a_run(native_cpu, monkeypatch
         assert told.keys() == {"cuda"} and "CUDA kernels" in told["cuda"]
 
 
-def test_the_number_of_partial_sums_stays(selecting):
+def test_the_number_of_partial_sums_stays(cuda_selection):
     """The bits of the sums depend on it, in exported programs too."""
     shapes = {
         (256, 112, 112, 64): 264,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import kernel_tables
 import numpy as np
-import pytest
-from selection_program import SelectionProgram
 
 import jaxconv
 from jaxconv._src.call import rules
-from jaxconv._src.library import native
 from jaxconv._src.passes import masked_sums, max_pooling, moments, normalise_add
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.passes.max_pooling import Windows
@@ -23,21 +19,6 @@ from jaxconv._src.passes.normalise_add import BlockEnd
 
 DTYPES = [np.dtype(d) for d in (jnp.bfloat16, np.float16, np.float32, np.float64, np.int8)]
 NONE = (0, 0)
-
-
-@pytest.fixture(scope="module")
-def planning(choices_program):
-    """The CUDA library's plans for sm_90a, without the library."""
-    program = SelectionProgram(choices_program, lambda: native.load("cpu").arrays)
-    patch = pytest.MonkeyPatch()
-    patch.setitem(sys.modules, "_jaxconv.cuda", program)
-    patch.setenv("JAXCONV_TARGET", "sm_90a")
-    native.load.cache_clear()
-    jax.clear_caches()
-    yield
-    patch.undo()
-    native.load.cache_clear()
-    jax.clear_caches()
 
 
 def forms_of_sums():
@@ -70,7 +51,7 @@ def asked():
     yield from ((max_pooling.accepts, windows, DTYPES[0]) for windows in (many, long))
 
 
-def test_without_the_library_the_answers_are_the_plans(planning, monkeypatch):
+def test_without_the_library_the_answers_are_the_plans(cuda_selection, monkeypatch):
     calls = list(asked())
     by_plan = [accepts(*given) for accepts, *given in calls]
     monkeypatch.setattr(rules, "planned", lambda key: None)
@@ -80,7 +61,7 @@ def test_without_the_library_the_answers_are_the_plans(planning, monkeypatch):
     assert 0.05 < np.mean(by_plan) < 0.95
 
 
-def test_kernels_are_listed(planning):
+def test_kernels_are_listed(cuda_selection):
     found = {k.name: k for k in jaxconv.kernels("cuda")}
     for each in kernel_tables.passes():
         kernel = found[each.name]
@@ -99,7 +80,7 @@ def program(y, g, mean, scale, offset):
     return total, moments.moments(y), moments.moments(y[..., :12])
 
 
-def test_explain_shows_passes(planning):
+def test_explain_shows_passes(cuda_selection):
     array = jax.ShapeDtypeStruct((8, 32, 32, 24), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((24,), np.float32)
     found = jaxconv.explain(program, array, array, *[vector] * 3, platform="cuda")

@@ -18,16 +18,11 @@ from collections.abc import Sequence
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import fuzz_record
-from xla_flags import QUICK_TO_COMPILE
 
 FUZZ = fuzz_record.Fuzz(
     __file__,
     segment=50,
-    environment={
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8",
-        "OPENBLAS_NUM_THREADS": "1",
-    },
+    environment=fuzz_record.cpu_environment(devices=8),
 )
 
 

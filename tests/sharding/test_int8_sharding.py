@@ -35,7 +35,7 @@ def case(of_image: bool = False):
     return x, w, given, requantized(sums(P, x, w), np.int8, activation="relu", **given)
 
 
-def layer(x, w, scale, bias, residual, residual_scale, stride=1):
+def layer(x, w, scale, bias, residual, residual_scale, stride=1, **options):
     return int8.conv(
         x,
         w,
@@ -46,6 +46,7 @@ def layer(x, w, scale, bias, residual, residual_scale, stride=1):
         activation="relu",
         padding=1,
         stride=stride,
+        **options,
     )
 
 
@@ -161,18 +162,7 @@ def test_the_fallback_is_split_alike():
     mesh = grid()
     values = placed(mesh, arrays("NHWC", x, w, given), of)
 
-    def by_xla(x, w, scale, bias, residual, residual_scale):
-        return int8.conv(
-            x,
-            w,
-            scale,
-            bias,
-            residual,
-            residual_scale=residual_scale,
-            activation="relu",
-            algorithm="xla",
-        )
-
+    by_xla = functools.partial(layer, algorithm="xla")
     compiled = jax.jit(by_xla).lower(*values).compile()
     assert collectives(compiled) == {}
     np.testing.assert_array_equal(compiled(*values), expected)

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import gpu_report
+from xla_flags import QUICK_TO_COMPILE
 
 SHOWN = 40  # failures printed and recorded in full
 NOT_RECORDED = {"kernels": "not recorded", "python": "not recorded"}  # of the first runs
@@ -67,6 +68,12 @@ class Fuzz:
             "python": gpu_report.sources_sha256(folders=("jaxconv",), names="*.py"),
         }
         return {name: value[:12] for name, value in hashes.items()}
+
+
+def cpu_environment(devices: int = 1) -> dict[str, str]:
+    """Variables for so many devices of a CPU, and programs that are quick to compile."""
+    flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count={devices}"
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OPENBLAS_NUM_THREADS": "1"}
 
 
 def found(counts: Mapping[str, int], failures: Iterable[str], forms: Mapping[str, int]) -> dict:

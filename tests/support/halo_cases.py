@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -28,8 +29,8 @@ CASES = [  # problem, permutes of the forward pass, of the gradients
 ]
 
 
-def conv(p: Problem, x, w):
-    return jaxconv.conv_general_dilated(
+def convolution(convolve: Callable, p: Problem, x, w):
+    return convolve(
         x,
         w,
         p.stride,
@@ -41,17 +42,8 @@ def conv(p: Problem, x, w):
     )
 
 
-def lax_conv(p: Problem, x, w):
-    return lax.conv_general_dilated(
-        x,
-        w,
-        p.stride,
-        p.padding,
-        p.lhs_dilation,
-        p.dilation,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=p.groups,
-    )
+conv = functools.partial(convolution, jaxconv.conv_general_dilated)
+lax_conv = functools.partial(convolution, lax.conv_general_dilated)
 
 
 def tensors(p: Problem):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pathlib
 import re
 import subprocess
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import kernel_tables
+import pytest
+
+from jaxconv._src.library import native
 
 
 class SelectionProgram(types.ModuleType):
@@ -76,3 +80,18 @@ class SelectionProgram(types.ModuleType):
         instance, workspace, slices, ours, xla, *reasons = self._answer(target, key, algorithm)
         refusals = list(zip(reasons[::2], reasons[1::2], strict=True))
         return instance, int(workspace), int(slices), float(ours), float(xla), refusals
+
+
+@pytest.fixture(scope="module")
+def cuda_selection(choices_program):
+    """The CUDA library's selection and plans for sm_90a, without the library."""
+    program = SelectionProgram(choices_program, lambda: native.load("cpu").arrays)
+    patch = pytest.MonkeyPatch()
+    patch.setitem(sys.modules, "_jaxconv.cuda", program)
+    patch.setenv("JAXCONV_TARGET", "sm_90a")
+    native.load.cache_clear()
+    jax.clear_caches()
+    yield
+    patch.undo()
+    native.load.cache_clear()
+    jax.clear_caches()

@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import jaxconv
+
 AXES = (0, 1, 2)  # over which batch norm takes its statistics
 
 
@@ -56,6 +58,13 @@ def loss(forward: Callable, p, x):
 def gradient(forward: Callable) -> Callable:
     """(parameters, x) -> the gradients of ``loss`` by both."""
     return jax.grad(functools.partial(loss, forward), argnums=(0, 1))
+
+
+# Where the gradient is taken.
+WAYS = {
+    "inside": lambda forward: jaxconv.fuse(gradient(forward)),
+    "around": lambda forward: gradient(jaxconv.fuse(forward)),
+}
 
 
 def on_two_devices(gradient: Callable, fuse: Callable) -> Callable:
