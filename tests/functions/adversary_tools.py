@@ -262,7 +262,6 @@ def bench_cases() -> Iterator[Case]:
         "--json a folder": ["--json", folder],
         "--json in a file": ["--json", os.path.join(sys.executable, "x.json")],
         "--device-time without a GPU": ["--device-time"],
-        "--regret with a peer": ["--regret", "--peer", "im2col"],
         "--name of no layer": ["--name", "no such layer"],
         "--algorithm cudnn": ["--algorithm", "cudnn", "--layer", "1,4,4,4,4,1,1,1,0"],
         "--network none": ["--network", "none"],

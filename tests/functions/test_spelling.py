@@ -292,9 +292,9 @@ def test_examples_of_the_help_are_accepted():
         for line in module._EXAMPLES.splitlines():
             if "jaxconv.bench" in line:
                 _, _, rest = line.partition("jaxconv.bench ")
-                parser = (
-                    command_networks._parser() if "--network" in rest else command_layers._parser()
-                )
+                of_networks = "--network" in rest
+                make = command_networks._parser if of_networks else command_layers.make_parser
+                parser = make()
                 parser.parse_args(rest.split())
 
 

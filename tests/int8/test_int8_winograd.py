@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import winograd_variants
 from cc_programs import CC
 from int8_reference import operands, requantized, sparse, sums, terms
 from kernel_tables import instances
 from numerics import into_poison
 from problems import problem
+from winograd_errors import int8_operands
 
 import jaxconv
 from jaxconv import int8
@@ -26,8 +28,7 @@ from jaxconv._src.int8 import int8_primitive, int8_winograd
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op
 from jaxconv._src.ways import winograd_jax
-from jaxconv.bench import int8_layers, winograd_variants
-from jaxconv.bench.command_winograd_errors import int8_operands
+from jaxconv.bench import int8_layers
 from jaxconv.bench.layers import LAYERS
 from jaxconv.bench.problem import Problem
 

@@ -6,6 +6,8 @@ import json
 import re
 
 import pytest
+import winograd_variants
+from bench_additions import main
 
 from jaxconv import winograd
 from jaxconv._src.conv import bilinear
@@ -13,7 +15,7 @@ from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op
 from jaxconv._src.ways import winograd_jax
 from jaxconv.bench import __main__ as bench
-from jaxconv.bench import layers, networks, winograd_variants
+from jaxconv.bench import layers, networks, prepared_filters
 from jaxconv.bench.problem import Problem
 
 
@@ -25,7 +27,7 @@ def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch,
     out = tmp_path / "rows.json"
     arguments = ["--set", "winograd", "--name", "seed_224", "--dtype", "bf16", "--reps", "1"]
     peer = ["--peer", "im2col"]
-    assert bench.main([*arguments, *peer, "--seconds", "0", "--json", str(out)]) == 0
+    assert main([*arguments, *peer, "--seconds", "0", "--json", str(out)]) == 0
     said = capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]
     direct, *variants = rows
@@ -78,7 +80,7 @@ def test_bench_takes_the_variants_that_are_predicted_fastest(monkeypatch, layer,
     prepared = lambda problem, platform: native.Selection(  # noqa: E731
         problem.algorithm, microseconds=1.0 + names.index(problem.algorithm)
     )
-    monkeypatch.setattr(winograd_variants, "selection", prepared)
+    monkeypatch.setattr(prepared_filters, "selection", prepared)
     monkeypatch.setattr(winograd_jax, "TILES", {"f4x4": winograd_jax.TILES["f4x4"]})
     problem = Problem(layer, layers.LAYERS["unet_64"], Op.FPROP, "f16", algorithm="native")
     direct, *found = winograd_variants.of(problem, "cuda", every)

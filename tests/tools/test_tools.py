@@ -13,7 +13,6 @@ import runpy
 import subprocess
 import sys
 import threading
-import types
 
 import jax
 import numpy as np
@@ -31,9 +30,7 @@ from jaxconv.bench import (
     measure,
     network_layers,
     networks,
-    peer_cudnn,
     progress,
-    regret,
     report,
 )
 from jaxconv.bench.problem import Problem, Row, Side
@@ -275,27 +272,6 @@ def test_bench_leaves_out_what_xla_computes(tmp_path, monkeypatch, native_cpu):
     assert [row["layer"] for row in json.loads(out.read_text())["rows"]] == [taken]
 
 
-@pytest.mark.optimized
-def test_bench_reports_the_regret_of_selection(tmp_path, capsys, monkeypatch):
-    platform = environment.kernel_platform()
-    if isinstance(native.load(platform), native.Refusal):
-        pytest.skip(f"no kernels for {platform}")
-    # In place of a layer of 1 to 100 GFLOP.
-    drawn = {text: layers.parse(text) for text in ("2,9,9,16,8,3,3,1,1",)}
-    monkeypatch.setattr(regret, "random_layers", lambda count, *_, **__: drawn)
-    out = tmp_path / "regret.json"
-    arguments = ["--regret", "--layer", "1,8,8,8,8,3,3,1,1", "--random", "1", "--reps", "2"]
-    assert bench.main([*arguments, "--seconds", "0", "--op", "wgrad", "--json", str(out)]) == 0
-    said = capsys.readouterr().out
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 2 and "geometric mean" in said and "worst" in said
-    for row in rows:
-        times = row["seconds"]
-        assert row["chosen"] in times and len(times) > 1 and min(times.values()) > 0
-        assert times[row["best"]] == min(times.values())
-        assert row["regret"] == pytest.approx(times[row["chosen"]] / times[row["best"]] - 1)
-
-
 def test_progress_is_said_without_a_terminal(capsys, monkeypatch):
     clock = iter([0.0, 30.0, 60.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
@@ -312,8 +288,8 @@ def test_progress_is_said_without_a_terminal(capsys, monkeypatch):
 
 
 def test_random_layers_are_the_same_for_a_seed_and_dense():
-    drawn = regret.random_layers(10, seed=3)
-    assert drawn == regret.random_layers(10, seed=3) != regret.random_layers(10, seed=4)
+    drawn = layers.random_layers(10, seed=3)
+    assert drawn == layers.random_layers(10, seed=3) != layers.random_layers(10, seed=4)
     for text, layer in drawn.items():
         assert layers.parse(text) == layer
         assert layer.groups == 1 and layer.c % 8 == layer.k % 8 == 0
@@ -334,7 +310,6 @@ def test_bench_as_a_program(tmp_path):
         ["--layer", "1,4,4,3,4,3,3,1,1,2"],
         ["--set", "nothing"],
         ["--reps", "0"],
-        ["--regret", "--plot", "out.png"],
         ["--json", "/no/such/folder/out.json"],
         ["--plot", "out.txt"],
         ["--plot", "out.txt", "--network", "wavenet"],
@@ -504,14 +479,6 @@ def test_bench_measures_quantised_layers_exactly(tmp_path, capsys):
         assert row["jaxconv"]["median_s"] > 0
 
 
-def test_bench_knows_the_kernels_of_a_quantised_layer(native_kernels, platform):
-    layer = layers.parse("1,6,6,32,32,3,3,1,1")
-    for dtype in INT8_DTYPES:
-        problem = Problem("small", layer, Op.FPROP, dtype, algorithm="native")
-        chosen, names = regret.accepting(problem, platform)
-        assert chosen in names and set(names) <= set(native_kernels.kernels())
-
-
 def test_bench_measures_a_quantised_network(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks.resnet50, "STAGES", ((1, 1), (1, 2)))
     out, figure = tmp_path / "networks.json", tmp_path / "networks.png"
@@ -538,47 +505,6 @@ def test_bench_refuses_networks_without_an_int8_form(arguments, message, capsys)
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU may have the frontend")
-@pytest.mark.parametrize("peer", ["cudnn", "cudnn-winograd"])
-def test_bench_says_what_cudnn_needs(capsys, peer):
-    with pytest.raises(SystemExit):
-        bench.main(["--set", "int8", "--peer", peer])
-    assert f"--peer {peer}: cuDNN needs an NVIDIA GPU" in capsys.readouterr().err
-
-
-def test_bench_builds_cudnns_plans_once_for_both_layouts(monkeypatch):
-    """``build`` runs ahead; the programs of both layouts then take what it built."""
-    built, measured = [], []
-
-    def of(wanted):
-        built.append(wanted)
-        return peer_cudnn._Built(f"graph {len(built)}", {}, None)
-
-    def fastest(graph, buffers, handle):
-        measured.append((graph, len(buffers)))
-        return None, None
-
-    layer = layers.LAYERS["r50_56_3x3"]
-    rows = [
-        Problem("r50_56_3x3", layer, Op.FPROP, dtype, "default", "auto")
-        for dtype in ("int8_nhwc", "int8_nchw32", "int8")
-    ]
-    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    monkeypatch.setattr(peer_cudnn, "_built", of)
-    monkeypatch.setattr(peer_cudnn, "_integers", lambda layer, tensors: {})
-    monkeypatch.setattr(peer_cudnn, "_fastest", fastest)
-    monkeypatch.setattr(peer_cudnn, "_ahead", {})
-    monkeypatch.setattr(peer_cudnn, "_asked", set())
-    peer_cudnn._program.cache_clear()
-    for row in rows[:2]:
-        peer_cudnn.build(row)
-    programs = [peer_cudnn.program(row, 3) for row in rows]
-    peer_cudnn._program.cache_clear()
-    assert programs[0] is programs[1] is not programs[2]
-    assert measured == [("graph 1", 3), ("graph 2", 3)]
-    assert [wanted.fused for wanted in built] == [True, False]
 
 
 def test_the_quantised_example_keeps_the_accuracy(tmp_path):

@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as Spec
 from jax.test_util import check_grads
 from numerics import assert_exact, error, into_poison, normal_operands, reference
 from problems import BASIC, BATCHED, BY_NAME, EDGE, problem
+from winograd_errors import Case, Measurement
 
 import jaxconv
 from jaxconv._src.conv import primitives
 from jaxconv._src.problem.spec import Op
 from jaxconv._src.ways import winograd_jax
 from jaxconv._src.ways.winograd_points import POINTS, matrices
-from jaxconv.bench.command_winograd_errors import Case, Measurement
 from jaxconv.bench.problem import DTYPES
 
 NHWC = ("NHWC", "HWIO", "NHWC")

@@ -13,19 +13,16 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-import jax
 import numpy as np
 
-import jaxconv
-from jaxconv import winograd
 from jaxconv._src.conv import bilinear
 from jaxconv._src.int8 import int8_winograd
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op
 from jaxconv._src.ways import winograd_jax
-from jaxconv._src.winograd import winograd_prepared
-from jaxconv._src.winograd.winograd_filter import LAYOUTS, PreparedFilter
-from jaxconv.bench.problem import Library, Problem, Row
+from jaxconv._src.winograd.winograd_filter import LAYOUTS
+from jaxconv.bench import prepared_filters
+from jaxconv.bench.problem import Problem, Row
 
 # So many of the kernels that are predicted fastest, with the filter transformed in the call, and
 # prepared.
@@ -77,7 +74,7 @@ def of(problem: Problem, platform: str, every: bool = False) -> Iterator[Problem
     for name in taken:
         if op is Op.FPROP and winograd_jax.tile_named(name) in LAYOUTS:
             variant = dataclasses.replace(problem, algorithm=name, variant=True, prepared=True)
-            chosen = selection(variant, platform) if name in names else None
+            chosen = prepared_filters.selection(variant, platform) if name in names else None
             if chosen is None or chosen.instance:
                 prepared[name] = chosen.microseconds if chosen else 0.0
     shown = taken if every else _fastest(predicted, taken, _FASTEST)
@@ -96,37 +93,6 @@ def _fastest(predicted: dict[str, float], names: Iterable[str], count: int) -> l
     """Those of ``names`` with the least predictions, and those without one."""
     known = sorted((name for name in names if predicted.get(name)), key=predicted.__getitem__)
     return [*known[:count], *(name for name in names if not predicted.get(name))]
-
-
-def library(problem: Problem) -> Library:
-    """``jaxconv.conv`` on a prepared filter, which is made before the measurement."""
-    layer, tile = problem.layer, winograd_jax.tile_named(problem.algorithm)
-
-    @jax.jit
-    def prepare(x: jax.Array, w: jax.Array) -> tuple[jax.Array, PreparedFilter]:
-        return x, winograd.prepare(w, tile, groups=layer.groups)
-
-    def compute(x: jax.Array, w: PreparedFilter) -> jax.Array:
-        padding = [(p, p) for p in layer.padding]
-        return jaxconv.conv(x, w, padding=padding, groups=layer.groups, algorithm=problem.algorithm)
-
-    return Library(compute, prepare)
-
-
-def selection(problem: Problem, platform: str) -> native.Selection:
-    """What computes a problem with a prepared filter on a platform."""
-    layer = problem.layer
-    filter_ = PreparedFilter(
-        None,
-        winograd_jax.tile_named(problem.algorithm),
-        problem.operand_dtype,
-        layer.c // layer.groups,
-        layer.k,
-        layer.groups,
-    )
-    spec = layer.spec(problem.precision, problem.algorithm)
-    call = winograd_prepared.Prepared(spec, filter_, problem.out_dtype)
-    return call.select(platform, layer.sizes, problem.operand_dtype)[0]
 
 
 def _seconds(row: Row, side: str = "jaxconv") -> float | None:

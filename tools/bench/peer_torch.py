@@ -9,6 +9,27 @@ from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import Program
 
 
+class Torch:
+    """A peer of the bench."""
+
+    name = "torch"
+
+    def missing(self, platform: str) -> str | None:
+        """As the function."""
+        return missing(platform)
+
+    def about(self) -> dict[str, str]:
+        """Versions."""
+        return {"torch": about()}
+
+    def build(self, problem: Problem) -> None:
+        """Does nothing: PyTorch has nothing to build ahead."""
+
+    def program(self, problem: Problem, copies: int, platform: str) -> Program:
+        """As the function."""
+        return program(problem, copies, platform)
+
+
 def missing(platform: str) -> str | None:
     """Why PyTorch cannot be measured beside the given platform, or None."""
     if importlib.util.find_spec("torch") is None:

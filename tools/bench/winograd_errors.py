@@ -1,4 +1,4 @@
-"""``python -m jaxconv.bench --winograd-errors``: Winograd's errors against float64."""
+"""``python tools/bench --winograd-errors``: Winograd's errors against float64."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def plot(found: Sequence[Errors], path: str, facts: dict[str, str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxconv.bench",
+        prog="python tools/bench",
         description="Measures the errors of Winograd convolutions against float64.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

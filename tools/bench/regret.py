@@ -8,7 +8,8 @@ the least time of any instance, less one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,8 +17,8 @@ import numpy as np
 
 from jaxconv._src.call.selection import AUTO, NATIVE
 from jaxconv._src.library import native
-from jaxconv.bench import layers, report
-from jaxconv.bench.environment import kernel_platform
+from jaxconv.bench import command_layers, environment, options, report
+from jaxconv.bench.additions import Additions
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import (
     Program,
@@ -28,6 +29,7 @@ from jaxconv.bench.program import (
     selection,
     starts_of,
 )
+from jaxconv.bench.progress import Progress, each
 
 # Operands and results of one program, in bytes: many launches for small problems, so that the start
 # of the program does not blur the kernels' differences.
@@ -105,7 +107,7 @@ def measure_regret(
         seed: of the random operands.
         threads: how many programs are compiled at a time.
     """
-    platform = kernel_platform()
+    platform = environment.kernel_platform()
     chosen, names = accepting(problem, platform)
     if chosen is None:
         return Regret(problem, None, {})
@@ -133,29 +135,6 @@ def measure_regret(
     return Regret(problem, chosen, seconds)
 
 
-def random_layers(count: int, seed: int = 0) -> dict[str, layers.Layer]:
-    """Dense layers with channels in multiples of 8, of 1 to 100 GFLOP: name -> layer."""
-    rng = np.random.default_rng(seed)
-    found: dict[str, layers.Layer] = {}
-    while len(found) < count:
-        rank = int(rng.choice([1, 2, 2, 2, 2, 3]))
-        extent = int(np.exp(rng.uniform(np.log(7), np.log((0, 4096, 256, 48)[rank]))))
-        window = int(rng.choice([1, 1, 3, 3, 3, 5]))
-        stride, dilation = ((1, 1), (1, 1), (2, 1), (1, 2))[rng.integers(4)]
-        dilation = dilation if window > 1 else 1
-        n = int(2 ** rng.integers(0, 8))
-        c, k = (8 * int(np.exp(rng.uniform(np.log(2), np.log(128)))) for _ in range(2))
-        pad = dilation * (window - 1) // 2
-        prefix = "" if rank == 2 else f"{rank}d:"
-        numbers = [n, *[extent] * rank, c, k, *[window] * rank, stride, pad, 1, dilation]
-        text = prefix + ",".join(map(str, numbers))
-        layer = layers.parse(text)
-        operands = 2 * (layer.size("x") + layer.size("w") + layer.size("y"))
-        if 1e9 <= layer.flops <= 1e11 and operands <= 5e8:
-            found[text] = layer
-    return found
-
-
 def line(regret: Regret) -> str:
     """One line of the report."""
     problem, seconds = regret.problem, regret.seconds
@@ -179,3 +158,39 @@ def summary(regrets: Iterable[Regret]) -> str:
         f"regret over {len(found)} problems: geometric mean {mean:.1%}, worst {worst.value:.1%} "
         f"({worst.problem.name} {worst.problem.op.value})"
     )
+
+
+_ADDITIONS = Additions(
+    program="python tools/bench",
+    options=lambda add: add("--regret", action="store_true", help="this comparison"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compares what the command line asks for; returns the exit status."""
+    parser = command_layers.make_parser(_ADDITIONS)
+    arguments = parser.parse_args(argv)
+    for option in ("peer", "plot", "resume", "device_time", "seconds"):
+        if getattr(arguments, option):
+            parser.error(f"--regret: takes no --{option.replace('_', '-')}")
+    platform = environment.kernel_platform()
+    command_layers.check(parser, arguments, platform)
+    problems = command_layers.problems_of(arguments, platform, _ADDITIONS)
+    if not problems:
+        parser.error("no layer, operation and dtype fit these options")
+    facts = environment.describe()
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
+    one = functools.partial(
+        measure_regret,
+        repetitions=arguments.reps or 10,
+        seed=arguments.seed,
+        threads=environment.threads(),
+    )
+    found = each(Progress(len(problems)), problems, command_layers.label, one, line)
+    regrets = [result for result in found if result.seconds]
+    if arguments.json:
+        rows = [result.as_json() for result in regrets]
+        content = {"environment": facts, "command": list(argv), "rows": rows}
+        options.write_json(arguments.json, content)
+    print("\n" + summary(regrets))
+    return 0 if regrets else 1

@@ -8,13 +8,15 @@ offer is timed once, and the fastest is measured.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import peer_torch
+
 from jaxconv._src.problem.spec import Op
-from jaxconv.bench import peer_torch
 from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import Program
@@ -24,6 +26,30 @@ _TIMED_RUNS = 5
 
 # A plan whose first convolution takes this many times as long as another's is not timed.
 _TOO_SLOW = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cudnn:
+    """A peer of the bench."""
+
+    name: str
+    winograd: bool
+
+    def missing(self, platform: str) -> str | None:
+        """As the function."""
+        return missing(platform)
+
+    def about(self) -> dict[str, str]:
+        """Versions."""
+        return {"cudnn": about()}
+
+    def build(self, problem: Problem) -> None:
+        """As the function."""
+        build(problem, self.winograd)
+
+    def program(self, problem: Problem, copies: int, platform: str) -> Program:
+        """As the function."""
+        return program(problem, copies, self.winograd)
 
 
 def missing(platform: str) -> str | None:
