@@ -1,13 +1,17 @@
-"""Bad input: refused while tracing with operand, expected and got, or answered as lax answers."""
+"""Sizes at the ends of what there is, algorithms that cannot serve, handlers given wrong buffers.
+
+``adversary.py`` has what is refused while JAX traces.
+"""
 
 from __future__ import annotations
 
-import re
+import functools
 
 import jax
 import kernel_tables
 import numpy as np
 import pytest
+from handler_errors import assert_refused
 from jax import lax
 from problems import BY_NAME, DTYPES
 
@@ -263,10 +267,7 @@ def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
     platform, native_kernels, name
 ):
     changes, words = MISMATCHES[name]
-    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        call_handler(native_kernels, **changes)
-    message = str(raised.value)
-    assert re.search("INVALID_ARGUMENT|UNIMPLEMENTED", message) and words in message, message
+    assert_refused(lambda: call_handler(native_kernels, **changes), words)
 
 
 @pytest.mark.parametrize("op", Op)
@@ -303,8 +304,7 @@ def test_an_instance_of_another_operation_is_refused(platform, native_kernels, o
     others = [name for name in names if not name.startswith(f"{op.value}_")]
     assert others
     for instance in others:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT|UNIMPLEMENTED"):
-            call_handler(native_kernels, op=op, instance=instance)
+        assert_refused(functools.partial(call_handler, native_kernels, op=op, instance=instance))
 
 
 def test_an_instance_that_does_not_take_the_problem_is_refused(platform, native_kernels):
@@ -318,7 +318,6 @@ def test_an_instance_that_does_not_take_the_problem_is_refused(platform, native_
             if native_kernels.module.select(line, instance, "")[0]:
                 continue
             tried += 1
-            with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-                call_handler(native_kernels, op=op, instance=instance)
-            assert re.search("INVALID_ARGUMENT|UNIMPLEMENTED", str(raised.value))
+            call = functools.partial(call_handler, native_kernels, op=op, instance=instance)
+            assert_refused(call)
     assert tried

@@ -1,13 +1,12 @@
-"""Bad input of ``int8.conv``: an error that names the operand, what was expected and what came."""
+"""Derivatives of ``int8.conv``, and its handler given wrong buffers. See ``adversary.py`` too."""
 
 from __future__ import annotations
-
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from handler_errors import assert_refused
 from int8_reference import OUT_DTYPES
 from problems import INT8_BY_NAME
 
@@ -140,10 +139,7 @@ def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
     platform, native_kernels, name
 ):
     changes, words = MISMATCHES[name]
-    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        call_handler(platform, **changes)
-    message = str(raised.value)
-    assert re.search("INVALID_ARGUMENT|UNIMPLEMENTED", message) and words in message, message
+    assert_refused(lambda: call_handler(platform, **changes), words)
 
 
 def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels):

@@ -402,6 +402,7 @@ def test_tests_import_what_they_share_and_no_test():
     paths = sorted((REPOSITORY / "tests").rglob("*.py"))
     texts = {p.relative_to(REPOSITORY / "tests").as_posix(): p.read_text() for p in paths}
     names = [path.name for path in paths if path.name != "conftest.py"]
+    assert not [n for n in texts if "/" not in n and n != "conftest.py"], "they need a folder"
     assert len(texts) > 150 and not {name for name in names if names.count(name) > 1}
     wrong = wrong_imports_of_tests(texts)
     assert not wrong, "\n".join(wrong)
