@@ -35,6 +35,7 @@ from jaxconv._src.call import rules
 from jaxconv._src.passes import masked_sums, normalise_add
 from jaxconv._src.passes.masked_sums import MaskedBy, Sums
 from jaxconv._src.passes.normalise_add import BlockEnd
+from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding import explicit_mesh
 
 # What a summand is normalised by, in the order of the operands.
@@ -55,6 +56,7 @@ class Activation(Protocol):
         named: its name among those that ``masked_sums`` differentiates, with the slope, or None.
         mask: two numbers between which its derivative is 1, while it is 0 elsewhere, at them too;
             None where the derivative is no such mask. The second number may be None.
+        activation: the one of an epilogue that has its values, or None.
     """
 
     @property
@@ -62,6 +64,9 @@ class Activation(Protocol):
 
     @property
     def mask(self) -> tuple[float, float | None] | None: ...
+
+    @property
+    def activation(self) -> epilogue.Activation: ...
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, as the program computes it."""
