@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -18,7 +19,7 @@ from problems import Problem, problem
 import jaxconv
 from jaxconv._src.conv import fused as primitive
 from jaxconv._src.problem.epilogue import Epilogue
-from jaxconv._src.problem.spec import ConvSpec, Op
+from jaxconv._src.problem.spec import Op
 
 # For each CPU kernel a problem that it takes; several regions of one task, rows and whole images.
 OF_KERNEL = {
@@ -33,26 +34,9 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 ALL = Epilogue(True, True, True, "relu6", pre=True, statistics=True)
 
 
-def spec_of(p: Problem, **changes) -> ConvSpec:
-    axes = tuple(range(p.rank + 2))
-    return ConvSpec(
-        stride=p.stride,
-        padding=p.padding,
-        lhs_dilation=p.lhs_dilation,
-        dilation=p.dilation,
-        groups=p.groups,
-        in_spatial=p.spatial,
-        filter_spatial=p.window,
-        x_axes=axes,
-        w_axes=axes,
-        y_axes=axes,
-        **changes,
-    )
-
-
 def all_results(p: Problem, values, epilogue=ALL, **changes):
     terms = {name: values[name] for name in epilogue.terms}
-    spec = spec_of(p, **changes)
+    spec = dataclasses.replace(p.spec(), **changes)
     return primitive.bind(
         values["x"], values["w"], terms, spec=spec, epilogue=epilogue, out_dtype=values["x"].dtype
     )

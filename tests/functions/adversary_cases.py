@@ -352,7 +352,8 @@ def parameter_cases() -> Iterator[Case]:
     odd = {
         "a positional stride": (lambda: jaxconv.conv(X, W, 2), kind("stride=", "3 arguments")),
         "an unknown keyword": (lambda: jaxconv.conv(X, W, q=2), kind("'q'", "groups", "padding")),
-        "a misspelled keyword": (lambda: jaxconv.conv(X, W, paddding=2), kind("'padding'")),
+        "a misspelled keyword": (lambda: jaxconv.conv(X, W, paddding=2), kind("'padding' is one")),
+        "no keyword": (lambda: jaxconv.conv(X, W, preferred_dtype=1), kind("'preferred_dtype'")),
         "no filter": (lambda: jaxconv.conv(X), kind("'w'")),
     }
     for name, own in {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,9 +42,25 @@ REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "an unknown activation": (dict(activation="mish"), value("activation", "silu", "'mish'")),
     "a function as activation": (dict(activation=jnp.sin), value("activation", "sin", "fuse")),
+    "a function like one of them": (
+        dict(activation=jax.nn.softplus),
+        value("the function softplus is none of relu", "jaxconv.fuse"),
+    ),
+    "a partial function": (
+        dict(activation=functools.partial(jax.nn.relu, 3)),
+        value("the function partial"),
+    ),
+    "a partial gelu of another axis": (
+        dict(activation=functools.partial(jax.nn.gelu, approximate=True, axis=1)),
+        value("the function gelu"),
+    ),
+    "a nameless function": (dict(activation=lambda y: y), value("the function <lambda>")),
     "an empty activation": (dict(activation=""), value("activation", "''")),
     "a number as activation": (dict(activation=1), value("activation", "1")),
-    "leaky_relu without a slope": (dict(activation="leaky_relu"), value("slope", "'leaky_relu'")),
+    "leaky_relu without a slope": (
+        dict(activation="leaky_relu"),
+        value("slope", "('leaky_relu', 0.01)"),
+    ),
     "relu with a slope": (dict(activation=("relu", 0.1)), value("activation", "'relu', 0.1")),
     "three entries": (dict(activation=("leaky_relu", 0.1, 2)), value("activation")),
     "an infinite slope": (dict(activation=("leaky_relu", np.inf)), value("finite slope", "inf")),

@@ -261,18 +261,6 @@ def int8_cases() -> Iterator[Case]:
             kind("x", "int8"),
         ),
         "calibrate: no batches": (lambda: int8.calibrate(lambda x: {"x": x}, []), value("batches")),
-        "calibrate: a fraction": (
-            lambda: int8.calibrate(lambda x: x, [XF], percentile=0.999),
-            value("percentile", "0.999", "percentile=99.9"),
-        ),
-        "calibrate: 10 per cent": (
-            lambda: int8.calibrate(lambda x: x, [XF], percentile=10),
-            value("percentile", "50 to 100", "10"),
-        ),
-        "calibrate: text": (
-            lambda: int8.calibrate(lambda x: x, [XF], percentile="99"),
-            kind("percentile", "'99'"),
-        ),
         "pack_filter: data_format: HWIO": (
             lambda: int8.pack_filter(W, data_format="HWIO"),
             value("data_format", "'HWIO'"),
@@ -292,5 +280,15 @@ def int8_cases() -> Iterator[Case]:
             kind("strides", "'stride'"),
         ),
     }
+
+    def calibrated(percentile: Any) -> Callable[[], Any]:
+        return lambda: int8.calibrate(lambda x: x, [XF], percentile=percentile)
+
+    for percentile in (0.999, 0.5, 1, 0, -3, 10, 49.9, 100.5, np.nan):
+        words = "percentile: expected per cent, from 50 to 100", f"{percentile}"
+        meant = ["percentile=99.9"] * (percentile == 0.999)
+        cases[f"calibrate: {percentile} per cent"] = calibrated(percentile), value(*words, *meant)
+    for given in ("99", True, [99]):
+        cases[f"calibrate: {given!r}"] = calibrated(given), kind("percentile: expected a number")
     for name, (run, expected) in cases.items():
         yield Case(f"int8/{name}", run, expected)

@@ -63,6 +63,11 @@ def tool_cases() -> Iterator[Case]:
             lambda: jaxconv.explain(plain(XF, WF)),
             kind("fun", "function", "array of shape"),
         ),
+        "explain/a dict": (lambda: jaxconv.explain({"a": "b" * 1000}), kind("got {'a': ")),
+        "explain/a traced function": (
+            lambda: jaxconv.explain(jax.jit(plain).trace(XF, WF), XF),
+            kind("fun", "JAX has traced already", "explain(f, x)"),
+        ),
         "explain/a compiled function": (
             lambda: jaxconv.explain(jax.jit(plain).lower(XF, WF).compile(), XF, WF),
             kind("fun", "compiled", "explain(f, x)"),
@@ -136,8 +141,9 @@ def tool_cases() -> Iterator[Case]:
             lambda: installed("native"),
             kind("install", "algorithm='native'"),
         ),
-        "install/True": (lambda: installed(True), kind("install")),
-        "install/a function": (lambda: installed(plain), kind("override")),
+        "install/True": (lambda: installed(True), kind("install() does it")),
+        "install/False": (lambda: installed(False), kind("jaxconv.uninstall() undoes it")),
+        "install/a function": (lambda: installed(plain), kind("jaxconv.override")),
         "install/no algorithm": (lambda: installed(algorithm=None), kind("algorithm", "None")),
         "install/an unknown algorithm": (
             lambda: installed(algorithm="AUTO"),

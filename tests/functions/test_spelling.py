@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jaxconv
 from jaxconv import int8
@@ -57,13 +56,6 @@ def test_names_that_are_meant_exist(function):
         assert other in own or " " in other, other
 
 
-def test_misspelled():
-    with pytest.raises(TypeError, match="conv: no argument 'preferred_dtype'"):
-        jaxconv.conv(X, W, preferred_dtype=1)
-    with pytest.raises(TypeError, match="no argument 'activaton'; 'activation' is one"):
-        jaxconv.conv(X, W, activaton="relu")
-
-
 # --- activations ---
 
 
@@ -105,22 +97,6 @@ def test_an_activation_in_other_words(given, name):
         differs = np.abs(ours(np.ones_like(t))[0] - derivative(np.ones_like(t))[0]) > 1e-5
         corners = np.isin(t, {"hard_swish": [-3, 3]}.get(name, []))
         assert not np.any(differs & ~corners)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("leaky_relu", r"\('leaky_relu', 0.01\)"),
-        ("softplus", "hard_swish; got 'softplus'"),
-        (jax.nn.softplus, "the function softplus is none of relu, .*jaxconv.fuse"),
-        (functools.partial(jax.nn.relu, 3), "the function partial"),
-        (functools.partial(jax.nn.gelu, approximate=True, axis=1), "the function gelu"),
-        (lambda y: y, "the function <lambda>"),
-    ],
-)
-def test_another_activation(given, message):
-    with pytest.raises(ValueError, match=message):
-        jaxconv.conv(X, W, activation=given)
 
 
 # --- formats ---
@@ -171,19 +147,6 @@ def test_the_old_name_works_and_warns(call):
 # --- int8 ---
 
 
-@pytest.mark.parametrize("percentile", [0.999, 0.5, 1, 0, -3, 49.9, 100.5, np.nan])
-def test_a_fraction_is_no_percentile(percentile):
-    with pytest.raises(ValueError, match="percentile: expected per cent, from 50 to 100") as error:
-        int8.calibrate(lambda x: x, [X], percentile=percentile)
-    assert ("percentile=99.9" in str(error.value)) == (percentile == 0.999)
-
-
-@pytest.mark.parametrize("percentile", ["99", True, [99]])
-def test_a_percentile_is_a_number(percentile):
-    with pytest.raises(TypeError, match="percentile: expected a number"):
-        int8.calibrate(lambda x: x, [X], percentile=percentile)
-
-
 def test_sums_are_int8_where_that_is_said():
     """``lax`` and what stands under it wrap; ``int8.conv`` does where it is asked to."""
     with pytest.raises(ValueError, match="scale: int8 does not hold the sums"):
@@ -229,38 +192,6 @@ def test_quantisation_aware_training_continues_its_input():
     np.testing.assert_allclose(
         causal, jax.grad(lambda x: f(x, W[0], padding=[(2, 0)]).sum())(X[:, 0]), atol=1e-6
     )
-
-
-# --- install, explain ---
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("native", r"got 'native'; an algorithm is install\(algorithm='native'\)"),
-        (False, r"jaxconv.uninstall\(\) undoes it"),
-        (True, r"install\(\) does it"),
-        (lax.conv, "jaxconv.override"),
-    ],
-)
-def test_install_by_position(given, message):
-    with pytest.raises(TypeError, match=f"install: .*{message}"):
-        jaxconv.install(given)
-    assert jaxconv.installed() is None
-
-
-def test_explain_of_a_program():
-    jitted = jax.jit(lambda x: jaxconv.conv(x, W))
-    traced = jitted.trace(X)
-    lowered = traced.lower()
-    for stage, word in ((traced, "traced"), (lowered, "lowered"), (lowered.compile(), "compiled")):
-        with pytest.raises(TypeError, match=rf"fun: .* JAX has {word} already.* explain\(f, x\)"):
-            jaxconv.explain(stage, X)
-    with pytest.raises(TypeError, match=r"array of shape \(2, 6, 5, 8\): explain\(f, x\)") as error:
-        jaxconv.explain(jitted(X))
-    assert len(str(error.value)) < 200
-    with pytest.raises(TypeError, match=r"got \{'a': "):
-        jaxconv.explain({"a": "b" * 1000})
 
 
 # --- the bench's help ---

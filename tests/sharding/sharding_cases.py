@@ -186,12 +186,6 @@ def _draw_call(draw: Draw, seed: int, index: int, form: str) -> Call:
         seed=seed,
         index=index,
         dtype=dtype,
-        lhs_shape=in_order(
-            numbers.lhs_spec, (batch_groups * problem.n, problem.c, *problem.spatial)
-        ),
-        rhs_shape=in_order(
-            numbers.rhs_spec, (batch_groups * problem.k, problem.c // groups, *problem.window)
-        ),
         parameters=parameters,
         problem=problem,
         numbers=numbers,

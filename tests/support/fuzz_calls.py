@@ -18,13 +18,19 @@ class Call:
     seed: int
     index: int
     dtype: np.dtype
-    lhs_shape: tuple[int, ...]
-    rhs_shape: tuple[int, ...]
     parameters: dict
     problem: Problem  # the same convolution in canonical sizes; batch groups are its batch
     numbers: lax.ConvDimensionNumbers
     whole: bool  # small integers, on which every order of summation gives the same bits
     broken: str = ""  # what makes the call invalid
+    lhs_shape: tuple[int, ...] = dataclasses.field(init=False)
+    rhs_shape: tuple[int, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        p, batch_groups = self.problem, self.problem.batch or 1
+        x, w = (batch_groups * p.n, p.c), (batch_groups * p.k, p.c // p.groups)
+        self.lhs_shape = in_order(self.numbers.lhs_spec, (*x, *p.spatial))
+        self.rhs_shape = in_order(self.numbers.rhs_spec, (*w, *p.window))
 
     @property
     def rng(self) -> np.random.Generator:
@@ -222,13 +228,6 @@ def draw_call(seed: int, index: int) -> Call:
         seed=seed,
         index=index,
         dtype=dtype,
-        lhs_shape=in_order(
-            numbers.lhs_spec, (batch_groups * problem.n, problem.c, *problem.spatial)
-        ),
-        rhs_shape=in_order(
-            numbers.rhs_spec,
-            (batch_groups * problem.k, problem.c // groups, *problem.window),
-        ),
         parameters=parameters,
         problem=problem,
         numbers=numbers,
