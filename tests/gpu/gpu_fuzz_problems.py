@@ -125,13 +125,13 @@ def _draw_fitting(
     """
     least, most = (LARGE_PIXELS, LARGE_FLOPS) if large else (1, SMALL_FLOPS)
     pixels = LARGE_PIXELS if large else 0
-    limits = dataclasses.replace(WIDE, channels=128) if large else WIDE
+    channels = WIDE.channels // 4 if large else WIDE.channels
     while True:
         if kind:
             p = gpu_fuzz_kinds.draw_kind(draw, kind.form, pixels)
         else:
-            p = draw_problem(draw, "large" if large else "small", limits, pixels)
-            p = change(draw, p, limits.channels)
+            p = draw_problem(draw, "large" if large else "small", WIDE, pixels)
+            p = change(draw, p, channels)
         if (
             all(p.out_spatial)
             and p.n * math.prod(p.out_spatial) >= least

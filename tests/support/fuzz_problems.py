@@ -47,7 +47,7 @@ class Limits:
         ranks: numbers of spatial axes, each as often as it stands here.
         windows: the widest filter, by rank.
         extents: the largest extents, by rank, of which a problem has one.
-        channels: of all groups together, about, at most.
+        channels: of all groups together, about, at most; a quarter of it where pixels are many.
         units: channels are a few times one of these, which kernels align to.
         odd_units: or of these.
         odd: the share of the latter.
@@ -127,7 +127,8 @@ def draw_problem(draw: Draw, name: str, limits: Limits, pixels: int = 0) -> Prob
         stride = (draw.one_of(1, 1, 2),) * rank
         dilation = lhs_dilation = ones
     units = limits.odd_units if draw.chance(limits.odd) else limits.units
-    c, k = (groups * _channels(draw, units, limits.channels // groups) for _ in range(2))
+    most = limits.channels // (4 * groups if pixels else groups)
+    c, k = (groups * _channels(draw, units, most) for _ in range(2))
     if form == "depthwise":
         groups, k = c, c * draw.one_of(1, 1, 2, 3)
     elif form == "narrow groups":
