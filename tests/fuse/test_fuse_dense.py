@@ -108,6 +108,15 @@ def test_a_matrix_that_lies_transposed():
     np.testing.assert_allclose(jaxconv.fuse(f)(p, x), f(p, x), rtol=1e-5, atol=1e-5)
 
 
+def test_the_precision_is_the_products():
+    def f(p, x):
+        return jax.nn.relu(jnp.matmul(x, p["first"], precision="highest") + p["first_bias"])
+
+    program = jax.make_jaxpr(jaxconv.fuse(lambda p, x: f(p, convolved(p, x))))(*values())
+    specs = [e.params["spec"] for e in equations(program) if e.primitive is fused.conv_fused_p]
+    assert [s.precision for s in specs if s.filter_spatial == (1, 1)] == ["highest"]
+
+
 def loss(f, p, x):
     return (f(p, x).astype("float32") ** 2).sum()
 
@@ -173,8 +182,9 @@ def read_twice(p, y):
     return jax.nn.relu(product + p["first_bias"]), product
 
 
-def precise(p, y):
-    return jax.nn.relu(jnp.matmul(y, p["first"], precision="highest") + p["first_bias"])
+def emulated(p, y):
+    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    return jax.nn.relu(jnp.matmul(y, p["first"], precision=precision) + p["first_bias"])
 
 
 def unknown(p, y):
@@ -186,7 +196,7 @@ def forbidden(p, y):
         return one(p, y)
 
 
-@pytest.mark.parametrize("layer", [batched, read_twice, precise, unknown, forbidden])
+@pytest.mark.parametrize("layer", [batched, read_twice, emulated, unknown, forbidden])
 def test_other_products_stay(layer):
     p, x = values()
     epilogues, products = calls(jaxconv.fuse(lambda p, x: layer(p, convolved(p, x))), p, x)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
@@ -30,12 +29,16 @@ from jaxconv._src.problem import epilogue
 from jaxconv._src.problem.epilogue import Epilogue
 from jaxconv._src.problem.spec import ConvSpec
 from jaxconv._src.sharding import explicit_mesh
+from jaxconv._src.ways import xla
 
 # Where kernels of convolutions are faster than XLA's products and the pass behind them.
 _PLATFORMS = ("cuda",)
 
 # The most axes between examples and channels of an array.
 _SPATIAL = 3
+
+# Precisions of products, as of convolutions.
+_PRECISION: dict[Any, str] = {None: "default"} | {p: name for name, p in xla.PRECISION.items()}
 
 # The terms of an epilogue, by the operands of ``normalise``.
 _TERMS = {"scale0": "scale", "offset0": "bias", "shortcut": "residual"}
@@ -155,8 +158,10 @@ def _spec(eqn: JaxprEqn) -> ConvSpec | None:
         return None
     if not is_float(x.dtype) or not x.dtype == w.dtype == y.dtype:
         return None
-    precision = eqn.params["precision"]
-    if precision is not None and set(precision) != {lax.Precision.DEFAULT}:
+    given = eqn.params["precision"]
+    precisions = set(given) if isinstance(given, tuple) else {given}
+    precision = _PRECISION.get(precisions.pop())
+    if precision is None or precisions:
         return None
     places = (spatial, spatial + 1) if of_w[0] == 0 else (spatial + 1, spatial)
     ones, pads, axes = (1,) * spatial, ((0, 0),) * spatial, tuple(range(spatial + 2))
@@ -171,6 +176,7 @@ def _spec(eqn: JaxprEqn) -> ConvSpec | None:
         x_axes=axes,
         w_axes=(*range(spatial), *places),
         y_axes=axes,
+        precision=precision,
     )
 
 
