@@ -32,10 +32,10 @@ _NUMBERS = np.concatenate([_NEAR, [-80.0, -40.0, -20.0, 20.0, 40.0, 80.0]])  # _
 _FINITE = np.abs(_NUMBERS) <= 8
 
 # These consist of numbers of the program alone, without rounding.
-_EXACT = ("maximum", "clip6", "leaky_relu")
+_EXACT = ("maximum", "clip6", "leaky_relu", "leaky_maximum")
 
 # Numbers at which the derivative is the slope.
-_SLOPES = {"leaky_relu": -1.0, "elu": 0.0}
+_SLOPES = {"leaky_relu": -1.0, "elu": 0.0, "leaky_maximum": -1.0}
 
 # An activation of an epilogue, with its slope where it has one.
 Activation = str | tuple[str, float]
