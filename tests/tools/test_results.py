@@ -12,7 +12,7 @@ import pytest
 from selection_program import SelectionProgram
 from test_cc import choices_program, objects  # noqa: F401 (fixtures)
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 
 
