@@ -10,7 +10,6 @@ import sys
 
 import pytest
 from selection_program import SelectionProgram
-from test_cc import choices_program, objects  # noqa: F401 (fixtures)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -110,7 +109,7 @@ def test_what_is_said_of_losses(results):
         assert f"{100 * share:.0f} % {words}" in text
 
 
-def test_layers_have_the_measured_times_and_what_auto_takes(results, choices_program):  # noqa: F811
+def test_layers_have_the_measured_times_and_what_auto_takes(results, choices_program):
     made = results.layer_rows(SelectionProgram(choices_program).select)
     assert made == results.parts("h200_layers.csv")[1], "python tools/results.py --layers"
 
