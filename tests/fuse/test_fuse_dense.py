@@ -213,9 +213,22 @@ def test_a_program_on_an_explicit_mesh_keeps_its_products():
     assert products == 1
 
 
-@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",)])
-def test_kernels_that_are_no_faster_are_not_chosen(platforms, monkeypatch):
-    """These matrices are so small that the call alone takes longer than the product."""
+@pytest.mark.parametrize("platforms, products", [(("cpu",), 1), (("cuda",), 2)])
+def test_kernels_that_are_no_faster_are_not_chosen(platforms, products, monkeypatch):
+    """These matrices are so small that an epilogue takes longer than the operations of the program.
+
+    Behind the first of them follows a function that reads its operand several times.
+    """
     monkeypatch.undo()
     monkeypatch.setattr(fuse_dense, "_PLATFORMS", platforms)
-    assert calls(jaxconv.fuse(block), *values())[1] == 2
+    assert calls(jaxconv.fuse(block), *values()) == ([], products)
+
+
+def test_a_function_of_several_reads_follows_a_plain_convolution(monkeypatch):
+    monkeypatch.setattr(fuse_convolution, "slower", lambda *operands, **options: "it is")
+    p, x = values()
+    f = jaxconv.fuse(lambda p, x: one(p, convolved(p, x)))
+    assert calls(f, p, x) == ([], 1)  # relu: XLA's pass over the product reads it once
+    f = jaxconv.fuse(block)
+    assert calls(f, p, x) == ([], 1)
+    np.testing.assert_allclose(f(p, x), block(p, x), rtol=1e-5, atol=1e-5)

@@ -10,9 +10,9 @@
 // 3xTF32.
 //
 // Sums: the tensor core cuts off what its accumulators cannot hold, always towards zero, and over a
-// long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices,
-// is summed in accumulators of its own, which are then added to the float32 sums by FADD, rounded
-// to nearest (PromoteFinite).
+// long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices
+// (block_diagonal: up to three), is summed in accumulators of its own, which are then added to the
+// float32 sums by FADD, rounded to nearest (PromoteFinite).
 //
 // Not finite: the small part of Inf and of NaN is NaN, and of a value within 2^-12 of the largest
 // float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand

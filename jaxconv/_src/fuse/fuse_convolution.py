@@ -128,6 +128,17 @@ def platforms() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
 
 
+def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
+    """Whether a kernel is selected for a convolution without an epilogue, of these types."""
+    sizes = spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
+    dtypes = [np.dtype(operands[0].dtype)] * 2
+    platform = platforms()[0]
+    return (
+        platform in native.PLATFORMS
+        and bilinear.select(platform, Op.FPROP, spec, sizes, *dtypes)[0].instance is not None
+    )
+
+
 def slower(
     spec: ConvSpec,
     operands: Sequence[Any],

@@ -3,6 +3,9 @@
 A product of an array's channels with a matrix, whose result one call of ``normalise`` reads, is a
 1x1 convolution with an epilogue: bias, scale, shortcut, activation. XLA's products have no exact
 GELU, no scale and no shortcut behind the bias, so that each takes a pass over the product's result.
+Where the epilogue is predicted to be slower than that pass, a function that reads its operand
+several times follows a plain convolution: behind a product XLA computes it in two passes, the first
+of which stores a part of it, behind a call in one.
 
 That holds for what is not differentiated. A derivative needs the product's result in memory and has
 two more products, which XLA computes faster than convolutions: a call that is differentiated
@@ -20,14 +23,14 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
 from jaxconv._src.call import override_state
-from jaxconv._src.conv import fused
+from jaxconv._src.conv import fused, primitives
 from jaxconv._src.fuse import fuse_convolution
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
 from jaxconv._src.passes import normalise
 from jaxconv._src.passes.normalise import Form
 from jaxconv._src.problem import epilogue
 from jaxconv._src.problem.epilogue import Epilogue
-from jaxconv._src.problem.spec import ConvSpec
+from jaxconv._src.problem.spec import ConvSpec, Op
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.ways import xla
 
@@ -52,13 +55,13 @@ class _Dense:
         product: the equation of the product.
         call: the equation behind it.
         spec: of the convolution.
-        epilogue: of the convolution.
+        epilogue: of the convolution; None where ``normalise`` follows a plain one.
     """
 
     product: JaxprEqn
     call: JaxprEqn
     spec: ConvSpec
-    epilogue: Epilogue
+    epilogue: Epilogue | None
 
     @property
     def form(self) -> Form:
@@ -92,9 +95,12 @@ class _Dense:
         return normalise.normalise(y, *others, form=self.form)
 
     def _by_convolution(self, x: jax.Array, w: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        filters = w.reshape(_filter_shape(self.spec, w.shape))
+        if self.epilogue is None:
+            y = primitives.bind(Op.FPROP, x, filters, self.spec, x.dtype)
+            return normalise.normalise(y, *others, form=self.form)
         named = dict(zip(self.form.names[1:], others, strict=True))
         terms = {_TERMS[name]: array for name, array in named.items()}
-        filters = w.reshape(_filter_shape(self.spec, w.shape))
         results = fused.bind(
             x, filters, terms, spec=self.spec, epilogue=self.epilogue, out_dtype=self.form.dtype
         )
@@ -129,18 +135,23 @@ def _find(graph: Graph, position: int) -> _Dense | None:
     if made is None or made.primitive.name != "dot_general" or not override_state.may_fuse(made):
         return None
     alone = isinstance(y, Var) and len(graph.uses(y)) == 1 and y not in graph.returned
-    spec, form_of_call = _spec(made), _epilogue(form)
-    if not alone or spec is None or form_of_call is None:
-        return None
-    vectors = call.invars[form.summands :]
-    if any(len(type_of(v).shape) != 1 for v in vectors) or form.dtype != type_of(y).dtype:
+    spec = _spec(made)
+    if not alone or spec is None:
         return None
     x, w = map(type_of, made.invars)
     types = x, jax.ShapeDtypeStruct(_filter_shape(spec, w.shape), w.dtype)
-    absorbed = graph.absorbed(call.outvars[0])
-    if fuse_convolution.slower(spec, types, form_of_call, form.dtype, absorbed, by_kernel=True):
-        return None
-    return _Dense(made, call, spec, form_of_call)
+    vectors = call.invars[form.summands :]
+    of_channels = all(len(type_of(v).shape) == 1 for v in vectors) and form.dtype == x.dtype
+    of_call = _epilogue(form) if of_channels else None
+    if of_call is not None:
+        absorbed = graph.absorbed(call.outvars[0])
+        options = (form.dtype, absorbed)
+        if not fuse_convolution.slower(spec, types, of_call, *options, by_kernel=True):
+            return _Dense(made, call, spec, of_call)
+    act = form.activation
+    if act is not None and act.mask is None and fuse_convolution.by_kernel(spec, types):
+        return _Dense(made, call, spec, None)
+    return None
 
 
 def _spec(eqn: JaxprEqn) -> ConvSpec | None:
