@@ -168,7 +168,7 @@ def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> in
 # --- the stated error -----------------------------------------------------------------------------
 
 # Root mean square of the result's error against float64 over the standard deviation of the result:
-# the larger of C = 256 and C = 1280 in docs/winograd.md, by ``python -m jaxconv.bench
+# the larger of C = 256 and C = 1280 in docs/winograd.md, by ``python tools/bench
 # --winograd-errors``. For TF32 it is that of float32 operands whose U and V are rounded to 11 bits,
 # which is also what the CUDA kernels do with them. A float32 result of float16 operands, whose V
 # often has 11 bits unrounded, is more accurate.
