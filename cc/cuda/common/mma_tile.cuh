@@ -157,7 +157,7 @@ __device__ __forceinline__ void RoundFragments(uint32_t (&fragment)[kBlocks][4])
 // Loader, called in this order by all threads for every stage:
 //     Prepare()                  work that needs branches
 //     IssuePart<p, parts>(slot)  starts a part of the copies into a slot of shared memory
-//     Advance() computes the components of the next stage's addresses
+//     Advance()                  computes the components of the next stage's addresses
 //     Finish(slot)               stores the chunks that were loaded into registers
 // The last kStages - 1 passes issue no copies. They have a separate loop, so that the main loop has
 // no branch between its MMAs.

@@ -127,9 +127,9 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
 // acc += A B over one run, with a warp's fragments in mma.cuh's order. Blocks of 16 rows follow
 // each other: the sums of one are promoted while the next is multiplied.
 //     b               the words of B, for 8 columns two
-//     a the words of the first block of A
-//     read_a(i, a) reads the words of block i
-//     beside(i) called during the products of block i; it may overwrite b, and a during
+//     a               the words of the first block of A
+//     read_a(i, a)    reads the words of block i
+//     beside(i)       called during the products of block i; it may overwrite b, and a during
 //                     those of the last
 // Returns one bit for each block that this thread leaves to PromoteWithCare.
 template <int kBlocksM, int kBlocksN, typename ReadA, typename Beside>

@@ -16,7 +16,7 @@
 //
 // A Gemm has
 //
-//     Tile kStages, kStageBytes and the other members that Barriers needs; kThreads = 384
+//     Tile       kStages, kStageBytes and the other members that Barriers needs; kThreads = 384
 //     Params     tiles: of a cluster; k_blocks: stages of a tile
 //     Maps       tensor maps, and Prefetch(maps)
 //     Loads      (params, maps, rank, ring); Begin(tile); Load(k_block, first byte of the stage in the

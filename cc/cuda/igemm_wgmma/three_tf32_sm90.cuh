@@ -2,7 +2,7 @@
 // tensor cores, more accurate than FP32 FMA in order (sm_90a). The map from convolution to GEMM,
 // the loads of activations and what is refused are those of cooperative_sm90.cuh.
 //
-//     a b = small_a big_b + big_a small_b + big_a big_b over one k-block, 32 of the reduction
+//     a b = small_a big_b + big_a small_b + big_a big_b      over one k-block, 32 of the reduction
 //     sums += a b, by FADD: tensor cores truncate when they add, harmlessly within a k-block
 //
 //     consumer 0   | 12 wgmma           | FADD; load, split A | 12 wgmma            | ...

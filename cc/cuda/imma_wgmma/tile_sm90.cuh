@@ -1,5 +1,5 @@
-// What the device kernels of imma_wgmma share: where a CTA is, the copies of a unit of activations,
-// the products of an instruction, and the way from the sums to the output (sm_90a).
+// Shared by the device kernels of imma_wgmma: a CTA's position, the copies of a unit of
+// activations, the products of an instruction, and the epilogue (sm_90a).
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_
 #define JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_
 
@@ -17,18 +17,17 @@ namespace jaxconv::imma_wgmma {
 template <class Tile>
 struct RowResults;
 
-// The ring and the registers of a CTA with two consumer warpgroups, which multiply a tile of kTileM
-// pixels by kTileN channels together (cooperative), or each a tile of its own (pingpong).
+// The ring and the registers of a CTA with two consumer warpgroups. Together they compute a tile of
+// kTileM pixels by kTileN channels (cooperative), or each computes its own (pingpong).
 //
-// kFilterRow: a stage holds the activations of a filter row's taps, kTileM pixels and kMaxSpan
-// more, and the filter has kFilterSlots slots of its own, or kStationary k-blocks that stay for
-// good.
+// kFilterRow: a stage holds the activations of a filter row's taps, kTileM + kMaxSpan pixels; the
+// filter has kFilterSlots slots of its own, or kStationary k-blocks that stay in shared memory.
 template <bool kPingpong_, int kTileM_, int kTileN_, int kStages_, bool kFilterRow_,
           int kFilterSlots_, int kStationary_>
 struct TileRing {
   static constexpr bool kPingpong = kPingpong_, kFilterRow = kFilterRow_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
-  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // of a copy
+  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // pixels of a copy
   static constexpr int kStages = kStages_;
   static constexpr int kFilterSlots = kFilterSlots_, kStationary = kStationary_;
   static constexpr int kThreads = 3 * 128;
@@ -38,7 +37,7 @@ struct TileRing {
   static constexpr int kRingBytes = kFilterAt + (kFilterSlots + kStationary) * kBytesB;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-  // With what lies behind the ring, and 1024 to align it.
+  // The ring, `behind` bytes after it, and 1024 to align it.
   static constexpr int SharedBytes(int behind) { return kRingBytes + behind + 1024; }
   static constexpr bool Fits(int shared_bytes) {
     return shared_bytes + 1024 <= 232448;  // 227 KB a CTA, barriers among them
@@ -194,8 +193,8 @@ __device__ __forceinline__ void MultiplyKBlock(const Params& params, typename Ti
   }
 }
 
-// The output pixel of row m, or -1. With filter-row reuse the rows are the pixels that TMA walks,
-// some of which lie between the ends of two rows of the output.
+// The output pixel of row m, or -1. With filter-row reuse the rows are the base pixels that TMA
+// loads, some of which lie between two rows of the output.
 template <class Tile>
 __device__ __forceinline__ int32_t OutputPixelOf(const Params& params, int32_t m) {
   if (m >= params.rows) return -1;
@@ -207,7 +206,7 @@ __device__ __forceinline__ int32_t OutputPixelOf(const Params& params, int32_t m
   return m;
 }
 
-// The scales and biases of a warpgroup's tiles: of one tile in use, of the next under way.
+// The scales and biases of a warpgroup's tiles: one tile's in use, the next tile's being loaded.
 template <class Tile>
 struct TermsOfTiles {
   const Params& params;
@@ -215,14 +214,15 @@ struct TermsOfTiles {
   const int warpgroup;
   int32_t turn = 0;
 
-  // Begins to bring those of tile `index`, if there is one.
+  // Starts to load those of tile `index`, if it exists.
   __device__ __forceinline__ void Begin(int32_t index) {
     if (index < params.tiles) {
       const TilePlace place(params, index);
       At(place).Copy(params.requantize, threadIdx.x % 128, (place.group + 1) * params.columns);
     }
   }
-  // All threads of the warpgroup: those of tile `place` are there, those of tile `next` are begun.
+  // Called by all threads of the warpgroup: waits for those of tile `place` and starts to load
+  // those of tile `next`.
   __device__ __forceinline__ typename Tile::Terms Take(const TilePlace& place, int32_t next) {
     const typename Tile::Terms terms = At(place);
     terms.Wait(3 + warpgroup);
@@ -239,11 +239,12 @@ struct TermsOfTiles {
 };
 
 // A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row.
-// The four lanes of a row have the same pixels: each decodes some and gives them to the others.
+// The four lanes of a row have the same pixels: each decodes some of them and passes them to the
+// others.
 template <class Tile>
 struct PixelsOf {
   static constexpr int kCount = 2 * Tile::kBlocks;
-  // That a path with a residual processes at once; more would spill.
+  // Pixels that a path with a residual processes at once; more would spill.
   static constexpr int kAtOnce = kCount < 4 ? kCount : 4;
   static constexpr int kParts = kCount / kAtOnce;
   OutputPixel of[kParts][kAtOnce];
@@ -265,13 +266,13 @@ struct PixelsOf {
   }
 };
 
-// The residual under a thread's outputs. It is loaded before the tile is multiplied: its latency,
-// which two warpgroups cannot hide, passes meanwhile.
+// The residual of a thread's outputs. It is loaded before the tile is multiplied, because two
+// warpgroups cannot hide its latency in the epilogue.
 template <class Tile>
 struct ResidualOf {
   static constexpr int kGroups = Tile::kTileN / 32;
   using Pixels = PixelsOf<Tile>;
-  Residual<Pixels::kAtOnce> of[kGroups][Pixels::kParts];  // of each 32 channels
+  Residual<Pixels::kAtOnce> of[kGroups][Pixels::kParts];  // for each 32 channels
 
   __device__ __forceinline__ ResidualOf(const Params& params, const TilePlace& place,
                                         const Pixels& pixels) {
@@ -289,7 +290,7 @@ struct ResidualOf {
   }
 };
 
-// A warpgroup's tile -> the output. The sums are lost.
+// Stores a warpgroup's tile and destroys the sums.
 template <class Tile>
 __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
                                           const typename Tile::Terms& terms,
@@ -304,7 +305,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   ForRequantizePath(params.requantize, [&](auto path) {
     constexpr RequantizePath kPath = decltype(path)::value;
     if constexpr (kPath == RequantizePath::kGeneral) {
-      // One copy of the code: the pixels and the sums move past it.
+      // One copy of the code: the pixels and the sums move through it.
       const Residual<2> none{};
       Pixels copy = pixels;
       auto& left = reinterpret_cast<OutputPixel(&)[kPixels]>(copy.of);
@@ -329,7 +330,8 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
       const Residual<kAtOnce> none{};
 #pragma unroll
       for (int part = 0; part < kPixels / kAtOnce; ++part) {
-        // Branches, past which the compiler moves nothing: all channels' terms at once would spill.
+        // These branches keep the compiler from moving code across them: all channels' terms at
+        // once would spill.
         if (part > 0 && m_first + part * 128 >= params.rows) break;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -348,7 +350,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   });
 }
 
-// A consumer warpgroup's way from sums to the output. An object a warpgroup, an Output a tile.
+// A consumer warpgroup's epilogue: one object for each warpgroup, one Output for each tile.
 template <class Tile>
 struct RowResults {
   TermsOfTiles<Tile> terms;
@@ -361,14 +363,14 @@ struct RowResults {
 
   __device__ __forceinline__ RowResults(const Params& params, uint32_t ring, int warpgroup)
       : terms{params, ring, warpgroup} {}
-  // Before the first tile, `index`.
+  // Called before the first tile, `index`.
   __device__ __forceinline__ void Begin(int32_t index) { terms.Begin(index); }
-  // Before a tile is multiplied: loads what its latency would delay afterwards.
+  // Called before a tile is multiplied; starts loads whose latency would delay the epilogue.
   __device__ __forceinline__ Output Prepare(const TilePlace& place) const {
     const int block = Tile::kPingpong ? 0 : terms.warpgroup * Tile::kBlocks;
     return Output(terms.params, place, place.m_tile * Tile::kTileM + block * 64);
   }
-  // `next`: the tile to follow.
+  // `next`: the following tile.
   __device__ __forceinline__ void Store(const TilePlace& place, int32_t next, const Output& output,
                                         typename Tile::Sums& sums) {
     StoreTile<Tile>(terms.params, place, terms.Take(place, next), output.pixels, output.residual,

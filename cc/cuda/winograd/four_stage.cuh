@@ -1,7 +1,7 @@
 // Winograd in four stages, each a kernel of its own. F(m x m, 3x3) computes a tile of m x m outputs
 // from (m + 2) x (m + 2) inputs d, at (m + 2)^2 points (docs/winograd.md):
 //
-//     filter_transform.cuh w -> U U = G w G^T; omitted if the filter is prepared
+//     filter_transform.cuh    w -> U     U = G w G^T; omitted if the filter is prepared
 //     input_transform.cuh     x -> V     V = B^T d B                       \
 //     batched_gemm.cuh        V, U -> M  M = sum over c of V U, by points   > chunk by chunk of tiles
 //     output_transform.cuh    M -> y     y = A^T M A                       /

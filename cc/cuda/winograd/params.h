@@ -11,7 +11,7 @@
 //
 // In memory (points are counted row by row):
 //     V [point][tile][groups * red]     float16    tiles of a chunk
-//     U [point][groups * cols][red] float16 one-dimensional: row_filter.h, per group
+//     U [point][groups * cols][red]     float16    one-dimensional: row_filter.h, per group
 //     M [point][tile][groups * cols]    float32    tiles of a chunk; of half_products float16,
 //                                                  times 2^-ProductExponent(red)
 #ifndef JAXCONV_CUDA_WINOGRAD_PARAMS_H_
