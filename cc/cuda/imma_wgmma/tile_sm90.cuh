@@ -49,18 +49,18 @@ template <bool kPingpong, int kBlocks_, int kTileN, int kStages, bool kFilterRow
           int kFilterSlots = 0, int kStationary = 0>
 struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTileN, kStages,
                            kFilterRow, kFilterSlots, kStationary> {
-  static constexpr int kBlocks = kBlocks_;  // of 64 rows, of a warpgroup
-  // Of each consumer warpgroup two buffers, for the tile that it stores and for the next.
+  static constexpr int kBlocks = kBlocks_;  // blocks of 64 rows in a warpgroup
+  // Each consumer warpgroup has two buffers, for the tile that it stores and for the next.
   using Terms = SharedTerms<kTileN>;
   static constexpr int kTermsAt = Int8Tile::kRingBytes;
   static constexpr int kSharedBytes = Int8Tile::SharedBytes(4 * Terms::kBytes);
   static_assert(Int8Tile::Fits(kSharedBytes));
   static constexpr int kAccumulators = kBlocks * kTileN / 2;
-  using Sums = int32_t[kAccumulators];  // kTileN / 2 of each block
+  using Sums = int32_t[kAccumulators];  // kTileN / 2 for each block
   using Results = RowResults<Int8Tile>;
 
-  // Low words of a warpgroup's descriptors of the activations and of the filter, at their place in
-  // shared memory.
+  // The low words of a warpgroup's descriptors of the activations and of the filter, at their
+  // addresses in shared memory.
   static __device__ __forceinline__ uint32_t Pixels(const Params& params, uint32_t shared,
                                                     int warpgroup) {
     return KMajorDescriptorLow(shared) +
@@ -69,7 +69,7 @@ struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTile
   static __device__ __forceinline__ uint32_t Filter(uint32_t shared, int) {
     return KMajorDescriptorLow(shared);
   }
-  // The products of 32 bytes of the reduction.
+  // Multiplies 32 bytes of the reduction.
   template <typename T>
   static __device__ __forceinline__ void Multiply(const Params& params, Sums& sums, uint32_t pixels,
                                                   uint32_t filter, bool accumulate) {
@@ -82,7 +82,7 @@ struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTile
   }
 };
 
-// A tile index as its digits.
+// The digits of a tile index.
 struct TilePlace {
   int32_t n_tile, m_tile, group;
   __device__ __forceinline__ TilePlace(const Params& params, int32_t index) {
@@ -91,7 +91,7 @@ struct TilePlace {
   }
 };
 
-// The base pixel of output pixel m, where a box begins.
+// The base pixel of output pixel m, the start of a box.
 struct BasePixel {
   int32_t x = 0, y = 0, z = 0, image = 0;
   __device__ __forceinline__ BasePixel(const Params& params, int32_t m) {
@@ -112,7 +112,7 @@ struct BasePixel {
 struct Unit {
   UnitDigits at;
 
-  // Without branches: a producer's thread waits for every one of them.
+  // Without branches, because each delays the producer's thread.
   __device__ __forceinline__ void Advance(const Params& params, const UnitDigits& by) {
     int32_t carry = 0;
     auto add = [&carry](int32_t& digit, int32_t by, int32_t radix) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap
     CopyIm2col2d(shared, map, barrier, at.x, at.y, c, at.image, off0, off1);
     return;
   }
-  // Comparisons, the most frequent first: a jump table is read from memory.
+  // Comparisons, the most frequent case first, because a jump table would be read from memory.
   if (params.rank == 2) {
     CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
   } else if (params.rank == 0) {
@@ -158,10 +158,10 @@ __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap
   }
 }
 
-// The products of the first kCount instructions of a k-block, one committed group. They are one
-// piece of straight code: where a branch lies between them and their commit, ptxas closes a group
-// before it, and to wait for all groups but one is to wait for the whole k-block. `pixels`,
-// `filter`: as Tile::Pixels and Tile::Filter give them; `offsets`: of the instructions' pixels.
+// Issues the first kCount instructions of a k-block as one committed group. The code is straight:
+// at a branch before the commit, ptxas would close a group, and waiting for all groups but one
+// would then wait for the whole k-block. `pixels`, `filter`: from Tile::Pixels and Tile::Filter;
+// `offsets`: those of the instructions' pixels.
 template <typename T, class Tile, int kCount>
 __device__ __forceinline__ void MultiplySteps(const Params& params, typename Tile::Sums& sums,
                                               uint32_t pixels, uint32_t filter,
@@ -175,7 +175,7 @@ __device__ __forceinline__ void MultiplySteps(const Params& params, typename Til
   WgmmaCommit();
 }
 
-// The same of `steps` instructions, 1 to kSteps.
+// The same for `steps` instructions, 1 to kSteps.
 template <typename T, class Tile>
 __device__ __forceinline__ void MultiplyKBlock(const Params& params, typename Tile::Sums& sums,
                                                uint32_t pixels, uint32_t filter,

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
     sum += of_thread[0][i * columns + threadIdx.x];
     squares += of_thread[1][i * columns + threadIdx.x];
   }
-  // The first block, which alone may end early, is part 0's.
+  // The first block belongs to part 0; only this block may end early.
   const int64_t count = (first_block + p.parts) / p.parts * rows_of_block -
                         (blockIdx.y == 0 ? blocks * rows_of_block - p.rows : 0);
   const float mean = sum / static_cast<float>(count);
