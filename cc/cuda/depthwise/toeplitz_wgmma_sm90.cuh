@@ -276,7 +276,7 @@ __device__ __forceinline__ void ComputeChannel(const ToeplitzWgmmaParams& params
     last[0] = acc[kBandRows * 4 - 4];
     last[1] = acc[kBandRows * 4 - 3];
   }
-  // Of the rows begun in the last pass, the first two are complete.
+  // The first two rows begun in the last pass are complete.
   finish();
 }
 
