@@ -213,6 +213,8 @@ class Steps:
                 return self.pooled(y, -jnp.inf, lax.max)
             case "average pool":
                 return self.pooled(y, 0.0, lax.add) / 4
+            case "y @ w":
+                return self.mixed(y, number)
         if name in ACTIVATIONS:
             return ACTIVATIONS[name](y)
         if name in spelling_groups.SQUEEZES:
@@ -245,6 +247,12 @@ class Steps:
             for each, shape in shapes.items()
         }
         return spelling_groups.SQUEEZES[name][1](y, p, self.axis).astype(y.dtype)
+
+    def mixed(self, y, number: str):
+        """A dense layer: each position's channels times a matrix."""
+        w = self.get(f"dense{number}", (self.channels, self.channels), "matrix").astype(y.dtype)
+        last = jnp.moveaxis(y, self.axis, -1)
+        return jnp.moveaxis(jnp.matmul(last, w, precision="highest"), -1, self.axis)
 
     def kept(self, y, number: str):
         """A factor for each example, 0 or 2."""
@@ -425,10 +433,11 @@ def _steps(d: Draw, data: str, transform: str, layout: str, kind: str) -> tuple[
     if d.chance(0.4):
         steps.append(d.one_of(*SUMS))
     if d.chance(0.75):
-        activation = d.one_of(*ACTIVATIONS)
-        if activation == _REVERSE_ONLY and transform in FORWARD_MODE:
-            activation = "jax.nn.relu"
-        steps.append(activation)
+        steps.append(_activation(d, transform))
+    if data != "large" and d.chance(0.15):
+        steps += ["y @ w", "y + bias"]
+        steps += [_activation(d, transform)] * d.chance(0.6)
+        steps += [d.one_of("y + r", "y + input", "input + y * scale")] * d.chance(0.4)
     if data != "large" and d.chance(0.1):
         steps.append(d.one_of(*SQUEEZES))
     if d.chance(0.15):
@@ -436,6 +445,12 @@ def _steps(d: Draw, data: str, transform: str, layout: str, kind: str) -> tuple[
     if data != "large" and d.chance(0.1):
         steps.append(d.one_of("y * mean(y)", "y + y / 2"))
     return tuple(steps)
+
+
+def _activation(d: Draw, transform: str) -> str:
+    activation = d.one_of(*ACTIVATIONS)
+    differentiates = activation != _REVERSE_ONLY or transform not in FORWARD_MODE
+    return activation if differentiates else "jax.nn.relu"
 
 
 # --- arrays ---

@@ -186,6 +186,7 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
         return "for less computation on a device"
     gives = {"fprop": {"y", "dx"}, "dgrad": {"dx"}, "wgrad": {"dw"}}
     natural = all(gives[operation] & set(case.wanted) for operation in ours.operations)
+    natural = natural and ("y" not in case.wanted or "fprop" in ours.operations)
     if not natural or ours.operations.count("wgrad") != ("dw" in case.wanted):
         # Only that has a kernel, or the result is no larger than the filter.
         return "as another operation"

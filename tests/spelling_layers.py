@@ -120,21 +120,21 @@ ACTIVATIONS: dict[str, Activation] = {
         "hard_swish", "hard_swish", lambda y: y * (jax.nn.relu6(y + 3.0) * (1 / 6)), _THREE
     ),
     "y * clip(y + 3, 0, 6) / 6": Activation(
-        "hard_swish by clip", "hard_swish by clip", lambda y: y * jnp.clip(y + 3, 0, 6) / 6, _THREE
+        "hard_swish by clip", "hard_swish", lambda y: y * jnp.clip(y + 3, 0, 6) / 6, _THREE
     ),
     "y * clip(y / 6 + 1 / 2, 0, 1)": Activation(
         "hard_swish by clip",
-        "hard_swish by clip",
+        "hard_swish",
         lambda y: y * jnp.clip(y / 6 + 0.5, 0, 1),
         _THREE,
     ),
     "jax.nn.hard_sigmoid": Activation("hard_sigmoid", "hard_sigmoid", jax.nn.hard_sigmoid, _THREE),
     "clip(y + 3, 0, 6) / 6": Activation(
-        "hard_sigmoid by clip", "hard_sigmoid by clip", lambda y: jnp.clip(y + 3, 0, 6) / 6, _THREE
+        "hard_sigmoid by clip", "hard_sigmoid", lambda y: jnp.clip(y + 3, 0, 6) / 6, _THREE
     ),
     "clip(y / 6 + 1 / 2, 0, 1)": Activation(
         "hard_sigmoid by clip",
-        "hard_sigmoid by clip",
+        "hard_sigmoid",
         lambda y: jnp.clip(y / 6 + 0.5, 0, 1),
         _THREE,
     ),
@@ -165,7 +165,7 @@ ACTIVATIONS: dict[str, Activation] = {
         "leaky > 0", "leaky > 0", lambda y: jnp.where(y > 0, y, y * 0.1), _ZERO
     ),
     "maximum(y, 0.1 y)": Activation(
-        "leaky by max", "leaky by max", lambda y: jnp.maximum(y, 0.1 * y), _ZERO
+        "leaky by max", "leaky_relu", lambda y: jnp.maximum(y, 0.1 * y), _ZERO
     ),
     "square(relu(y))": Activation(
         "relu squared", "relu squared", lambda y: jnp.square(jax.nn.relu(y)), _ZERO

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import html
 import importlib.util
-import math
 import pathlib
 import re
 import types
@@ -132,23 +130,6 @@ def test_a_link_to_a_source_that_is_not_there_fails(hooks):
     assert made("[`a`](../cc/CMakeLists.txt) [b](export.md)") == "`a` [b](export.md)"
     with pytest.raises(ValueError, match=r"no such file: \.\./cc/nothing\.h"):
         made("[a](../cc/nothing.h)")
-
-
-def test_the_means_on_the_page_are_those_of_the_measured_layers():
-    lines = (DOCS / "figures/h200_bf16_layers.tsv").read_text().splitlines()
-    rows = list(csv.DictReader((x for x in lines if not x.startswith("#")), delimiter="\t"))
-
-    def mean(numerator: str, denominator: str) -> str:
-        logs = [math.log(float(r[numerator]) / float(r[denominator])) for r in rows]
-        return f"{math.exp(sum(logs) / len(rows)):.2f}"
-
-    ops = ("fprop", "dgrad", "wgrad")
-    text = (DOCS / "performance.md").read_text()
-    over_roofline = " | ".join(mean(f"jaxconv_{op}", "roofline") for op in ops)
-    over_lax = " | ".join(mean(f"lax_{op}", f"jaxconv_{op}") for op in ops)
-    assert f"over the {len(rows)} layers" in text
-    assert f"| time of jaxconv over the roofline | {over_roofline} |" in text
-    assert f"| time of lax over time of jaxconv | {over_lax} |" in text
 
 
 def test_prose_has_at_most_120_columns():

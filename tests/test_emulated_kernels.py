@@ -97,8 +97,15 @@ DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
 )
 
-# A tile has 64 channels: tails, and groups of 4 and 16, of 32 where a block has as many.
+# A tile has 64 channels, of float32 32: tails, and groups of 4 and 16, of 8 and 32 where a block
+# has as many.
 BLOCK_DIAGONAL = {
+    8: [
+        problem("3x3", (9, 19), 3, c=72, k=72, groups=18, padding=1),
+        problem(
+            "strided", (9, 8), (3, 3), c=80, k=80, groups=10, padding=((0, 2), (1, 1)), stride=2
+        ),
+    ],
     16: [
         problem("3x3", (9, 19), 3, c=72, k=72, groups=18, padding=1),
         problem(
@@ -182,6 +189,8 @@ IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
 IMAGE_WIDE = problem("stem_11x11", (32, 64), 11, n=3, c=3, k=24, stride=4, padding=((2, 2), (3, 2)))
 NARROW = problem("narrow", (20, 70), (3, 2), n=2, c=72, k=3, padding=((1, 1), (0, 2)))
 IMAGE_DILATED = problem("dilated", (20, 40), 3, n=2, c=2, k=24, dilation=(2, 3))
+# Rows that are no multiple of 16 bytes, a last tile that ends in a block, and padding that cuts.
+IMAGE_CUT = problem("stem_cut", (21, 37), 7, c=3, k=68, stride=2, padding=((-2, 0), (1, -1)))
 IMAGE_ODD = problem("stem_odd", (20, 24), 7, n=1, c=3, k=37, stride=2, padding=3)
 EIGHT_BIT = [
     problem("nhwc", (7, 6), 3, n=1, c=32, k=64, padding=1),
@@ -231,6 +240,13 @@ OTHERS = {
     "wgrad_few_channels_f16_32x64": [IMAGE],
     "wgrad_few_channels_f16_64x64_chunks": [IMAGE_DILATED],
     "wgrad_few_channels_bf16_32x64_chunks": [IMAGE],
+    "fprop_few_channels_f32_128x64": [IMAGE, IMAGE_ODD, IMAGE_CUT, IMAGE_DILATED],
+    "dgrad_few_channels_f32_256x24": [IMAGE],
+    "wgrad_few_channels_f32_32x64": [IMAGE, IMAGE_CUT],
+    "wgrad_few_channels_f32_160x64": [IMAGE],
+    "fprop_few_channels_f32_256x16_narrow": [NARROW],
+    "dgrad_few_channels_f32_128x64_narrow": [NARROW],
+    "wgrad_few_channels_f32_160x64_narrow": [NARROW],
     "fprop_few_channels_bf16_256x16_narrow": [NARROW],
     "dgrad_few_channels_f16_128x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_32x64_narrow": [NARROW],
@@ -259,6 +275,12 @@ OTHERS = {
     "wgrad_igemm_wgmma_f32_128x128x32_3xtf32": [WIDE_TILES],
     "wgrad_igemm_wgmma_f32_128x64x32_3xtf32": [WIDE, WIDE_TILES],
     "dgrad_igemm_wgmma_f32_128x128x32_3xtf32": [WIDE, STRIDED],
+    "fprop_few_channels_f32_128x64_3xtf32": [IMAGE, IMAGE_CUT],
+    "dgrad_few_channels_f32_256x24_3xtf32": [IMAGE],
+    "wgrad_few_channels_f32_32x64_3xtf32": [IMAGE],
+    "wgrad_few_channels_f32_160x64_3xtf32": [IMAGE, IMAGE_CUT],
+    "fprop_few_channels_f32_256x16_narrow_3xtf32": [NARROW],
+    "wgrad_few_channels_f32_32x64_narrow_3xtf32": [NARROW],
     "fprop_depthwise_int8_s8_64ch_stride1": EIGHT_BIT_DEPTHWISE["stride1"],
     "fprop_depthwise_int8_u8_64ch_stride2": EIGHT_BIT_DEPTHWISE["stride2"],
     "fprop_depthwise_int8_s8_64ch_any": EIGHT_BIT_DEPTHWISE["any"],
@@ -335,6 +357,15 @@ EPILOGUES = {
         (IMAGE, "bias residual relu", ""),
     ],
     "fprop_few_channels_f16_7x7_stride2": [(IMAGE, "scale bias relu6", "")],
+    "fprop_few_channels_f32_128x64": [
+        (IMAGE, "scale bias relu6", ""),
+        (IMAGE, "bias residual relu pre", ""),
+        (IMAGE_ODD, "scale bias silu", ""),
+    ],
+    "fprop_few_channels_f32_128x64_3xtf32": [
+        (IMAGE_CUT, "scale bias relu", ""),
+        (IMAGE_CUT, "scale residual gelu", ""),
+    ],
     "fprop_few_channels_bf16_128x64": [(IMAGE_ODD, "bias residual sigmoid pre", "")],
     "fprop_depthwise_bf16_64ch_3x3": [(DEPTHWISE[0], "scale bias residual relu6 pre", "")],
     "fprop_depthwise_f16_64ch_any": [(DEPTHWISE_ANY, "bias gelu", "")],
@@ -400,15 +431,20 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
 
 
 def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
-    op, _, _, _, block, form = instance.split("_", 5)
-    if form == "stride2":
-        yield from ((p, "") for p in BLOCK_DIAGONAL_STRIDED)
-        return
-    if form in ("7rows", "rows"):
-        for p in BLOCK_DIAGONAL_RUNS + (BLOCK_DIAGONAL_ROWS if form == "rows" else []):
+    op, _, _, _, block, form = instance.removesuffix("_3xtf32").split("_", 5)
+    of_form = {
+        "stride2": BLOCK_DIAGONAL_STRIDED,
+        "7rows": BLOCK_DIAGONAL_RUNS,
+        "rows": BLOCK_DIAGONAL_RUNS + BLOCK_DIAGONAL_ROWS,
+    }
+    if form in of_form:
+        for p in of_form[form]:
             # A block of 16 channels has no groups of 32.
             if p.c // p.groups <= int(block.removesuffix("ch")):
                 yield p, ""
+    if form == "stride2":
+        return
+    if form in of_form:
         if block == "32ch":
             yield BLOCK_DIAGONAL[32][0], ""
         if form == "7rows":

@@ -55,6 +55,9 @@ JAX_ACTIVATIONS = {
     "mish": jax.nn.mish,
     "maximum": lambda u: jnp.maximum(u, 0),
     "clip6": lambda u: jnp.clip(u, 0, 6),
+    "leaky_maximum": lambda u: jnp.maximum(u, 0.25 * u),
+    "clip_hard_sigmoid": lambda u: jnp.clip(u + 3, 0, 6) / 6,
+    "clip_hard_swish": lambda u: u * jnp.clip(u + 3, 0, 6) / 6,
 }
 
 

@@ -60,7 +60,7 @@ def form_of(summands, activation=None, dtype=np.float32, shape=SHAPE, **others) 
     if activation is not None:
         function = ACTIVATIONS[activation]
         operand = ShapedArray(shape, np.dtype(dtype))
-        mask, named = fuse_derivatives.known(function, operand)
+        mask, named, _ = fuse_derivatives.known(function, operand)
         written = Written(function, operand, mask=mask, named=named)
     return Form(vectors, shortcut, written, np.dtype(dtype), **others)
 

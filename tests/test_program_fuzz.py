@@ -50,9 +50,9 @@ def test_random_programs(seed, native_cpu, record_property):
 
 
 def test_every_step_and_transformation_is_drawn():
-    programs = [draw(1, index) for index in range(400)]
+    programs = [draw(1, index) for index in range(1000)]
     steps = {name for p in programs for layer in p.layers for name in layer.steps}
-    assert steps >= {*ACTIVATIONS, *SQUEEZES, *SUMS, *NORMS}
+    assert steps >= {*ACTIVATIONS, *SQUEEZES, *SUMS, *NORMS, "y @ w"}
     assert {p.transform for p in programs} == set(TRANSFORMS)
     parts = [parts_of(step) for step in steps if step.startswith("norm(")]
     for field, values in (("mean", MEANS), ("affine", AFFINES), ("frame", FRAMES)):

@@ -5,6 +5,7 @@ In the emulator, and on a GPU by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -13,55 +14,82 @@ import numpy as np
 import pytest
 from emulated import computed
 from numerics import error, normal_operands, reference
-from problems import problem
-from test_emulated_kernels import OTHERS, programs  # noqa: F401
+from problems import Problem, problem
+from test_emulated_kernels import CASES, programs  # noqa: F401
 
 from jaxconv._src.problem.spec import Op
 
 # Reductions of 104 or 96 channels, or of 210 pixels: runs of 32, and a tail. No padding, whose
 # zeros would make NaN of Inf.
 POINTWISE = problem("1x1", (15, 7), 1, n=2, c=104, k=96)
+# For kernels of few channels on the side that is not summed over.
+FEW = {
+    "dgrad_few_channels": problem("1x1_few", (15, 7), 1, n=2, c=8, k=104),
+    "fprop_few_channels": problem("1x1_narrow", (15, 7), 1, n=2, c=104, k=8),
+}
 LARGEST = float(np.finfo(np.float32).max)
 
+
+def layer(instance: str) -> Problem:
+    """Of block_diagonal groups as wide as its blocks, between which no zeros lie, either."""
+    if "_block_diagonal_" not in instance:
+        few = (p for start, p in FEW.items() if instance.startswith(start) and "_256x" in instance)
+        return next(few, POINTWISE)
+    channels = int(re.search(r"_(\d+)ch_", instance)[1])
+    return problem(
+        "blocks",
+        (15, 7),
+        3,
+        n=2,
+        c=96,
+        k=96,
+        groups=96 // channels,
+        stride=2 if "_stride2" in instance else 1,
+        padding=2 if instance.startswith("dgrad_") else 0,
+    )
+
+
 SPLIT = [each.name for each in kernel_tables.instances() if each.name.endswith("_3xtf32")]
-EMULATED = [name for name in OTHERS if name.endswith("_3xtf32")]
+EMULATED = list(dict.fromkeys(c.instance for c in CASES if c.instance.endswith("_3xtf32")))
 
 Run = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Check = Callable[[Op, Problem, Run], None]
 
 
 @pytest.fixture
 def emulated(request, tmp_path, programs):  # noqa: F811
-    """(operation, the function of the operands that runs an instance in the emulator)."""
+    """(operation, layer, the function of the operands that runs an instance in the emulator)."""
     op, instance = Op(request.param.partition("_")[0]), request.param
+    of = layer(instance)
 
     def run(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-        key = POINTWISE.line(op, "f32", "highest")
+        key = of.line(op, "f32", "highest")
         out = computed(programs[False], instance, key, lhs, rhs, np.float32, tmp_path)
-        return out.reshape(POINTWISE.canonical_shape(op.roles[2]))
+        return out.reshape(of.canonical_shape(op.roles[2]))
 
-    return op, run
+    return op, of, run
 
 
-def on_gpu(instance: str) -> tuple[Op, Run]:
-    op = Op(instance.partition("_")[0])
-    call = POINTWISE.operation(op, "f32", algorithm=instance, precision="highest")
-    return op, lambda lhs, rhs: np.asarray(jax.jit(call)(lhs, rhs))
+def on_gpu(instance: str) -> tuple[Op, Problem, Run]:
+    op, of = Op(instance.partition("_")[0]), layer(instance)
+    call = of.operation(op, "f32", algorithm=instance, precision="highest")
+    return op, of, lambda lhs, rhs: np.asarray(jax.jit(call)(lhs, rhs))
 
 
 # --- the checks -----------------------------------------------------------------------------------
 
 
-def has_the_error_of_float32(op: Op, run: Run) -> None:
+def has_the_error_of_float32(op: Op, of: Problem, run: Run) -> None:
     """One TF32 product has 3e-4; without either small part 2e-4."""
-    lhs, rhs = normal_operands(op, POINTWISE, "f32")
-    exact = reference(op, POINTWISE, lhs, rhs)
+    lhs, rhs = normal_operands(op, of, "f32")
+    exact = reference(op, of, lhs, rhs)
     assert 0 < error(run(lhs, rhs), exact) < 2.5e-7
 
 
-def keeps_inf_and_nan(op: Op, run: Run) -> None:
+def keeps_inf_and_nan(op: Op, of: Problem, run: Run) -> None:
     """As float32 does: beside them every result is as accurate as ever."""
     rng = np.random.default_rng(3)
-    lhs, rhs = (np.array(a) for a in normal_operands(op, POINTWISE, "f32"))
+    lhs, rhs = (np.array(a) for a in normal_operands(op, of, "f32"))
     rhs.flat[::7] = np.where(rhs.flat[::7] < 0, -1, 1)  # whose small parts are zeros
     for operand in (lhs, rhs):
         bad = np.array([np.inf, -np.inf, np.nan, -np.nan], np.float32)
@@ -70,7 +98,7 @@ def keeps_inf_and_nan(op: Op, run: Run) -> None:
     lhs.view(np.uint32).flat[rng.choice(lhs.size)] = 0x7F800001
     lhs.flat[rng.choice(lhs.size, 5, replace=False)] = 2.0**-20
     with np.errstate(invalid="ignore"):
-        exact = reference(op, POINTWISE, lhs, rhs)
+        exact = reference(op, of, lhs, rhs)
     actual = run(lhs, rhs)
     finite = np.isfinite(exact)
     assert 0.1 < finite.mean() < 0.98 and np.isinf(exact).any() and np.isnan(exact).any()
@@ -78,18 +106,18 @@ def keeps_inf_and_nan(op: Op, run: Run) -> None:
     assert error(actual[finite], exact[finite]) < 2.5e-7
 
 
-def keeps_the_largest_floats_finite(op: Op, run: Run) -> None:
+def keeps_the_largest_floats_finite(op: Op, of: Problem, run: Run) -> None:
     """In 11 bits they would be Inf; results beyond the largest float are Inf, not NaN."""
-    lhs, rhs = (np.array(a) for a in normal_operands(op, POINTWISE, "f32"))
+    lhs, rhs = (np.array(a) for a in normal_operands(op, of, "f32"))
     rhs = rhs * np.float32(2.0**-9)
     large = np.array([1, -1, 1 - 2.0**-13, 2.0**-11 - 1], np.float64) * LARGEST
     step = lhs.size // 40 + 1  # one at most in a sum, of pixels or of channels
     lhs.flat[::step] = np.resize(large, lhs.flat[::step].shape)
-    exact = reference(op, POINTWISE, lhs, rhs)
+    exact = reference(op, of, lhs, rhs)
     assert np.abs(exact).max() < LARGEST and np.abs(exact).max() > LARGEST / 2**9
     assert error(run(lhs, rhs), exact) < 2.5e-7
     rhs *= np.float32(2.0**23)  # their products pass the largest float by far
-    exact = reference(op, POINTWISE, lhs, rhs)
+    exact = reference(op, of, lhs, rhs)
     actual = run(lhs, rhs)
     beyond = np.abs(exact) > 2.0**132
     assert beyond.any() and not np.isfinite(actual[beyond]).any()
@@ -97,19 +125,19 @@ def keeps_the_largest_floats_finite(op: Op, run: Run) -> None:
     assert one > 0  # NaN where products beyond have both signs, as in float32
 
 
-def loses_only_the_last_bits_of_tiny_operands(op: Op, run: Run) -> None:
+def loses_only_the_last_bits_of_tiny_operands(op: Op, of: Problem, run: Run) -> None:
     """Down to 2^-100 nothing; of subnormal operands what lies below 2^-136."""
-    lhs, rhs = (np.array(a) for a in normal_operands(op, POINTWISE, "f32"))
+    lhs, rhs = (np.array(a) for a in normal_operands(op, of, "f32"))
     tiny, large = lhs * np.float32(2.0**-100), rhs * np.float32(2.0**100)
-    exact = reference(op, POINTWISE, tiny, large)
+    exact = reference(op, of, tiny, large)
     assert error(run(tiny, large), exact) < 2.5e-7
     tiny = (lhs.astype(np.float64) * 2.0**-128).astype(np.float32)
-    exact = reference(op, POINTWISE, tiny, large)
-    bound = 2.0**-136 * reference(op, POINTWISE, np.ones_like(lhs), np.abs(large))
+    exact = reference(op, of, tiny, large)
+    bound = 2.0**-136 * reference(op, of, np.ones_like(lhs), np.abs(large))
     assert (np.abs(run(tiny, large) - exact) <= bound).all()
 
 
-CHECKS = {
+CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         has_the_error_of_float32,

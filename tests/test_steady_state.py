@@ -182,7 +182,7 @@ def few_channels_problems(each: Instance) -> list[Problem]:
 
     Narrow outputs: fprop's problem of dgrad's kernel, and the reverse.
     """
-    if each.variant.endswith("_narrow"):
+    if "_narrow" in each.variant:
         window = (3, 15) if tile(each)[1] == 48 else (3, 5)
         tiles = -(-TILES * (2 if tile(each)[1] == 48 else FEW_CTAS) * 256 // (5 * 321))
         pads = tuple((r // 2, r // 2) for r in window)
@@ -285,7 +285,7 @@ def depthwise_problems(each: Instance) -> list[Problem]:
 
 def block_diagonal_problems(each: Instance) -> list[Problem]:
     """Five tiles of 64 channels, and maps of at least six tiles of 256 positions."""
-    block, form = each.variant.split("ch_")
+    block, form = each.variant.removesuffix("_3xtf32").split("ch_")
     make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
     problems = []
     if form == "rows":
@@ -325,7 +325,7 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     The workspace limits how many there may be.
     """
     if each.family == "few_channels":
-        if each.variant.endswith("_narrow"):
+        if "_narrow" in each.variant:
             return problem("split", (90, 60), 3, c=72, k=2, padding=1), range(9, 6, -1)
         # Words and rows of whole chunks.
         return problem("split", (90, 60), 3, c=2, k=72, padding=1), range(9, 6, -1)

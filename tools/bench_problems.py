@@ -214,7 +214,7 @@ def lines(problems: Iterator[Found]) -> list[str]:
     return made
 
 
-def _built() -> pathlib.Path:
+def built() -> pathlib.Path:
     """The program of selection, compiled: half a minute."""
     program = REPOSITORY / "build" / "choices" / PROGRAM.stem
     program.parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     # What ``fuse`` weighs for the device of the process, which is no GPU.
     fuse_convolution.platforms = lambda: ("cuda",)
     sys.modules["_jaxconv.cuda"] = SelectionProgram(
-        arguments.program or _built(), lambda: native.load("cpu").arrays
+        arguments.program or built(), lambda: native.load("cpu").arrays
     )
     kernels = native.load("cuda")
     if isinstance(kernels, native.Refusal):

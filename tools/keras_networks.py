@@ -77,6 +77,8 @@ class Row:
     network: str
     mode: str
     side: str
+    batch: int
+    dtype: str
     compile_s: float | None = None
     step_ms: float | None = None
     device_ms: float | None = None
@@ -143,7 +145,8 @@ def relative(a: jax.Array, b: jax.Array) -> float:
 
 def measured(name: str, mode: str, step: Callable, state: State, rest: tuple, chosen) -> list[Row]:
     """All sides of one network and mode; failures are in the rows."""
-    rows = {side: Row(name, mode, side) for side in chosen.sides}
+    batch = len(rest[0])
+    rows = {side: Row(name, mode, side, batch, chosen.dtype) for side in chosen.sides}
     programs: dict[str, Program] = {}
     first: dict[str, jax.Array] = {}
     # What XLA's autotuner finds stays in the process: the side that comes last has it for nothing.
@@ -177,7 +180,7 @@ def measured(name: str, mode: str, step: Callable, state: State, rest: tuple, ch
         if environment.kernel_platform() == "cuda":
             events = trace.device_events(functools.partial(program, TRACED))
             row.device_ms = trace.union_seconds(events) / TRACED * 1e3
-    theirs = rows.get("lax", Row(name, mode, "lax"))
+    theirs = rows.get("lax", Row(name, mode, "lax", batch, chosen.dtype))
     for row in rows.values():
         for field in ("device_ms", "step_ms"):
             ours, of_lax = getattr(row, field), getattr(theirs, field)

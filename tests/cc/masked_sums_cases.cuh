@@ -59,6 +59,12 @@ inline double DerivativeOf(Derivative derivative, double slope, double u) {
       return u > 0 ? 1 : u == 0 ? 0.5 : 0;
     case Derivative::kClip6:
       return u > 0 && u < 6 ? 1 : u == 0 || u == 6 ? 0.5 : 0;
+    case Derivative::kLeakyMaximum:
+      return u > 0 ? 1 : u == 0 ? (1 + slope) / 2 : slope;
+    case Derivative::kClipHardSigmoid:
+      return std::abs(u) < 3 ? 1 / 6.0 : std::abs(u) == 3 ? 1 / 12.0 : 0;
+    case Derivative::kClipHardSwish:
+      return u < -3 ? 0 : u == -3 ? -0.25 : u < 3 ? u / 3 + 0.5 : u == 3 ? 1.25 : 1;
   }
   return 0;
 }

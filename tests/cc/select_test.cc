@@ -247,7 +247,8 @@ void TestPrecision() {
           for (const KernelDesc& kernel : Kernels()) {
             if (kernel.op != op || kernel.dtype != DType::kF32 || kernel.fused) continue;
             const bool tf32 = !kernel.three_tf32 && (Contains(kernel.family, "igemm_wmma") ||
-                                                     Contains(kernel.family, "igemm_wgmma"));
+                                                     Contains(kernel.family, "igemm_wgmma") ||
+                                                     Contains(kernel.family, "few_channels"));
             Expect(!tf32 || SelectOk(problem, gpu, kernel.name).instance.empty(),
                    std::string(kernel.name) + " multiplies in TF32");
           }

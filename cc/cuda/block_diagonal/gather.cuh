@@ -1,7 +1,7 @@
-// block_diagonal, fprop and dgrad: groups of 2 to 32 channels on the tensor cores (sm_80), 16-bit
-// operands.
+// block_diagonal, fprop and dgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands
+// of 16 bits or float32.
 //
-// The groups of kBlock = 16 or 32 neighbouring channels are one product whose filter is
+// The groups of kBlock (16 or 32) neighbouring channels are one product whose filter is
 // block-diagonal:
 //
 //     out[pixel, 16 channels] += sum over taps of gathered[pixel under the tap, 16 channels] F[tap]
@@ -26,6 +26,11 @@
 // Of a tap and 16 positions x 16 channels: 4 wavefronts of ldmatrix, 2 products, and 4 / kBlocksM
 // wavefronts of B. 3x3, 28 x 8 positions: 2 x 43 KB of boxes, 18 KB of B, two CTAs an SM.
 //
+// float32: a tile has 32 channels, as many bytes, a block 8, 16 or 32 and a product 8 of the gathered
+// ones. B is copied element by element and rounded to TF32 where it lies, A in registers; or both are
+// split there (three TF32 products, common/split_tf32.cuh), a run of the reduction being up to 16
+// gathered channels under one tap.
+//
 // The next item's box is copied while this one is multiplied; two barriers an item.
 //
 // Zeros of F meet the channels of other groups in the block: an Inf or NaN of x spreads to the
@@ -40,36 +45,38 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/block_diagonal/filter_words.cuh"
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/tile.cuh"
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kBlocksM: of 16 positions, of a warp.
-template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_>
+// kBlock: channels of a block. kBlocksM: of 16 positions, of a warp. kThreeTf32: of float32, three
+// products for one.
+template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_,
+          bool kThreeTf32_ = false>
 struct Gather {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr int kBlock = kBlock_, kBlocksM = kBlocksM_, kCtasPerSm = kCtasPerSm_;
   static constexpr int kBlocks = kChannels / kBlock, kStrips = kWarps / kBlocks;
-  static constexpr int kStepsK = kBlock / 16, kBlocksN = kBlock / 8;
-  // 16-byte pieces of B that a lane has of a tap.
-  static constexpr int kPieces = kStepsK * kBlocksN / 2;
+  static constexpr int kStepsK = kBlock * int{sizeof(T)} / 32, kBlocksN = kBlock / 8;
+  static constexpr bool kThreeTf32 = kThreeTf32_;
+  using Filter = FilterWords<kStepsK, kBlocksN>;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
-
-// Bytes of B of a block and tap.
-template <class Tag>
-constexpr int kTapBytes = Tag::kPieces * 512;
 
 // B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half`
 // of step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t,
@@ -77,6 +84,8 @@ constexpr int kTapBytes = Tag::kPieces * 512;
 //
 // A lane has two neighbouring channels of the result; a warp has one or two of the group's pairs of
 // gathered channels, and of 2 to 8 channels a group every second to eighth tap.
+//
+// Of 32-bit elements CopyFilterElements (filter_words.cuh) takes its place.
 template <class Tag>
 __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
@@ -99,7 +108,7 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
                     (channel >> group_log2) * params.group_stride +
                     (channel & in_group) * params.channel_stride;
   const int g = in_block / (2 * Tag::kBlocksN) * 2, nb = in_block / 2 % Tag::kBlocksN;
-  to += in_tile / Tag::kBlock * taps * kTapBytes<Tag> + nb / 2 * 512 + g * 64 + nb % 2 * 8;
+  to += in_tile / Tag::kBlock * taps * Tag::Filter::kTapBytes + nb / 2 * 512 + g * 64 + nb % 2 * 8;
 
   const int32_t all_pairs = 1 << (group_log2 - 1);
   const int32_t warps_log2 = min(group_log2 - 1, 3);  // of a tap
@@ -110,7 +119,7 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
     const int32_t f = (in_block & ~in_group) + 2 * pair;
     const T* source = filter + 2 * pair * params.reduction_stride +
                       (flip ? taps - 1 - first_tap : first_tap) * params.tap_stride;
-    uint32_t at = to + first_tap * kTapBytes<Tag> + f / 16 * (Tag::kBlocksN / 2 * 512) +
+    uint32_t at = to + first_tap * Tag::Filter::kTapBytes + f / 16 * (Tag::kBlocksN / 2 * 512) +
                   f / 8 % 2 * 4 + f % 8 / 2 * 16;
 #pragma unroll 1
     for (int32_t tap = first_tap; tap < taps; tap += kBatch * tap_step) {
@@ -131,8 +140,50 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
           StoreWord(at, pairs ? word[i][0] : lower);
           StoreWord(at + 64, pairs ? word[i][1] : upper);
         }
-        at += tap_step * kTapBytes<Tag>;
+        at += tap_step * Tag::Filter::kTapBytes;
       }
+    }
+  }
+}
+
+// AddTap of three TF32 products (common/split_tf32.cuh). words: the lane's of B.
+template <class Tag, int kBlocks>
+__device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
+                                            const uint32_t (&words)[Tag::Filter::kWords],
+                                            const int32_t (&base)[Tag::kBlocksM],
+                                            float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
+  constexpr int kBlocksN = Tag::kBlocksN;
+  constexpr int kSteps = Tag::kStepsK < kSplitRunSteps ? Tag::kStepsK : kSplitRunSteps;
+  auto& acc = reinterpret_cast<float (&)[kBlocks][kBlocksN][4]>(sums);
+#pragma unroll
+  for (int first = 0; first < Tag::kStepsK; first += kSteps) {
+    uint32_t a[kSteps][4], b[kSteps][kBlocksN][2];
+#pragma unroll
+    for (int i = 0; i < kSteps * kBlocksN * 2; ++i) {
+      b[i / (kBlocksN * 2)][i / 2 % kBlocksN][i % 2] = words[first * kBlocksN * 2 + i];
+    }
+    auto read_a = [&](int m, auto& of_block) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        LoadMatrices(box + base[m] + (first + s) * 32, of_block[s]);
+      }
+    };
+    read_a(0, a);
+    const uint32_t left = MultiplySplitRun(b, a, acc, read_a, [](auto) {});
+    if (__any_sync(0xffffffff, left != 0)) {
+      // Block by block, which takes few registers.
+      Unroll<kBlocks>([&](auto block) {
+        constexpr int m = decltype(block)::value;
+        auto& of_block = reinterpret_cast<float (&)[1][kBlocksN][4]>(acc[m]);
+        PromoteWithCare<kSteps>(left >> m & 1, of_block, [&](int step, auto& of_a, auto& of_b) {
+          LoadMatrices(box + base[m] + (first + step) * 32, of_a[0]);
+#pragma unroll
+          for (int i = 0; i < kBlocksN * 2; ++i) {
+            of_b[i / 2][i % 2] =
+                LoadWord(filter + Tag::Filter::OfWord((first + step) * kBlocksN * 2 + i));
+          }
+        });
+      });
     }
   }
 }
@@ -145,22 +196,23 @@ __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
                                        const int32_t (&base)[Tag::kBlocksM],
                                        float (&sums)[Tag::kBlocksM][Tag::kBlocksN][4]) {
   using T = typename Tag::T;
-  uint32_t b[Tag::kPieces * 4];
+  uint32_t b[Tag::Filter::kWords];
+  Tag::Filter::Load(filter, b);
+  if constexpr (Tag::kThreeTf32) {
+    AddTapSplit<Tag, kBlocks>(box, filter, b, base, sums);
+  } else {
 #pragma unroll
-  for (int i = 0; i < Tag::kPieces; ++i) {
-    const uint4 piece = LoadChunk(filter + i * 512);
-    b[i * 4] = piece.x, b[i * 4 + 1] = piece.y, b[i * 4 + 2] = piece.z, b[i * 4 + 3] = piece.w;
-  }
+    for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
-  for (int m = 0; m < kBlocks; ++m) {
+      for (int kk = 0; kk < Tag::kStepsK; ++kk) {
+        uint32_t a[4];
+        LoadMatrices(box + base[m] + kk * 32, a);
+        RoundFragment<T>(a);
 #pragma unroll
-    for (int kk = 0; kk < Tag::kStepsK; ++kk) {
-      uint32_t a[4];
-      LoadMatrices(box + base[m] + kk * 32, a);
-#pragma unroll
-      for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
-        const int at = (kk * Tag::kBlocksN + nb) * 2;
-        MultiplyAdd<T>(sums[m][nb], a, b[at], b[at + 1]);
+        for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
+          const int at = (kk * Tag::kBlocksN + nb) * 2;
+          MultiplyAdd<T>(sums[m][nb], a, b[at], b[at + 1]);
+        }
       }
     }
   }
@@ -178,7 +230,7 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
     }
     return;
   }
-  constexpr int kUnrolled = 3;  // taps
+  constexpr int kUnrolled = Tag::kThreeTf32 ? 1 : 3;  // taps
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int32_t step = columns.dilation * kPixelBytes;
   const int32_t row_step = rows.dilation * params.box_row_bytes - columns.taps * step;
@@ -189,14 +241,14 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
     for (; s + kUnrolled <= columns.taps; s += kUnrolled) {
 #pragma unroll
       for (int i = 0; i < kUnrolled; ++i) {
-        AddTap<Tag, kBlocks>(box + i * step, filter + i * kTapBytes<Tag>, base, sums);
+        AddTap<Tag, kBlocks>(box + i * step, filter + i * Tag::Filter::kTapBytes, base, sums);
       }
-      box += kUnrolled * step, filter += kUnrolled * kTapBytes<Tag>;
+      box += kUnrolled * step, filter += kUnrolled * Tag::Filter::kTapBytes;
     }
 #pragma unroll 1
     for (; s < columns.taps; ++s) {
       AddTap<Tag, kBlocks>(box, filter, base, sums);
-      box += step, filter += kTapBytes<Tag>;
+      box += step, filter += Tag::Filter::kTapBytes;
     }
     box += row_step;
   }
@@ -251,20 +303,20 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const Axis& rows = params.axis[1];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
   const int block = warp % Tag::kBlocks, strip = warp / Tag::kBlocks;
-  const int32_t bytes_of_depth = rows.taps * params.axis[2].taps * kTapBytes<Tag>;
+  const int32_t bytes_of_depth = rows.taps * params.axis[2].taps * Tag::Filter::kTapBytes;
   const int32_t bytes_of_block = params.axis[0].taps * bytes_of_depth;
   const uint32_t stages = SharedAddress(dynamic), filter = stages + 2 * params.stage_bytes;
-  const uint32_t filter_at = filter + block * bytes_of_block + lane * 16;
+  const uint32_t filter_at = filter + block * bytes_of_block + Tag::Filter::OfLane(lane);
   const Tables tables(filter + Tag::kBlocks * bytes_of_block);
   const uint32_t box_of_lane = tables.boxes + (strip * 16 + lane % 16) * kPlaceBytes + 4;
-  const int32_t chunk_bytes = (block * (Tag::kBlock / 8) + lane / 16) * 16;
+  const int32_t chunk_bytes = block * Tag::kBlock * int{sizeof(T)} + lane / 16 * 16;
   const Epilogue epilogue(params.epilogue);
 
   // 16 positions each: strip, strip + kStrips, ...
   const int32_t all_blocks = (params.tile_pixels + 15) / 16;
   const int blocks = (all_blocks - strip + Tag::kStrips - 1) / Tag::kStrips;
   auto fill = [&](int32_t item, int32_t depth_tap, int stage) {
-    CopyBox<T>(params, TilePlace(params, item, kChannels), depth_tap, 0, tables.gathered,
+    CopyBox<T>(params, TilePlace(params, item, Tag::kChannels), depth_tap, 0, tables.gathered,
                stages + stage * params.stage_bytes);
   };
   FillTables(params, 0, tables);
@@ -280,12 +332,25 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   int32_t held = -1;
   for (int32_t item = range.item; item < range.end; ++item) {
     {
-      const TilePlace tile(params, item, kChannels);
+      const TilePlace tile(params, item, Tag::kChannels);
       const int32_t wanted =
           params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
       // While the box is on its way.
       if (wanted != held) {
-        FillFilter<Tag>(params, tile, filter);
+        if constexpr (sizeof(T) == 4) {
+          // As of 16 bits, a lane has neighbouring channels of the result.
+          CopyFilterElements<typename Tag::Filter>(params, tile, filter, [](int c) {
+            return c / 2 % Tag::kBlocksN * 8 + c / (2 * Tag::kBlocksN) * 2 + c % 2;
+          });
+          CopyAsyncCommit();
+          CopyAsyncWait<0>();
+          if constexpr (!Tag::kThreeTf32) {
+            __syncthreads();
+            RoundFilter(filter, Tag::kBlocks * bytes_of_block);
+          }
+        } else {
+          FillFilter<Tag>(params, tile, filter);
+        }
         held = wanted;
       }
     }
@@ -312,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       stage ^= 1;
     }
     // Not kept from above.
-    const TilePlace tile(params, ComputedHere(item), kChannels);
+    const TilePlace tile(params, ComputedHere(item), Tag::kChannels);
     const int32_t channel =
         tile.first_channel + block * Tag::kBlock + lane % 4 * (2 * Tag::kBlocksN);
     const uint32_t mine = tables.outputs + (strip * 16 + lane / 4) * kPlaceBytes;
@@ -324,11 +389,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
 }
 
-template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_>
+template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_, bool kThreeTf32_>
 template <class Tag>
-Status Gather<kOp, kType, kBlock_, kBlocksM_, kCtasPerSm_>::Launch(const Plan& plan,
-                                                                   const Operands& operands,
-                                                                   void* stream) {
+Status Gather<kOp, kType, kBlock_, kBlocksM_, kCtasPerSm_, kThreeTf32_>::Launch(
+    const Plan& plan, const Operands& operands, void* stream) {
   return LaunchHaloGather<Params, GatherKernel<Tag>>(plan, operands, stream);
 }
 

@@ -13,9 +13,11 @@ namespace jaxconv::block_diagonal {
 
 // A line of kernels.def.
 struct Instance {
+  int64_t element_bytes;    // of the operands
   int64_t block, blocks_m;  // blocks_m: of gather.cuh
   int64_t rows, columns;    // taps of a CTA of wgrad.cuh
   int64_t ctas_per_sm;
+  bool three_tf32 = false;  // of float32, three products for one
   // Of runs_sm90.cuh, phases_sm90.cuh, rows_sm90.cuh (1 row) and wgrad_runs_sm90.cuh.
   int64_t run_rows = 0, stride = 1;
   bool phases = false;
@@ -27,7 +29,10 @@ struct Instance {
   bool wgrad() const { return rows > 0; }
   // Taps of wgrad in parts: of one row.
   bool parts() const { return rows == 1; }
-  int64_t strips() const { return wgrad() ? 2 : kWarps / (kChannels / block); }
+  int64_t channels() const { return TileChannels(static_cast<int>(element_bytes)); }
+  // Channels that a product reduces.
+  int64_t step_channels() const { return 32 / element_bytes; }
+  int64_t strips() const { return kWarps / (channels() / (wgrad() ? 16 : block)); }
 };
 
 // Refuses what no kernel of the family takes.

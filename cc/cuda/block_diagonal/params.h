@@ -10,27 +10,29 @@
 namespace jaxconv::block_diagonal {
 
 inline constexpr int kThreads = kHaloThreads, kWarps = kThreads / 32;
-// Channels of a tile: 128 bytes of a pixel.
-inline constexpr int kChannels = 64;
+// Of a pixel in a tile: 64 channels of 16 bits, 32 of float32.
+inline constexpr int kTileBytes = 128;
+constexpr int TileChannels(int element_bytes) { return kTileBytes / element_bytes; }
 // From a pixel of a stage to the next. The 16 bytes between them keep the same chunk of eight
 // neighbouring pixels, a matrix of ldmatrix, in different banks, and leave an address linear in the
 // pixel: a tap is a constant distance, where a swizzle would have to be computed for each.
-inline constexpr int kPixelBytes = kChannels * 2 + 16;
+inline constexpr int kPixelBytes = kTileBytes + 16;
 // Most positions of a tile, and the bytes of an entry of the tables of tile.cuh.
 inline constexpr int kPositions = kThreads, kPlaceBytes = 8;
 
 // runs_sm90.cuh, wgrad_runs_sm90.cuh: bytes of a pixel, runs of a tile, zeros behind a box, and of
 // wgrad the stages and the threads.
-inline constexpr int kRunPixelBytes = kChannels * 2, kTileRuns = 32, kRunGuardPixels = 8;
+inline constexpr int kRunPixelBytes = kTileBytes, kTileRuns = 32, kRunGuardPixels = 8;
 inline constexpr int kRunStages = 3, kRunThreads = kThreads + 128;
 
-// rows_sm90.cuh: pairs of warpgroups, channels of a warpgroup, threads of the pairs and of a
+// rows_sm90.cuh: pairs of warpgroups, bytes of a warpgroup's channels of a pixel, threads of the pairs and of a
 // producer for each, pixels of a product, bytes of a row of pixels and of a warpgroup's two rows of
 // results, and places of filter rows.
-inline constexpr int kRowPairs = 2, kRowChannels = 32, kRowThreads = kRowPairs * (256 + 32);
+inline constexpr int kRowPairs = 2, kRowBytes = kTileBytes / 2,
+                     kRowThreads = kRowPairs * (256 + 32);
 inline constexpr int kRowPixels = 64;
 inline constexpr int kRowStageBytes = (kRowPixels + 8) * kRunPixelBytes;
-inline constexpr int kRowStagingBytes = 2 * kRowPixels * kRowChannels * 2, kRowTaps = 5;
+inline constexpr int kRowStagingBytes = 2 * kRowPixels * kRowBytes, kRowTaps = 5;
 
 struct Params : HaloParams {
   int32_t group = 1;  // channels of a group, of x and of y: a power of 2

@@ -15,7 +15,7 @@
 namespace jaxconv::block_diagonal {
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
-  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/true));
   if (problem.op == Op::kWgrad && problem.filter_layout != FilterLayout::kRsck) {
     return Status::Unimplemented(std::string("stores filter gradients as rsck, got ") +
                                  Name(problem.filter_layout));
@@ -65,7 +65,7 @@ void DescribeOperands(const ConvProblem& problem, Params* params) {
 
 namespace {
 
-constexpr int64_t kWidth = 2, kChunks = kChannels * kWidth / 16;  // of a pixel
+constexpr int64_t kChunks = kTileBytes / 16;  // of a pixel
 
 // Shares of the rates of the DRAM, of the issue slots and of shared memory, of gather.cuh and of wgrad.cuh,
 // and of mma.sync: with them the plan gives the times of an H200.
@@ -81,6 +81,9 @@ constexpr double kL2Rate = 1.28;
 // products.
 constexpr double kCopyInstructions = 15, kItemInstructions = 200, kStoreInstructions = 14;
 constexpr double kPlaceInstructions = 14;
+// Of float32: to round a fragment of A to TF32, or to split it (common/split_tf32.cuh); to add the
+// four sums of a run to those of float32 where they are finite.
+constexpr double kRoundInstructions = 4, kSplitInstructions = 12, kPromoteInstructions = 10;
 // Cycles in which a CTA waits at an item's barriers and for the first operands behind them. One CTA
 // alone on an SM waits for each operand longer, too: two warps a scheduler.
 constexpr double kItemCycles = 800, kAlone = 1.3;
@@ -106,9 +109,9 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   const int64_t stages = 2 * StageBytes(instance, params);
   const int64_t tables = kPlaceBytes * (2 * kPositions + params.box_pixels + 1) / 16 * 16;
   if (!instance.wgrad()) {
-    return stages + Taps(params) * kChannels * instance.block * kWidth + tables;
+    return stages + Taps(params) * kTileBytes * instance.block + tables;
   }
-  const int64_t sums = instance.rows * instance.columns * kChannels * instance.block;
+  const int64_t sums = instance.rows * instance.columns * instance.channels() * instance.block;
   return std::max(stages + kPixelBytes + tables, sums * int64_t{sizeof(float)});
 }
 
@@ -127,16 +130,33 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
       static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, 16), instance.strips()));
   const auto columns = static_cast<double>(instance.block / 8);
   const double fixed = kItemInstructions + copies * kCopyInstructions;
+  // Beside the products: what makes A of one, and B of 8 columns, ready; of a run of products the
+  // sums' way to those of float32.
+  const bool f32 = instance.element_bytes == 4;
+  const double products = instance.three_tf32 ? 3 : 1;
+  const double of_a = instance.three_tf32 ? kSplitInstructions : f32 ? kRoundInstructions : 0;
+  const double of_run = instance.three_tf32 ? kPromoteInstructions : 0;
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
-    return {fixed + blocks * (kPlaceInstructions + taps * (2 + columns)), blocks * taps * columns};
+    // Of float32 two products have 16 positions, and A is read in two halves.
+    const double steps = f32 ? 2 : 1, reads = f32 ? 2 : 1;
+    return {fixed + blocks * (steps * (kPlaceInstructions + columns * of_a / 2) +
+                              taps * (steps * (1 + reads + of_a + products * columns) +
+                                      columns * of_run)),
+            blocks * taps * steps * products * columns};
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
-  const double steps = static_cast<double>(instance.block) / 16;
-  return {fixed + taps * (3 + steps * columns / 2 + blocks * steps * (1 + columns)) +
-              blocks * 2 * kStoreInstructions,
-          blocks * taps * steps * columns};
+  const auto steps =
+      static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
+  const double runs = std::max(1.0, steps / 2);
+  const double of_b = instance.three_tf32 ? columns * steps * of_a / 2 : 0;
+  return {
+      fixed +
+          taps * (3 + of_b + steps * columns / 2 +
+                  blocks * (steps * (1 + of_a + products * columns) + runs * columns * of_run)) +
+          blocks * 2 * kStoreInstructions,
+      blocks * taps * steps * products * columns};
 }
 
 // Wavefronts of shared memory for a tile, likewise, in cycles of an SM.
@@ -150,13 +170,16 @@ double Wavefronts(const Instance& instance, const Params& params) {
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
+    // Each 16 channels c read all k of their block.
     return copies + taps * box + walked * static_cast<double>(instance.block) / 16;
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
-  const auto warps = static_cast<double>(
-      kChannels / instance.block * std::min(instance.strips(), CeilDiv(params.tile_pixels, 16)));
+  const auto warps =
+      static_cast<double>(instance.channels() / instance.block *
+                          std::min(instance.strips(), CeilDiv(params.tile_pixels, 16)));
   // A warp's B of a tap: block^2 elements.
-  return copies + taps * (box + warps * static_cast<double>(instance.block * instance.block) / 64);
+  const auto bytes = static_cast<double>(instance.block * instance.block * instance.element_bytes);
+  return copies + taps * (box + warps * bytes / 128);
 }
 
 // Microseconds in which the SMs compute one tile, of one depth tap, with so many CTAs on each.
@@ -256,15 +279,16 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t row_parts =
       instance.parts() ? params.axis[1].taps * CeilDiv(params.axis[2].taps, instance.columns) : 1;
   // What CTAs of wgrad divide beside the positions.
-  const int64_t parts =
-      CeilDiv(params.channels, kChannels) * params.axis[0].taps * row_parts * problem.batch;
+  const int64_t parts = CeilDiv(params.channels, instance.channels()) * params.axis[0].taps *
+                        row_parts * problem.batch;
   const int64_t images = problem.n * params.axis[0].out;
   const int64_t items =
-      images * (instance.wgrad() ? parts : CeilDiv(params.channels, kChannels) * problem.batch);
+      images *
+      (instance.wgrad() ? parts : CeilDiv(params.channels, instance.channels()) * problem.batch);
   JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, problem.n, items, parts, &params));
   params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
-  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   const int64_t resident = gpu.sm_count * ctas_of_sm;
   const double l2_bytes_per_us = gpu.dram_bytes_per_us * kL2Rate;
@@ -286,7 +310,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     beside = MicrosecondsOfFilter(params, gpu);
   }
   launch->out_dtype = problem.output_dtype();
-  const double bytes = static_cast<double>(kWidth) *
+  const double bytes = static_cast<double>(instance.element_bytes) *
                        static_cast<double>(problem.x_elements() + problem.y_elements());
   plan->microseconds =
       gpu.launch_us + beside +
@@ -301,10 +325,16 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                  \
-  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, instance.min_cc(), \
-                      instance.max_cc(), MakePlan, Instance, JAXCONV_UNPACK __VA_ARGS__)
+#define ELEMENT_BYTES_BF16_F16 2
+#define ELEMENT_BYTES_F32 4
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                   \
+  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, instance.min_cc(),  \
+                      instance.max_cc(), MakePlan, Instance, ELEMENT_BYTES_##types, \
+                      JAXCONV_UNPACK __VA_ARGS__)
 #include "cuda/block_diagonal/kernels.def"
+  for (KernelDesc& kernel : all) {
+    kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
+  }
   return all;
 }
 

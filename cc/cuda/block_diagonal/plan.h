@@ -1,5 +1,5 @@
 // block_diagonal: groups of 2 to 32 channels on the tensor cores of every GPU since sm_80, 16-bit
-// operands. See gather.cuh and wgrad.cuh for the kernels. Plain C++.
+// and float32 operands. See gather.cuh and wgrad.cuh for the kernels. Plain C++.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_PLAN_H_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_PLAN_H_
 

@@ -21,21 +21,25 @@ constexpr double kDramShare = 0.77, kWgmmaShare = 0.85;
 constexpr double kRowCycles = 500, kStartCycles = 2500;
 
 int64_t SharedBytes(const Instance& instance) {
-  const int64_t filter = kChannels * instance.block * 2 * 3 * kRowTaps;
+  const int64_t filter = kTileBytes * instance.block * 3 * kRowTaps;
   return kRowPairs * (instance.stages * (kRowStageBytes + 2 * 8) + 2 * kRowStagingBytes) + filter;
 }
 
-// Cycles of the tensor cores for a row of 64 pixels and 64 channels: A of an instruction costs 16,
-// its B a fourth of its columns, its products half of them.
+// Cycles of the tensor cores for a row of 64 pixels and all channels of a tile: A of an instruction
+// costs 16, its B a fourth of its columns, its products half of them.
 double CyclesOfRow(const Instance& instance) {
-  const auto columns = static_cast<double>(3 * instance.block);
-  const auto products = static_cast<double>(3 * kChannels / 16);
+  const int64_t owned = kRowBytes / instance.element_bytes;
+  const auto filter_columns = std::min(instance.block, owned);
+  const auto columns = static_cast<double>(3 * filter_columns);
+  const auto products = static_cast<double>(3 * (instance.channels() / filter_columns) *
+                                            (instance.block / instance.step_channels()));
   return products * std::max(columns / 2, 16 + columns / 4);
 }
 
 // The columns and images of a tile, its rows of least time. Two pairs of warpgroups share its
 // images or its rows.
-void ShapeRows(const ConvProblem& problem, int64_t resident, Params* params) {
+void ShapeRows(const Instance& instance, const ConvProblem& problem, int64_t resident,
+               Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const int64_t column_tiles = CeilDiv(columns.out, kRowPixels);
   const int64_t tile_columns = CeilDiv(columns.out, column_tiles);
@@ -56,7 +60,7 @@ void ShapeRows(const ConvProblem& problem, int64_t resident, Params* params) {
   for (int64_t of_images = 1; of_images <= kRowPairs; ++of_images) {
     if (of_images > 1 && (problem.batch > 1 || problem.n <= images)) break;
     const int64_t strips = CeilDiv(problem.n, of_images * images) * problem.batch * column_tiles *
-                           CeilDiv(params->channels, kChannels);
+                           CeilDiv(params->channels, instance.channels());
     for (int64_t tile = rows.out; tile > 0; --tile) {
       const int64_t row_tiles = CeilDiv(rows.out, tile);
       if (CeilDiv(rows.out, row_tiles) != tile) continue;
@@ -89,8 +93,8 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   if (ctas_of_sm == 0) return Status::Unimplemented("the rows and the filter do not fit");
   const int64_t resident = gpu.sm_count * ctas_of_sm;
-  ShapeRows(problem, resident, &params);
-  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  ShapeRows(instance, problem, resident, &params);
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
   launch->ctas = ShareItems(resident, &params);
   launch->out_dtype = problem.output_dtype();
   const auto rows =
@@ -99,7 +103,8 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const double cycles =
       rows * std::max(static_cast<double>(ctas_of_sm * kRowPairs) * multiply / kWgmmaShare,
                       multiply / 2 + kRowCycles);
-  const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double bytes = static_cast<double>(instance.element_bytes) *
+                       static_cast<double>(problem.x_elements() + problem.y_elements());
   plan->microseconds =
       gpu.launch_us +
       kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us() +

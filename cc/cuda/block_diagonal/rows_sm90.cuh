@@ -26,6 +26,9 @@
 //
 //     pair 0: kStages rows of 72 pixels, the last ones zeros | pair 1 | filter | results | barriers
 //
+// float32: a tile has 32 channels, a warpgroup 16 of the result, and a block of 32 is a part of 16
+// columns for each warpgroup, m64n48k8. TMA rounds pixels to TF32.
+//
 // A warp for each pair asks for rows, by TMA, which fills in the zeros of the padding; a box is one
 // row of the pair's images, so the map has the images in front of the rows. A column tap is a pixel
 // further on in the same row: a descriptor may start at any pixel, because the swizzle is a
@@ -33,7 +36,8 @@
 // of the output, where TMA stores nothing.
 //
 // The filter lies as in memory, a tap's rows of a block's channels with the swizzle of as many
-// bytes, zeros between groups: MN-major in fprop, K-major in dgrad.
+// bytes, zeros between groups: MN-major in fprop, K-major in dgrad. Of float32, K-major as TF32 has
+// to be, it is copied element by element.
 //
 // Full(s), Empty(s): a pair's stages, as in common/ring_sm90.cuh. Named barriers 1 to 4: of a
 // warpgroup; 5 and 6: of the two that have the same channels.
@@ -55,6 +59,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
 #include "cuda/common/ring_sm90.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/grid_dependency_sm90.cuh"
@@ -71,13 +76,17 @@ template <Op kOp_, DType kType_, int kBlock_, int kStages_>
 struct Rows {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr Op kOp = kOp_;
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kStages = kStages_;
   static constexpr int kFilterSlots = 0, kStationary = 0;  // common/ring_sm90.cuh
-  static constexpr int kParts = kRowChannels / kBlock;     // blocks of a warpgroup
+  static constexpr bool kElements = sizeof(T) == 4;
+  // Channels of a warpgroup, columns of a filter row, and blocks or parts of one of a warpgroup.
+  static constexpr int kOwned = kRowBytes / int{sizeof(T)};
+  static constexpr int kColumns = kBlock < kOwned ? kBlock : kOwned, kParts = kOwned / kColumns;
   // Bytes of a row of a block, of its filter under one tap, of all that of a warpgroup.
-  static constexpr int kLineBytes = kBlock * 2, kTapBytes = kBlock * kLineBytes;
+  static constexpr int kLineBytes = kBlock * int{sizeof(T)}, kTapBytes = kColumns * kLineBytes;
   static constexpr int kFilterBytes = kParts * 3 * kRowTaps * kTapBytes;
   static constexpr int kFilterAt = kRowPairs * kStages * kRowStageBytes;
   static constexpr int kStagingAt = kFilterAt + 2 * kFilterBytes;
@@ -109,7 +118,7 @@ __device__ __forceinline__ void ProduceRows(const Params& params, const CUtensor
                                             const Barriers<Tag>& barriers) {
   RingPlace<Tag::kStages> stage;
   for (Cursor range(params); !range.Done(); ++range.item) {
-    const TilePlace tile(params, range.item, kChannels);
+    const TilePlace tile(params, range.item, Tag::kChannels);
     const PairPlace place(params, tile, pair);
     const int32_t column = tile.column - params.axis[2].pad;
     const int32_t row = place.row - params.axis[1].pad;
@@ -128,7 +137,7 @@ __device__ __forceinline__ void ProduceRows(const Params& params, const CUtensor
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyRowGroups(const Params& params, const typename Tag::T* filter,
                                               int32_t first_channel, int thread, uint32_t to) {
-  constexpr int kCount = kBytes / 2, kOfRow = kRowChannels / kCount;
+  constexpr int kCount = kBytes / 2, kOfRow = Tag::kOwned / kCount;
   constexpr int kStep = kRowPairs * 128 / kOfRow;
   const int32_t group = params.group, group_log2 = params.group_log2;
   const int32_t channel = thread % kOfRow * kCount;
@@ -149,7 +158,35 @@ __device__ __forceinline__ void CopyRowGroups(const Params& params, const typena
   }
 }
 
-// The filter of 32 channels, which several tiles and the pairs' warpgroups of these channels share.
+// The same of float32, element by element: B is K-major, rows of gathered channels. Columns 2 t and 2 t
+// + 1 of eight are channels t and t + 4, as StoreMatrices stores them.
+template <class Tag>
+__device__ __forceinline__ void CopyRowElements(const Params& params, const float* filter,
+                                                int32_t first_channel, int thread, uint32_t to) {
+  constexpr int kStep = kRowPairs * 128 / Tag::kOwned;
+  const int owned = thread % Tag::kOwned;
+  const int32_t channel = first_channel + owned;
+  if (channel >= params.channels) return;
+  const int32_t group_log2 = params.group_log2, in_group = (1 << group_log2) - 1;  // a mask
+  const int32_t first = channel % Tag::kBlock & ~in_group;
+  const int32_t column = owned % Tag::kColumns, place = column & ~7;
+  const int32_t line = (place + column % 4 * 2 + column / 4 % 2) * Tag::kLineBytes;
+  const int32_t swizzle = line >> 7 & (Tag::kLineBytes / 16 - 1);
+  to += owned / Tag::kColumns * (3 * kRowTaps * Tag::kTapBytes) + line;
+  filter +=
+      (channel >> group_log2) * params.group_stride + (channel & in_group) * params.channel_stride;
+  for (int32_t i = thread / Tag::kOwned; i < 9 << group_log2; i += kStep) {
+    const int32_t tap = i >> group_log2, gathered = i & in_group, f = first + gathered;
+    const int32_t r = tap / 3, s = tap - r * 3;
+    CopyAsync<4>(
+        to + (s * kRowTaps + 2 - r) * Tag::kTapBytes + ((f / 4 ^ swizzle) << 4) + f % 4 * 4,
+        filter + gathered * params.reduction_stride +
+            (params.flip ? 8 - tap : tap) * params.tap_stride,
+        true);
+  }
+}
+
+// The filter of a warpgroup's channels, which several tiles and the pairs' warpgroups of these channels share.
 template <class Tag>
 struct HeldRowFilter {
   static constexpr int kThreads = kRowPairs * 128;
@@ -182,8 +219,10 @@ struct HeldRowFilter {
     held = wanted;
     const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
                          params.images_divmod.Div(tile.image) * params.filter_stride;
-    const int32_t channel = tile.first_channel + half * kRowChannels;
-    if (params.group >= 8) {
+    const int32_t channel = tile.first_channel + half * Tag::kOwned;
+    if constexpr (Tag::kElements) {
+      CopyRowElements<Tag>(params, filter, channel, thread, shared);
+    } else if (params.group >= 8) {
       CopyRowGroups<Tag, 16>(params, filter, channel, thread, shared);
     } else if (params.group == 4) {
       CopyRowGroups<Tag, 8>(params, filter, channel, thread, shared);
@@ -193,12 +232,17 @@ struct HeldRowFilter {
     CopyAsyncCommit();
     CopyAsyncWait<0>();
     Meet();
-    // The second places of filter rows 2 and 1.
+    // The second places of filter rows 2 and 1; float32 is rounded to TF32.
     constexpr int kPairBytes = 2 * Tag::kTapBytes;
-    for (int32_t i = thread * 16; i < Tag::kParts * 3 * kPairBytes; i += kThreads * 16) {
-      const uint32_t from = shared + i + i / kPairBytes * (3 * Tag::kTapBytes);
+    constexpr int kBytes = Tag::kElements ? 3 * Tag::kTapBytes : kPairBytes;
+    for (int32_t i = thread * 16; i < Tag::kParts * 3 * kBytes; i += kThreads * 16) {
+      const int32_t in_taps = i % kBytes;
+      const uint32_t from = shared + i / kBytes * (kRowTaps * Tag::kTapBytes) + in_taps;
       const uint4 chunk = LoadChunk(from);
-      StoreChunk(from + 3 * Tag::kTapBytes, {chunk.x, chunk.y, chunk.z, chunk.w});
+      uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      RoundFragment<typename Tag::T>(words);
+      if (Tag::kElements) StoreChunk(from, words);
+      if (in_taps < kPairBytes) StoreChunk(from + 3 * Tag::kTapBytes, words);
     }
     FenceForCopies();
     Meet();
@@ -208,13 +252,13 @@ struct HeldRowFilter {
 // The sums of 64 pixels and a warpgroup's channels, of three output rows: of each block the three
 // places.
 template <class Tag>
-using RowSums = float[Tag::kParts][Tag::kBlock * 3 / 2];
+using RowSums = float[Tag::kParts][Tag::kColumns * 3 / 2];
 
 // Adds a row of pixels, the kPhase-th of three. a, b: low words of descriptors of the row's first
 // pixel and of the filter.
 template <class Tag, int kPhase>
 __device__ __forceinline__ void AddRow(uint32_t a, uint32_t b, RowSums<Tag>& sums) {
-  constexpr bool kMnMajor = Tag::kOp == Op::kFprop;
+  constexpr bool kMnMajor = Tag::kOp == Op::kFprop && !Tag::kElements;
   constexpr int kStepBytes = kMnMajor ? 16 * Tag::kLineBytes : 32;
   constexpr uint32_t kHighA = KMajorDescriptorHigh();
   constexpr uint32_t kHighB = KMajorDescriptorHigh<Tag::kLineBytes>();
@@ -228,12 +272,12 @@ __device__ __forceinline__ void AddRow(uint32_t a, uint32_t b, RowSums<Tag>& sum
 #pragma unroll
   for (int s = 0; s < 3; ++s) {
 #pragma unroll
-    for (int k = 0; k < Tag::kBlock / 16; ++k) {
+    for (int k = 0; k < Tag::kLineBytes / 32; ++k) {
 #pragma unroll
       for (int part = 0; part < Tag::kParts; ++part) {
         const int from = s * kRunPixelBytes + part * Tag::kLineBytes + k * 32;
         const int filter = ((part * 3 + s) * kRowTaps + 2 - kPhase) * Tag::kTapBytes;
-        Wgmma<3 * Tag::kBlock, typename Tag::T, false, kMnMajor>(
+        Wgmma<3 * Tag::kColumns, typename Tag::T, false, kMnMajor>(
             sums[part], DescriptorOf(a + (from >> 4), kHighA),
             DescriptorOf(b + ((filter + k * kStepBytes) >> 4), kHighB), 1);
       }
@@ -250,10 +294,15 @@ __device__ __forceinline__ void StageRow(const RowSums<Tag>& sums, uint32_t to) 
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int column = q * 16 + i / 2 * 8;
-      const int at = (kPlace * Tag::kBlock + column % Tag::kBlock) / 2 + i % 2 * 2;
-      const auto& of = sums[column / Tag::kBlock];
-      word[i] = PackPair<typename Tag::T>(WgmmaResult(of[at]), WgmmaResult(of[at + 1]));
+      // Of float32 a chunk has a half of 8 columns.
+      const int column = Tag::kElements ? q * 8 : q * 16 + i / 2 * 8;
+      const int at = (kPlace * Tag::kColumns + column % Tag::kColumns) / 2 + i % 2 * 2;
+      const auto& of = sums[column / Tag::kColumns];
+      if constexpr (Tag::kElements) {
+        word[i] = __float_as_uint(WgmmaResult(of[at + i / 2]));
+      } else {
+        word[i] = PackPair<typename Tag::T>(WgmmaResult(of[at]), WgmmaResult(of[at + 1]));
+      }
     }
     StoreMatrices(to ^ q * 32, word[0], word[1], word[2], word[3]);
   }
@@ -272,14 +321,14 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
   const uint32_t pixel = warp * 16 + lane % 16;
   const uint32_t of_lane = pixel * 64 + ((lane / 16 ^ (pixel >> 1 & 3)) << 4);
   // Low words of descriptors.
-  const uint32_t ring =
-      KMajorDescriptorLow(shared + pair * Tag::kStages * kRowStageBytes + half * kRowChannels * 2);
+  const uint32_t ring = KMajorDescriptorLow(shared + pair * Tag::kStages * kRowStageBytes +
+                                            (Tag::kBlock > Tag::kOwned ? 0 : half * kRowBytes));
   const uint32_t b = (filter & 0x3ffff) >> 4 | Tag::kTapBytes >> 4 << 16;
   HeldRowFilter<Tag> held(params, filter, warpgroup);
   RingPlace<Tag::kStages> stage;
   uint32_t buffer = 0;
   for (Cursor range(params); !range.Done(); ++range.item) {
-    const TilePlace tile(params, range.item, kChannels);
+    const TilePlace tile(params, range.item, Tag::kChannels);
     held.Exchange(tile);
     const PairPlace place(params, tile, pair);
     if (place.rows <= 0) continue;
@@ -299,7 +348,7 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
         if (warp == 0 && ElectOne()) WaitForStoresToRead();
         NamedBarrierSync(1 + warpgroup, 128);
         if (warp == 0 && ElectOne()) {
-          StoreTile4d(out_map, to, tile.first_channel + half * kRowChannels, tile.column,
+          StoreTile4d(out_map, to, tile.first_channel + half * Tag::kOwned, tile.column,
                       place.image, place.row + y - 2);
           CommitStores();
         }
@@ -308,7 +357,9 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
 #pragma unroll
       for (int part = 0; part < Tag::kParts; ++part) {
 #pragma unroll
-        for (int i = 0; i < Tag::kBlock / 2; ++i) sums[part][kPlace * Tag::kBlock / 2 + i] = 0;
+        for (int i = 0; i < Tag::kColumns / 2; ++i) {
+          sums[part][kPlace * Tag::kColumns / 2 + i] = 0;
+        }
       }
     };
     // A tile ends behind any of the three: the branches out leave the sums where they are.
@@ -369,10 +420,11 @@ Status Rows<kOp_, kType_, kBlock_, kStages_>::Launch(const Plan& plan, const Ope
   params.filter = operands.rhs;
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   CUtensorMap gathered, out;
-  JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.lhs, rows.in, columns.in, kChannels,
-                                     columns.box, &gathered));
+  JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.lhs, rows.in, columns.in,
+                                     Tag::kChannels, columns.box, &gathered));
   JAXCONV_RETURN_IF_ERROR(EncodeRows(kType, params, operands.out, rows.out, columns.out,
-                                     kRowChannels, params.walked_columns, &out));
+                                     Tag::kOwned, params.walked_columns, &out,
+                                     /*whole_f32=*/true));
   return jaxconv::Launch<RowsKernel<Tag>>(plan.kernel->name,
                                           RunConfig(launch, kRowThreads, /*overlaps=*/true), stream,
                                           params, gathered, out);

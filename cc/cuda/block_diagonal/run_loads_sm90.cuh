@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/block_diagonal/filter_words.cuh"
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/tile.cuh"
 #include "cuda/common/halo_box.cuh"
@@ -40,7 +41,7 @@ __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& 
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyGroups(const Params& params, const typename Tag::T* filter,
                                            int32_t first_channel, uint32_t to) {
-  constexpr int kCount = kBytes / 2, kOfRow = kChannels / kCount;
+  constexpr int kCount = kBytes / 2, kOfRow = Tag::kChannels / kCount;
   const int32_t group = params.group, group_log2 = params.group_log2;
   const int32_t channel = static_cast<int32_t>(threadIdx.x) % kOfRow * kCount;
   if (first_channel + channel >= params.channels) return;
@@ -58,6 +59,12 @@ __device__ __forceinline__ void CopyGroups(const Params& params, const typename 
 template <class Tag>
 __device__ __forceinline__ void CopyFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
+  if constexpr (sizeof(typename Tag::T) == 4) {
+    // A lane of StoreMatrices has channels t and t + 4.
+    CopyFilterElements<typename Tag::Filter>(params, tile, to,
+                                             [](int c) { return c % 4 * 2 + c / 4; });
+    return;
+  }
   const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
                        params.images_divmod.Div(tile.image) * params.filter_stride;
   if (params.group >= 8) {
@@ -94,21 +101,29 @@ struct HeldFilter {
   // Begins to copy a tile's.
   __device__ __forceinline__ HeldFilter(const Params& params, uint32_t shared, int32_t item)
       : params(params), shared(shared) {
-    const TilePlace tile(params, item, kChannels);
+    const TilePlace tile(params, item, Tag::kChannels);
     held = FilterOf(params, tile);
     ClearFilter<Tag>(params, shared);
     CopyFilter<Tag>(params, tile, shared);
     CopyAsyncCommit();
   }
+  // Waits for the copies. By all threads.
+  __device__ __forceinline__ void Wait() {
+    CopyAsyncWait<0>();
+    __syncthreads();
+    if constexpr (Tag::kRounds) {
+      RoundFilter(shared, Tag::kFilterBytes);
+      __syncthreads();
+    }
+  }
   // Waits for a tile's where it is another. By all threads, when none reads the one before.
   __device__ __forceinline__ void Exchange(int32_t item) {
-    const TilePlace tile(params, item, kChannels);
+    const TilePlace tile(params, item, Tag::kChannels);
     const int32_t wanted = FilterOf(params, tile);
     if (wanted == held) return;
     CopyFilter<Tag>(params, tile, shared);
     CopyAsyncCommit();
-    CopyAsyncWait<0>();
-    __syncthreads();
+    Wait();
     held = wanted;
   }
 };

@@ -16,11 +16,13 @@
 namespace jaxconv::block_diagonal {
 
 // Boxes of the gathered tensor: of every `step`-th of its columns, from column `first` on.
+// `whole_f32`: float32 elements are not rounded to TF32.
 inline Status EncodeGathered(DType dtype, const Params& params, const void* gathered, int32_t step,
-                             int32_t first, CUtensorMap* map) {
+                             int32_t first, CUtensorMap* map, bool whole_f32 = false) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 4;
   const int64_t bytes = ByteWidth(dtype);
   tensor.address = static_cast<const char*>(gathered) + first * params.channels * bytes;
@@ -31,22 +33,25 @@ inline Status EncodeGathered(DType dtype, const Params& params, const void* gath
   tensor.stride[1] = int64_t{params.channels} * step;
   tensor.stride[2] = int64_t{params.channels} * columns.in;
   tensor.stride[3] = tensor.stride[2] * rows.in;
-  const int32_t box[] = {kChannels, columns.box, rows.box, params.tile_images};
+  const int32_t box[] = {TileChannels(static_cast<int>(ByteWidth(dtype))), columns.box, rows.box,
+                         params.tile_images};
   return EncodeTiledMap(tensor, box, map);
 }
 
 // Tiles of the other tensor of so many rows and columns.
 inline Status EncodeWalked(DType dtype, const Params& params, const void* walked, int32_t rows,
-                           int32_t columns, CUtensorMap* map) {
+                           int32_t columns, CUtensorMap* map, bool whole_f32 = false) {
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 4;
   tensor.address = walked;
   tensor.extent[0] = params.channels;
   tensor.extent[1] = params.axis[2].out;
   tensor.extent[2] = params.axis[1].out;
   tensor.extent[3] = int64_t{params.images} * params.run_filters;
-  const int32_t box[] = {kChannels, columns, rows, params.tile_images};
+  const int32_t box[] = {TileChannels(static_cast<int>(ByteWidth(dtype))), columns, rows,
+                         params.tile_images};
   return EncodeTiledMap(tensor, box, map);
 }
 
@@ -54,9 +59,10 @@ inline Status EncodeWalked(DType dtype, const Params& params, const void* walked
 // rows.
 inline Status EncodeRows(DType dtype, const Params& params, const void* address, int32_t rows,
                          int32_t columns, int32_t box_channels, int32_t box_columns,
-                         CUtensorMap* map) {
+                         CUtensorMap* map, bool whole_f32 = false) {
   DenseTensor tensor;
   tensor.dtype = dtype;
+  tensor.whole_f32 = whole_f32;
   tensor.rank = 4;
   tensor.address = address;
   tensor.extent[0] = params.channels;

@@ -24,6 +24,9 @@ constexpr double kIssueShare = 0.6, kSharedShare = 0.75, kMmaShare = 0.66;
 constexpr double kL2Rate = 1.28;
 // Instructions of a warp for an item beside the products and their operands, and for a row of results.
 constexpr double kItemInstructions = 120, kRowInstructions = 10;
+// Of three TF32 products: to split a fragment of A and of 8 columns of B (common/split_tf32.cuh), and to
+// add the four sums of a run to those of float32 where they are finite.
+constexpr double kSplitA = 12, kSplitB = 6, kPromoteInstructions = 10;
 // Cycles that an item waits at barriers and for its first operands, shared by the CTAs of an SM, where
 // wgrad has no barrier; and from the start to the first product and from the last one to the end, of fprop
 // and dgrad for each 16 channels of a block.
@@ -44,7 +47,8 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
     return 2 * stage + ResultBytes(instance, params) +
            kTaps * kTaps * instance.block * kRunPixelBytes + 2 * 8;
   }
-  const int64_t sums = kTaps * kTaps * kChannels * instance.block * int64_t{sizeof(float)};
+  const int64_t sums =
+      kTaps * kTaps * instance.channels() * instance.block * int64_t{sizeof(float)};
   return std::max(kRunStages * stage + kRunPixelBytes + 2 * kRunStages * 8, sums);
 }
 
@@ -52,14 +56,32 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
 double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
                           const Gpu& gpu) {
   const auto rows = static_cast<double>(instance.run_rows);
-  const double steps = static_cast<double>(instance.block) / 16;
-  const double products = rows * 18 * steps;
+  const auto steps =
+      static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
+  // A warp has 32 bytes of the result's channels: two blocks of 8, of float32 one.
+  const double of_one = instance.three_tf32 ? 3 : 1;
+  const double products =
+      rows * 9 * steps * of_one * 4 / static_cast<double>(instance.element_bytes);
   const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + 3;
-  const double operands =
-      instance.wgrad() ? 3 * box_rows + rows * steps : steps * (3 * box_rows + 9);
+  // Reads of operands, of four wavefronts; wgrad's of float32 are two instructions of two.
+  const double operands = instance.wgrad()
+                              ? 3 * box_rows + rows * static_cast<double>(instance.block) / 16
+                              : steps * (3 * box_rows + 9);
+  const double reads = instance.wgrad() && instance.element_bytes == 4 ? 2 : 1;
   const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
+  double split = 0;
+  if (instance.three_tf32 && instance.wgrad()) {
+    // Of 16 channels k dy's words are as many as a fragment of A; a run of products has two rows.
+    const double sixteens = static_cast<double>(instance.block) / 16;
+    split = (3 * box_rows + rows * sixteens) * kSplitA +
+            9 * std::ceil(rows / 2) * 2 * sixteens * kPromoteInstructions;
+  } else if (instance.three_tf32) {
+    split = steps * (3 * box_rows * kSplitA + 9 * kSplitB +
+                     (instance.phases ? 6 : 3) * rows * kPromoteInstructions);
+  }
   const double issue =
-      (kItemInstructions + products + operands + stores * kRowInstructions) * kWarps / 4;
+      (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
+      kWarps / 4;
   const double pixels = params.box_pixels + params.tile_pixels;
   const double shared = pixels + kWarps * 4 * (operands + stores);
   const double multiply = products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock;
@@ -75,7 +97,7 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
 Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& problem,
                  Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
-  const int64_t channel_tiles = CeilDiv(params->channels, kChannels) * problem.batch;
+  const int64_t channel_tiles = CeilDiv(params->channels, instance.channels()) * problem.batch;
   const int64_t step = instance.strided() ? 2 : 1, of_run = instance.phases ? 2 : 1;
   const int64_t halo = instance.stride == 1 ? kTaps - 1 : 1;
   const int64_t all_rows = CeilDiv(rows.out, of_run), all_columns = CeilDiv(columns.out, of_run);
@@ -141,7 +163,8 @@ Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Par
   if (problem.filter_layout != FilterLayout::kRsck) {
     return Status::Unimplemented("expected a filter stored as rsck");
   }
-  if (problem.op != Op::kWgrad && problem.output_dtype() == DType::kF32) {
+  if (problem.op != Op::kWgrad && instance.element_bytes == 2 &&
+      problem.output_dtype() == DType::kF32) {
     return Status::Unimplemented("stores 16-bit outputs, got float32");
   }
   const Axis& depth = params.axis[0];
@@ -177,13 +200,13 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   params.result_bytes = static_cast<int32_t>(ResultBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
-  JAXCONV_RETURN_IF_ERROR(CountItems(problem, kChannels, &params));
+  JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
   launch->out_dtype = problem.output_dtype();
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   const int64_t resident = gpu.sm_count * ctas_of_sm;
   double tiles, beside = kStartCycles / gpu.cycles_per_us();
   if (instance.wgrad()) {
-    const int64_t parts = CeilDiv(params.channels, kChannels) * problem.batch;
+    const int64_t parts = CeilDiv(params.channels, instance.channels()) * problem.batch;
     params.run_filters = static_cast<int32_t>(problem.batch);
     JAXCONV_RETURN_IF_ERROR(CutIntoSlices(problem, parts, std::max(parts, resident / parts * parts),
                                           slices, &params, &launch->ctas, plan));
@@ -198,7 +221,8 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
     beside *= static_cast<double>(instance.block) / 16;
     tiles = static_cast<double>(CeilDiv(params.items, launch->ctas) * resident);
   }
-  const double bytes = 2 * static_cast<double>(problem.x_elements() + problem.y_elements());
+  const double bytes = static_cast<double>(instance.element_bytes) *
+                       static_cast<double>(problem.x_elements() + problem.y_elements());
   const double share = instance.wgrad()     ? kDramShareWgrad
                        : instance.phases    ? kDramSharePhases
                        : instance.strided() ? kDramShareStrided

@@ -13,9 +13,9 @@
 
 namespace jaxconv::block_diagonal {
 
-// A pixel of kChannels 16-bit channels.
+// A tile's channels of a pixel.
 struct PaddedPixel {
-  static constexpr int kBytes = kPixelBytes, kChunks = kChannels * 2 / 16, kChunkChannels = 8;
+  static constexpr int kBytes = kPixelBytes, kChunks = kTileBytes / 16;
   __device__ static int32_t Offset(int32_t i, int chunk) { return i * kBytes + chunk * 16; }
 };
 
@@ -100,7 +100,7 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
   const int32_t first_row = tile.row * rows.stride + row_tap * rows.dilation - rows.pad;
   const int32_t first_column = tile.column * columns.stride - columns.pad;
   const int chunk = threadIdx.x % P::kChunks, pixel = threadIdx.x / P::kChunks;
-  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
+  const int32_t channel = tile.first_channel + chunk * (16 / int{sizeof(T)});
   const bool some = depth >= 0 && channel < params.channels;
   const T* first =
       static_cast<const T*>(params.gathered) + channel +

@@ -1,4 +1,5 @@
-// block_diagonal, wgrad: groups of 2 to 32 channels on the tensor cores (sm_80), 16-bit operands.
+// block_diagonal, wgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands of 16 bits
+// or float32.
 //
 //     dw[tap][c, k] = sum over positions of x[position under the tap, c] dy[position, k]
 //
@@ -14,8 +15,12 @@
 // meets a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock
 // / 8 products.
 //
+// float32: a tile has 32 channels, so two warps have its channels c and every fourth 16 positions,
+// as two products. A and B are read by pairs of words (LoadElements) and rounded to TF32 in
+// registers, or split there: then a run of the reduction is 16 positions (common/split_tf32.cuh).
+//
 // A CTA has 64 channels and walks tiles slice, slice + slices, ...; two barriers a tile. At the end
-// the two warps of equal channels are added in order through shared memory, and the slices' sums by
+// the warps of equal channels are added in order through shared memory, and the slices' sums by
 // common/splitk_reduce.cuh: the same bits in every run. Filters of other sizes take kColumns taps
 // of a filter row at a time, each part by CTAs of its own.
 //
@@ -31,21 +36,27 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::block_diagonal {
 
-// kRows x kColumns: taps of a CTA. Of kRows 1 filters of any size are cut into parts.
-template <Op kOp, DType kType, int kBlock_, int kRows_, int kColumns_, int kCtasPerSm_>
+// kRows x kColumns: taps of a CTA. Of kRows 1 filters of any size are cut into parts. kThreeTf32: of
+// float32, three products for one.
+template <Op kOp, DType kType, int kBlock_, int kRows_, int kColumns_, int kCtasPerSm_,
+          bool kThreeTf32_ = false>
 struct Wgrad {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr int kBlock = kBlock_, kRows = kRows_, kColumns = kColumns_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr int kBlocksN = kBlock / 8;
-  // Warps side by side, of 16 channels each; two strips.
+  // Warps side by side, of 16 channels each; two strips, of float32 four.
   static constexpr int kWarpsOfStrip = kChannels / 16, kStrips = kWarps / kWarpsOfStrip;
 
   template <class Tag>
@@ -59,7 +70,7 @@ __device__ __forceinline__ void CopyWalked(const Params& params, const TilePlace
   using P = PaddedPixel;
   constexpr int kStep = kThreads / P::kChunks;
   const int chunk = threadIdx.x % P::kChunks, pixel = threadIdx.x / P::kChunks;
-  const int32_t channel = tile.first_channel + chunk * P::kChunkChannels;
+  const int32_t channel = tile.first_channel + chunk * (16 / int{sizeof(T)});
   const bool exists = channel < params.channels;
   const uint32_t limits = Limits(params, tile);
   const T* first =
@@ -84,6 +95,111 @@ struct LanePlace {
   uint32_t positions;  // the lane's first of x: row and column, and bytes from `box`
   uint32_t limits;     // see Limits
 };
+
+// 32-bit elements, which ldmatrix.trans does not take: a lane of positions 2 t and 2 t + 1 reads
+// their channels 2 g and 2 g + 1, as rows g and g + 8 of A, or as columns g of two blocks of B. Both
+// operands' positions and channels are in that order, and the words of a half of a warp in different
+// banks.
+__device__ __forceinline__ void LoadElements(uint32_t first, uint32_t second,
+                                             uint32_t (&words)[4]) {
+  LoadPair(first, &words[0], &words[1]);
+  LoadPair(second, &words[2], &words[3]);
+}
+
+// Two positions of a lane: x under the first tap, bytes to the next tap and to the next filter row.
+struct ElementPlace {
+  uint32_t at[2];
+  int32_t to_next_tap[2], to_next_row[2];
+
+  // positions: in shared memory.
+  __device__ __forceinline__ ElementPlace(const Params& params, const LanePlace& place,
+                                          uint32_t positions) {
+    const uint4 both = LoadChunk(positions);
+    const uint32_t row_column[2] = {both.x, both.z}, moved[2] = {both.y, both.w};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool inside = InTile(place.limits, row_column[i]);
+      at[i] = inside ? place.box + moved[i] : place.zeros;
+      to_next_tap[i] = inside ? params.axis[2].dilation * kPixelBytes : 0;
+      to_next_row[i] = inside ? params.axis[1].dilation * params.box_row_bytes : 0;
+    }
+  }
+  __device__ __forceinline__ void Load(int row, int column, uint32_t (&words)[4]) const {
+    LoadElements(at[0] + row * to_next_row[0] + column * to_next_tap[0],
+                 at[1] + row * to_next_row[1] + column * to_next_tap[1], words);
+  }
+};
+
+// dy of eight positions.
+template <class Tag>
+__device__ __forceinline__ void LoadWalkedElements(uint32_t at, uint32_t (&y)[Tag::kBlocksN][2]) {
+#pragma unroll
+  for (int nb = 0; nb < Tag::kBlocksN; nb += 2) {
+    uint32_t words[4];
+    LoadElements(at + nb * 32, at + nb * 32 + kPixelBytes, words);
+    y[nb][0] = words[0], y[nb + 1][0] = words[1], y[nb][1] = words[2], y[nb + 1][1] = words[3];
+  }
+}
+
+// AddPositions of 32-bit elements, one product of TF32 or three (common/split_tf32.cuh).
+template <class Tag, int kColumns>
+__device__ __forceinline__ void AddElements(
+    const Params& params, LanePlace place, int32_t blocks,
+    float (&sums)[Tag::kRows * Tag::kColumns][Tag::kBlocksN][4]) {
+  constexpr int kBlocksN = Tag::kBlocksN, kTaps = Tag::kRows * kColumns;
+  constexpr int kStepBytes = 8 * kPixelBytes, kStepPlaces = 8 * kPlaceBytes;
+#pragma unroll 1
+  for (; blocks > 0; --blocks) {
+    if constexpr (Tag::kThreeTf32) {
+      const ElementPlace of_step[] = {{params, place, place.positions},
+                                      {params, place, place.positions + kStepPlaces}};
+      static_assert(kSplitRunSteps == 2);
+      uint32_t x[2][4], y[2][kBlocksN][2];
+      auto read_x = [&](int tap, auto& words) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) of_step[s].Load(tap / kColumns, tap % kColumns, words[s]);
+      };
+#pragma unroll
+      for (int s = 0; s < 2; ++s) LoadWalkedElements<Tag>(place.walked + s * kStepBytes, y[s]);
+      read_x(0, x);
+      auto& acc = reinterpret_cast<float (&)[kTaps][kBlocksN][4]>(sums);
+      const uint32_t left = MultiplySplitRun(y, x, acc, read_x, [](auto) {});
+      if (__any_sync(0xffffffff, left != 0)) {
+        Unroll<kTaps>([&](auto constant) {
+          constexpr int tap = decltype(constant)::value;
+          auto& of_tap = reinterpret_cast<float (&)[1][kBlocksN][4]>(acc[tap]);
+          PromoteWithCare(left >> tap & 1, of_tap, [&](int step, auto& of_x, auto& of_y) {
+            const ElementPlace at(params, place, place.positions + step * kStepPlaces);
+            at.Load(tap / kColumns, tap % kColumns, of_x[0]);
+            LoadWalkedElements<Tag>(place.walked + step * kStepBytes, of_y);
+          });
+        });
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const ElementPlace at(params, place, place.positions + s * kStepPlaces);
+        uint32_t y[kBlocksN][2];
+        LoadWalkedElements<Tag>(place.walked + s * kStepBytes, y);
+#pragma unroll
+        for (int nb = 0; nb < kBlocksN; ++nb) RoundToTf32(y[nb][0]), RoundToTf32(y[nb][1]);
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+          uint32_t x[4];
+          at.Load(tap / kColumns, tap % kColumns, x);
+          RoundFragment<float>(x);
+#pragma unroll
+          for (int nb = 0; nb < kBlocksN; ++nb) {
+            MultiplyAdd<float>(sums[tap / kColumns * Tag::kColumns + tap % kColumns][nb], x,
+                               y[nb][0], y[nb][1]);
+          }
+        }
+      }
+    }
+    place.positions += Tag::kStrips * 16 * kPlaceBytes;
+    place.walked += Tag::kStrips * 16 * kPixelBytes;
+  }
+}
 
 // Adds the products of `blocks` times 16 positions, every kStrips-th, and of kColumns taps of each
 // of the CTA's filter rows.
@@ -135,17 +251,68 @@ __device__ __forceinline__ void AddPositions(
       return;
     }
   }
-  AddPositions<Tag, kColumns>(params, place, blocks, sums);
+  if constexpr (sizeof(typename Tag::T) == 4) {
+    AddElements<Tag, kColumns>(params, place, blocks, sums);
+  } else {
+    AddPositions<Tag, kColumns>(params, place, blocks, sums);
+  }
 }
 
-// Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has two
-// neighbouring channels k, a warp every kWarps-th (tap, channel c of their group).
+// Bytes in front of a sum of one tap in shared memory, [block n][lane][4], and of its channel c and k
+// alone: see ptx/mma.cuh, of 32-bit elements LoadElements.
+template <class Tag>
+__device__ __forceinline__ uint32_t RowBytes(int32_t c) {
+  if constexpr (sizeof(typename Tag::T) == 4) return c % 16 / 2 * 64 + c % 2 * 8;
+  return c % 8 * 64 + c / 8 % 2 * 8;
+}
+template <class Tag>
+__device__ __forceinline__ uint32_t ColumnBytes(int32_t k) {
+  if constexpr (sizeof(typename Tag::T) == 4) {
+    return (k / 16 * 2 + k % 2) % Tag::kBlocksN * 512 + k % 16 / 4 * 16 + k / 2 % 2 * 4;
+  }
+  return k / 8 % Tag::kBlocksN * 512 + k % 8 / 2 * 16 + k % 2 * 4;
+}
+
+// Adds the other strips' sums to the first's, in order, and leaves them in shared memory, [warp of
+// the strip][tap][n][lane][4].
+template <class Tag, class Barrier>
+__device__ __forceinline__ void AddStrips(
+    float (&sums)[Tag::kRows * Tag::kColumns][Tag::kBlocksN][4], uint32_t shared, int strip,
+    int warp_of_strip, const Barrier& barrier) {
+  constexpr int kBlocksN = Tag::kBlocksN, kSums = Tag::kRows * Tag::kColumns * kBlocksN;
+  shared += (warp_of_strip * kSums * 32 + threadIdx.x % 32) * 16;
+#pragma unroll 1
+  for (int other_strip = 1; other_strip < Tag::kStrips; ++other_strip) {
+    if (strip == other_strip) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        StoreShared(shared + i * 512, sums[i / kBlocksN][i % kBlocksN]);
+      }
+    }
+    barrier();
+    if (strip == 0) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        float other[4], (&total)[4] = sums[i / kBlocksN][i % kBlocksN];
+        LoadShared<0>(shared + i * 512, other);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[e] += other[e];
+        if (other_strip + 1 == Tag::kStrips) StoreShared(shared + i * 512, total);
+      }
+    }
+    barrier();
+  }
+}
+
+// Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has the neighbouring
+// channels k of 4 bytes of a pixel, a warp every kWarps-th (tap, channel c of their group).
 template <class Tag>
 __device__ __forceinline__ void StoreSums(const Params& params, uint32_t sums, int32_t slice,
                                           int32_t filter, int32_t first_channel, const Step& step,
                                           int32_t first_tap) {
   constexpr int kBlocksN = Tag::kBlocksN, kTaps = Tag::kRows * Tag::kColumns;
-  const int k_of_tile = threadIdx.x % 32 * 2;
+  constexpr int kOfLane = Tag::kChannels / 32;
+  const int k_of_tile = threadIdx.x % 32 * kOfLane;
   const int32_t k = first_channel + k_of_tile;
   if (k >= params.channels) return;
   const int32_t rows = params.axis[1].taps, columns = params.axis[2].taps;
@@ -157,13 +324,18 @@ __device__ __forceinline__ void StoreSums(const Params& params, uint32_t sums, i
       static_cast<float*>(params.out) +
       ((int64_t{slice} * params.filters + filter) * all_taps + before) * group * params.channels +
       k;
-  sums += k_of_tile / 8 % kBlocksN * 512 + k_of_tile % 8 / 2 * 16;
+  sums += ColumnBytes<Tag>(k_of_tile);
   for (int32_t i = threadIdx.x / 32; i < taps * group; i += kWarps) {
     const int32_t tap = i >> params.group_log2, c = first_c + (i & (group - 1));
-    float pair[2];
-    LoadPair(sums + (c / 16 * kTaps + tap) * (kBlocksN * 512) + c % 8 * 64 + c / 8 % 2 * 8,
-             &pair[0], &pair[1]);
-    *reinterpret_cast<float2*>(out + int64_t{i} * params.channels) = make_float2(pair[0], pair[1]);
+    const uint32_t at = sums + (c / 16 * kTaps + tap) * (kBlocksN * 512) + RowBytes<Tag>(c);
+    float* const to = out + int64_t{i} * params.channels;
+    if constexpr (kOfLane == 2) {
+      float pair[2];
+      LoadPair(at, &pair[0], &pair[1]);
+      *reinterpret_cast<float2*>(to) = make_float2(pair[0], pair[1]);
+    } else {
+      *to = __uint_as_float(LoadWord(at));
+    }
   }
 }
 
@@ -197,8 +369,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   params.channel_tiles.Divmod(rest, &filter, &channel_tile);
 
   auto place = [&](int32_t item) {
-    TilePlace tile(params, item, kChannels);
-    tile.first_channel = channel_tile * kChannels;
+    TilePlace tile(params, item, Tag::kChannels);
+    tile.first_channel = channel_tile * Tag::kChannels;
     tile.image += filter * params.images;
     return tile;
   };
@@ -226,12 +398,16 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   // ldmatrix.trans: lanes 0-7 and 8-15 give eight positions' rows of two chunks, 16-31 the next
   // eight positions'; of dy, whose chunks are columns of B, lanes 8-15 the next positions.
-  const int x_position = strip * 16 + lane % 8 + lane / 16 * 8;
-  const int x_chunk = sixteen * 2 + lane / 8 % 2;
-  const int y_position = strip * 16 + lane % 16;
-  const int y_chunk = sixteen * 2 / kBlocksN * kBlocksN + lane / 16;
+  // Of 32-bit elements see LoadElements.
+  constexpr bool kElements = sizeof(T) == 4;
+  const int x_position = strip * 16 + (kElements ? lane % 4 * 2 : lane % 8 + lane / 16 * 8);
+  const int y_position = strip * 16 + (kElements ? lane % 4 * 2 : lane % 16);
+  const int of_lane = kElements ? lane / 4 * 8 : lane / 8 % 2 * 16;
+  const int x_bytes = sixteen * 16 * int{sizeof(T)} + of_lane;
+  const int y_bytes = sixteen * 16 / Tag::kBlock * Tag::kBlock * int{sizeof(T)} +
+                      (kElements ? of_lane : lane / 16 * 16);
   LanePlace lane_place;
-  lane_place.zeros = zeros + x_chunk * 16;
+  lane_place.zeros = zeros + x_bytes;
   lane_place.positions = tables.boxes + x_position * kPlaceBytes;
   const int32_t blocks_of_strip = (blocks - strip + Tag::kStrips - 1) / Tag::kStrips;
   float sums[kRows * kColumns][kBlocksN][4] = {};
@@ -242,44 +418,24 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     CopyAsyncWait<1>();
     __syncthreads();
     const uint32_t box = stages + stage * params.stage_bytes;
-    lane_place.box = box + PaddedPixel::Offset(first_tap * columns.dilation, x_chunk);
-    lane_place.walked = box + walked_bytes + PaddedPixel::Offset(y_position, y_chunk);
+    lane_place.box = box + first_tap * columns.dilation * kPixelBytes + x_bytes;
+    lane_place.walked = box + walked_bytes + y_position * kPixelBytes + y_bytes;
     lane_place.limits = Limits(params, place(item));
     AddPositions<Tag>(params, lane_place, blocks_of_strip, columns.taps - first_tap, sums);
     // The next pass fills this stage.
     __syncthreads();
   }
 
-  // The second strip's sums, [warp of the strip][tap][n][lane][4], are added to the first's there.
   CopyAsyncWait<0>();
-  constexpr int kSums = kRows * kColumns * kBlocksN;
-  const uint32_t exchange = stages + (sixteen * kSums * 32 + lane) * 16;
-  if (strip == 1) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      StoreShared(exchange + i * 512, sums[i / kBlocksN][i % kBlocksN]);
-    }
-  }
-  __syncthreads();
-  if (strip == 0) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      float other[4], total[4];
-      LoadShared<0>(exchange + i * 512, other);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) total[e] = sums[i / kBlocksN][i % kBlocksN][e] + other[e];
-      StoreShared(exchange + i * 512, total);
-    }
-  }
-  __syncthreads();
-  StoreSums<Tag>(params, stages, slice, filter, channel_tile * kChannels, step, first_tap);
+  AddStrips<Tag>(sums, stages, strip, sixteen, [] { __syncthreads(); });
+  StoreSums<Tag>(params, stages, slice, filter, channel_tile * Tag::kChannels, step, first_tap);
 }
 
-template <Op kOp, DType kType, int kBlock_, int kRows_, int kColumns_, int kCtasPerSm_>
+template <Op kOp, DType kType, int kBlock_, int kRows_, int kColumns_, int kCtasPerSm_,
+          bool kThreeTf32_>
 template <class Tag>
-Status Wgrad<kOp, kType, kBlock_, kRows_, kColumns_, kCtasPerSm_>::Launch(const Plan& plan,
-                                                                          const Operands& operands,
-                                                                          void* stream) {
+Status Wgrad<kOp, kType, kBlock_, kRows_, kColumns_, kCtasPerSm_, kThreeTf32_>::Launch(
+    const Plan& plan, const Operands& operands, void* stream) {
   return LaunchHaloWgrad<Params, WgradKernel<Tag>, Epilogue>(plan, operands, stream);
 }
 

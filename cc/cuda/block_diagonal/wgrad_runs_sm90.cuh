@@ -14,6 +14,9 @@
 //
 //     stages 0, 1, 2: dy box | x box | 8 pixels of zeros || a pixel of zeros | barriers
 //
+// float32: a tile has 32 channels, two warps of 16, and a warp 8 of the runs; x and dy are read by
+// pairs of words (wgrad.cuh, LoadElements), which TMA has rounded to TF32.
+//
 // Runs that do not exist read zeros of both tensors, and rows that do not exist take no part, so
 // that no Inf of x meets a zero: a tile whose rows are fewer takes them one by one.
 //
@@ -33,7 +36,9 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/halo_box.cuh"
 #include "cuda/common/kernel.h"
+#include "cuda/common/mma_tile.cuh"
 #include "cuda/common/ring_sm90.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -41,54 +46,89 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kRunRows: output rows of a run.
-template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
+// kBlock: channels of a block. kRunRows: output rows of a run. kThreeTf32: of float32, three products
+// for one.
+template <Op kOp, DType kType_, int kBlock_, int kRunRows_, bool kThreeTf32_ = false>
 struct WgradRuns {
   using T = typename ElementOf<kType_>::Type;
   using Epilogue = PlainEpilogue;
+  static constexpr int kChannels = TileChannels(sizeof(T));
   static constexpr DType kType = kType_;
   static constexpr int kBlock = kBlock_, kRunRows = kRunRows_, kRows = 3, kColumns = 3;
+  static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr int kBlocksN = kBlock / 8;
+  // Warps side by side, of 16 channels each. A product reduces 32 bytes of runs, and of 32-bit
+  // elements a lane reads two (LoadElements).
+  static constexpr int kWarpsOfStrip = kChannels / 16, kStrips = kWarps / kWarpsOfStrip;
+  static constexpr int kReads = sizeof(T) == 4 ? 2 : 1;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
 // Where a lane reads: x under the three column taps, and dy; from a row to the next.
+template <int kReads>
 struct RunPlace {
-  uint32_t x[3], y;
-  int32_t x_step, y_step;
+  uint32_t x[3][kReads], y[kReads];
+  int32_t x_step[kReads], y_step[kReads];
+
+  // x under column tap s, so many rows further on.
+  __device__ __forceinline__ void LoadGathered(int s, int rows, uint32_t (&words)[4]) const {
+    if constexpr (kReads == 2) {
+      LoadElements(x[s][0] + rows * x_step[0], x[s][1] + rows * x_step[1], words);
+    } else {
+      LoadMatricesTransposed(x[s][0] + rows * x_step[0], words);
+    }
+  }
+  // dy, so many rows further on.
+  template <int kBlocksN>
+  __device__ __forceinline__ void LoadWalked(int rows, uint32_t (&words)[kBlocksN][2]) const {
+#pragma unroll
+    for (int nb = 0; nb < kBlocksN; nb += 2) {
+      if constexpr (kReads == 2) {
+        uint32_t both[4];
+        LoadElements((y[0] ^ nb * 32) + rows * y_step[0], (y[1] ^ nb * 32) + rows * y_step[1],
+                     both);
+        words[nb][0] = both[0], words[nb + 1][0] = both[1];
+        words[nb][1] = both[2], words[nb + 1][1] = both[3];
+      } else {
+        LoadMatricesTransposed((y[0] ^ nb * 16) + rows * y_step[0],
+                               reinterpret_cast<uint32_t (&)[4]>(words[nb]));
+      }
+    }
+  }
+  __device__ __forceinline__ void NextOfX(int s) {
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) x[s][i] += x_step[i];
+  }
+  __device__ __forceinline__ void NextOfY() {
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) y[i] += y_step[i];
+  }
 };
 
+// Adds the products of a strip's runs.
 template <class Tag>
-__device__ __forceinline__ void LoadWalked(uint32_t at, uint32_t (&y)[Tag::kBlocksN * 2]) {
-#pragma unroll
-  for (int nb = 0; nb < Tag::kBlocksN; nb += 2) {
-    LoadMatricesTransposed(at ^ nb * 16, reinterpret_cast<uint32_t (&)[4]>(y[nb * 2]));
-  }
-}
-
-// Adds the products of 16 runs.
-template <class Tag>
-__device__ __forceinline__ void AddRuns(RunPlace at, float (&sums)[9][Tag::kBlocksN][4]) {
+__device__ __forceinline__ void AddRuns(RunPlace<Tag::kReads> at,
+                                        float (&sums)[9][Tag::kBlocksN][4]) {
   constexpr int kRows = Tag::kRunRows;
-  uint32_t walked[3][Tag::kBlocksN * 2];
+  uint32_t walked[3][Tag::kBlocksN][2];
 #pragma unroll
   for (int y = 0; y < kRows + 2; ++y) {
-    if (y < kRows) LoadWalked<Tag>(at.y, walked[y % 3]);
-    at.y += at.y_step;
+    if (y < kRows) at.LoadWalked(0, walked[y % 3]);
+    at.NextOfY();
 #pragma unroll
     for (int s = 0; s < 3; ++s) {
       uint32_t x[4];
-      LoadMatricesTransposed(at.x[s], x);
-      at.x[s] += at.x_step;
+      at.LoadGathered(s, 0, x);
+      at.NextOfX(s);
 #pragma unroll
       for (int r = 0; r < 3; ++r) {
         if (y - r < 0 || y - r >= kRows) continue;
-        const uint32_t* b = walked[(y - r) % 3];
+        const auto& b = walked[(y - r) % 3];
 #pragma unroll
         for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
-          MultiplyAdd<typename Tag::T>(sums[r * 3 + s][nb], x, b[nb * 2], b[nb * 2 + 1]);
+          MultiplyAdd<typename Tag::T>(sums[r * 3 + s][nb], x, b[nb][0], b[nb][1]);
         }
       }
     }
@@ -96,27 +136,113 @@ __device__ __forceinline__ void AddRuns(RunPlace at, float (&sums)[9][Tag::kBloc
 }
 // The same of the first rows.
 template <class Tag>
-__device__ __forceinline__ void AddRows(RunPlace at, int32_t rows,
+__device__ __forceinline__ void AddRows(RunPlace<Tag::kReads> at, int32_t rows,
                                         float (&sums)[9][Tag::kBlocksN][4]) {
 #pragma unroll 1
   for (; rows > 0; --rows) {
-    uint32_t walked[Tag::kBlocksN * 2];
-    LoadWalked<Tag>(at.y, walked);
-    at.y += at.y_step;
+    uint32_t walked[Tag::kBlocksN][2];
+    at.LoadWalked(0, walked);
+    at.NextOfY();
 #pragma unroll
     for (int s = 0; s < 3; ++s) {
 #pragma unroll
       for (int r = 0; r < 3; ++r) {
         uint32_t x[4];
-        LoadMatricesTransposed(at.x[s] + r * at.x_step, x);
+        at.LoadGathered(s, r, x);
 #pragma unroll
         for (int nb = 0; nb < Tag::kBlocksN; ++nb) {
-          MultiplyAdd<typename Tag::T>(sums[r * 3 + s][nb], x, walked[nb * 2], walked[nb * 2 + 1]);
+          MultiplyAdd<typename Tag::T>(sums[r * 3 + s][nb], x, walked[nb][0], walked[nb][1]);
         }
       }
-      at.x[s] += at.x_step;
+      at.NextOfX(s);
     }
   }
+}
+
+// Adds the products of one row and of the taps of `taps`, a bit each, with operands of any value, as
+// three TF32 products (common/split_tf32.cuh).
+template <class Tag>
+__device__ __forceinline__ void AddRowWithCare(const RunPlace<Tag::kReads>& at, int32_t row,
+                                               uint32_t taps, float (&sums)[9][Tag::kBlocksN][4]) {
+  Unroll<9>([&](auto constant) {
+    constexpr int tap = decltype(constant)::value;
+    if (!__any_sync(0xffffffff, taps >> tap & 1)) return;
+    auto& of_tap = reinterpret_cast<float (&)[1][Tag::kBlocksN][4]>(sums[tap]);
+    PromoteWithCare<1>(taps >> tap & 1, of_tap, [&](int, auto& x, auto& walked) {
+      at.LoadGathered(tap % 3, row + tap / 3, x[0]);
+      at.LoadWalked(row, walked);
+    });
+  });
+}
+
+// AddRuns of three TF32 products. A run of the reduction is two rows of dy under one tap, whose split
+// words stay in registers with those of the last two rows of x: 48 and 32 beside the sums.
+template <class Tag>
+__device__ __forceinline__ void AddRunsSplit(const RunPlace<Tag::kReads>& at,
+                                             float (&sums)[9][Tag::kBlocksN][4]) {
+  constexpr int kRows = Tag::kRunRows, kBlocksN = Tag::kBlocksN;
+  static_assert((kRows + 1) / 2 * 9 <= 64);
+  uint64_t left = 0;                     // of each pair of rows nine taps
+  SplitWords<1, kBlocksN, 2> walked[4];  // of row y at y % 4
+  SplitWords<1, 1, 4> x[2][3];           // of row y at y % 2
+#pragma unroll
+  for (int y = 0; y < kRows + 2; ++y) {
+    if (y < kRows) {
+      uint32_t words[kBlocksN][2];
+      at.LoadWalked(y, words);
+#pragma unroll
+      for (int nb = 0; nb < kBlocksN; ++nb) walked[y % 4].template Split<false>(0, nb, words[nb]);
+    }
+#pragma unroll
+    for (int s = 0; s < 3; ++s) {
+      uint32_t words[4];
+      at.LoadGathered(s, y, words);
+      x[y % 2][s].template Split<false>(0, 0, words);
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        const int row = y - r, tap = r * 3 + s;
+        if (row < 0 || row >= kRows) continue;
+        bool not_finite = false;
+        if (row % 2 == 1) {
+          const SplitWords<2, 1, 4> both_x(x[(y + 1) % 2][s], x[y % 2][s]);
+          const SplitWords<2, kBlocksN, 2> both_walked(walked[(row + 3) % 4], walked[row % 4]);
+          not_finite = MultiplySplit(both_x, both_walked, sums[tap]);
+        } else if (row + 1 == kRows) {
+          not_finite = MultiplySplit(x[y % 2][s], walked[row % 4], sums[tap]);
+        } else {
+          continue;
+        }
+        left |= uint64_t{not_finite} << (row / 2 * 9 + tap);
+      }
+    }
+  }
+  if (__any_sync(0xffffffff, left != 0)) {
+#pragma unroll 1
+    for (int row = 0; row < kRows; ++row) {
+      AddRowWithCare<Tag>(at, row, static_cast<uint32_t>(left >> (row / 2 * 9)) & 0x1ff, sums);
+    }
+  }
+}
+
+// The same of one row alone.
+template <class Tag>
+__device__ __forceinline__ void AddRowSplit(const RunPlace<Tag::kReads>& at, int32_t row,
+                                            float (&sums)[9][Tag::kBlocksN][4]) {
+  constexpr int kBlocksN = Tag::kBlocksN;
+  uint32_t words[kBlocksN][2], left = 0;
+  SplitWords<1, kBlocksN, 2> walked;
+  at.LoadWalked(row, words);
+#pragma unroll
+  for (int nb = 0; nb < kBlocksN; ++nb) walked.template Split<false>(0, nb, words[nb]);
+#pragma unroll
+  for (int tap = 0; tap < 9; ++tap) {
+    uint32_t of_x[4];
+    SplitWords<1, 1, 4> x;
+    at.LoadGathered(tap % 3, row + tap / 3, of_x);
+    x.template Split<false>(0, 0, of_x);
+    left |= uint32_t{MultiplySplit(x, walked, sums[tap])} << tap;
+  }
+  if (__any_sync(0xffffffff, left != 0)) AddRowWithCare<Tag>(at, row, left, sums);
 }
 
 template <class Tag>
@@ -128,7 +254,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
-  const int strip = warp / (kChannels / 16), sixteen = warp % (kChannels / 16);
+  const int strip = warp / Tag::kWarpsOfStrip, sixteen = warp % Tag::kWarpsOfStrip;
   const uint32_t stages = SharedAddress(dynamic);
   const uint32_t zeros = stages + kRunStages * params.stage_bytes;
   const uint32_t full = zeros + kRunPixelBytes, empty = full + kRunStages * 8;
@@ -139,7 +265,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   const int32_t slice = rest % params.slices;
   rest /= params.slices;
   params.channel_tiles.Divmod(rest, &filter, &channel_tile);
-  const int32_t first_image = filter * params.images, first_channel = channel_tile * kChannels;
+  const int32_t first_image = filter * params.images, first_channel = channel_tile * Tag::kChannels;
 
   // Behind a box, the padding that its last row shares with a row behind it.
   for (int32_t i = threadIdx.x; i < (kRunStages + 1) * kRunGuardPixels * 8; i += kRunThreads) {
@@ -165,7 +291,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     LowerRegisters<24>();
     if (warp == kWarps && ElectOne()) {
       for (int32_t item = slice; item < params.items; item += params.slices, stage.Next()) {
-        const TilePlace tile(params, item, kChannels);
+        const TilePlace tile(params, item, Tag::kChannels);
         const uint32_t to = stages + stage.slot * params.stage_bytes,
                        barrier = full + stage.slot * 8;
         BarrierWait(empty + stage.slot * 8, stage.parity ^ 1);
@@ -182,15 +308,22 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   RaiseRegisters<240>();
   float sums[9][kBlocksN][4] = {};
   {
-    // ldmatrix.trans, as in wgrad.cuh: the lane's runs of x and of dy.
+    // As in wgrad.cuh: the lane's runs of x and of dy, and their first bytes of a pixel.
+    constexpr int kReads = Tag::kReads;
     const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
     const int32_t runs = params.tile_images * groups * columns.tile;
-    const int x_chunk = sixteen * 2 + lane / 8 % 2;
-    const int y_chunk = sixteen * 2 / kBlocksN * kBlocksN + lane / 16;
-    int32_t image[2], row[2], column[2];
+    constexpr int kSixteenBytes = kRunPixelBytes / Tag::kWarpsOfStrip;
+    const int of_lane = kReads == 2 ? lane / 4 * 8 : lane / 8 % 2 * 16;
+    const int x_bytes = sixteen * kSixteenBytes + of_lane;
+    const int y_bytes = sixteen * 16 / Tag::kBlock * (Tag::kBlock / 16) * kSixteenBytes +
+                        (kReads == 2 ? of_lane : lane / 16 * 16);
+    int32_t image[2], row[2], column[2];  // of 16-bit elements of x and of dy
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int run = strip * 16 + (i == 0 ? lane % 8 + lane / 16 * 8 : lane % 16);
+      const int of_strip = kReads == 2 ? lane % 4 * 2 + i
+                           : i == 0    ? lane % 8 + lane / 16 * 8
+                                       : lane % 16;
+      const int run = strip * (kTileRuns / Tag::kStrips) + of_strip;
       int32_t piece;
       params.tile_columns.Divmod(run, &piece, &column[i]);
       params.run_groups.Divmod(piece, &image[i], &row[i]);
@@ -199,29 +332,43 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     }
     const int32_t x_row = columns.box * kRunPixelBytes;
     const int32_t y_row = params.walked_columns * kRunPixelBytes;
-    const int32_t x_pixel = (image[0] * rows.box + row[0]) * columns.box + column[0];
-    const int32_t y_pixel = (image[1] * rows.tile + row[1]) * params.walked_columns + column[1];
+    // Swizzled, a byte of a pixel in rows of whole pixels.
+    auto address = [](int32_t pixel, int bytes) {
+      return static_cast<uint32_t>(pixel * kRunPixelBytes + (bytes ^ (pixel & 7) << 4));
+    };
     for (int32_t item = slice; item < params.items; item += params.slices, stage.Next()) {
-      const TilePlace tile(params, item, kChannels);
+      const TilePlace tile(params, item, Tag::kChannels);
       const int32_t images_left = min(params.images - tile.image, params.tile_images);
       const int32_t columns_left = columns.out - tile.column;
       const uint32_t walked = stages + stage.slot * params.stage_bytes, box = walked + walked_bytes;
-      const bool has_x = image[0] < images_left && column[0] < columns_left;
-      const bool has_y = image[1] < images_left && column[1] < columns_left;
-      RunPlace place;
+      RunPlace<kReads> place;
 #pragma unroll
-      for (int s = 0; s < 3; ++s) {
-        const int32_t pixel = x_pixel + s;
-        place.x[s] = has_x ? box + pixel * kRunPixelBytes + ((x_chunk ^ (pixel & 7)) << 4) : zeros;
+      for (int i = 0; i < kReads; ++i) {
+        const int of_y = kReads == 2 ? i : 1;
+        const bool has_x = image[i] < images_left && column[i] < columns_left;
+        const bool has_y = image[of_y] < images_left && column[of_y] < columns_left;
+        const int32_t x_pixel = (image[i] * rows.box + row[i]) * columns.box + column[i];
+        const int32_t y_pixel =
+            (image[of_y] * rows.tile + row[of_y]) * params.walked_columns + column[of_y];
+#pragma unroll
+        for (int s = 0; s < 3; ++s) {
+          place.x[s][i] = has_x ? box + address(x_pixel + s, x_bytes) : zeros;
+        }
+        place.y[i] = has_y ? walked + address(y_pixel, y_bytes) : zeros;
+        place.x_step[i] = has_x ? x_row : 0;
+        place.y_step[i] = has_y ? y_row : 0;
       }
-      place.y =
-          has_y ? walked + y_pixel * kRunPixelBytes + ((y_chunk ^ (y_pixel & 7)) << 4) : zeros;
-      place.x_step = has_x ? x_row : 0;
-      place.y_step = has_y ? y_row : 0;
       BarrierWait(full + stage.slot * 8, stage.parity);
       // Tiles of several groups of rows have all of them.
       const int32_t rows_left = rows.out - tile.row;
-      if (rows_left >= Tag::kRunRows) {
+      if constexpr (Tag::kThreeTf32) {
+        if (rows_left >= Tag::kRunRows) {
+          AddRunsSplit<Tag>(place, sums);
+        } else {
+#pragma unroll 1
+          for (int32_t row = 0; row < rows_left; ++row) AddRowSplit<Tag>(place, row, sums);
+        }
+      } else if (rows_left >= Tag::kRunRows) {
         AddRuns<Tag>(place, sums);
       } else {
         AddRows<Tag>(place, rows_left, sums);
@@ -232,43 +379,24 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   }
   NamedBarrierSync(1, kThreads);
 
-  // The second strip's sums, [warp of the strip][tap][n][lane][4], are added to the first's there.
-  constexpr int kSums = 9 * kBlocksN;
-  const uint32_t exchange = stages + (sixteen * kSums * 32 + lane) * 16;
-  if (strip == 1) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      StoreShared(exchange + i * 512, sums[i / kBlocksN][i % kBlocksN]);
-    }
-  }
-  NamedBarrierSync(1, kThreads);
-  if (strip == 0) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      float other[4], total[4];
-      LoadShared<0>(exchange + i * 512, other);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) total[e] = sums[i / kBlocksN][i % kBlocksN][e] + other[e];
-      StoreShared(exchange + i * 512, total);
-    }
-  }
-  NamedBarrierSync(1, kThreads);
+  AddStrips<Tag>(sums, stages, strip, sixteen, [] { NamedBarrierSync(1, kThreads); });
   StoreSums<Tag>(params, stages, slice, filter, first_channel, Step(), /*first_tap=*/0);
 }
 
-template <Op kOp, DType kType_, int kBlock_, int kRunRows_>
+template <Op kOp, DType kType_, int kBlock_, int kRunRows_, bool kThreeTf32_>
 template <class Tag>
-Status WgradRuns<kOp, kType_, kBlock_, kRunRows_>::Launch(const Plan& plan,
-                                                          const Operands& operands, void* stream) {
+Status WgradRuns<kOp, kType_, kBlock_, kRunRows_, kThreeTf32_>::Launch(const Plan& plan,
+                                                                       const Operands& operands,
+                                                                       void* stream) {
   const auto& launch = plan.As<LaunchParams>();
   Params params = launch.kernel;
   params.out = operands.workspace;
   BindEpilogue(operands, &params.epilogue);
   CUtensorMap gathered, walked;
   JAXCONV_RETURN_IF_ERROR(
-      EncodeGathered(kType_, params, operands.lhs, /*step=*/1, /*first=*/0, &gathered));
+      EncodeGathered(kType_, params, operands.lhs, /*step=*/1, /*first=*/0, &gathered, kThreeTf32));
   JAXCONV_RETURN_IF_ERROR(EncodeWalked(kType_, params, operands.rhs, params.axis[1].tile,
-                                       params.walked_columns, &walked));
+                                       params.walked_columns, &walked, kThreeTf32));
   JAXCONV_RETURN_IF_ERROR(jaxconv::Launch<WgradRunsKernel<Tag>>(
       plan.kernel->name, RunConfig(launch, kRunThreads, /*overlaps=*/false), stream, params,
       gathered, walked));

@@ -88,10 +88,28 @@ __device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint3
   if (half == 0) *small = (*small + 0x1000) & kTf32Mask;  // here 13 bits remain, otherwise 12
 }
 
-// The parts of a warp's fragments for one run: kBlocks blocks of kWords words each.
-template <int kBlocks, int kWords>
+// The parts of a warp's fragments for one run of kSteps steps: kBlocks blocks of kWords words each.
+template <int kSteps, int kBlocks, int kWords>
 struct SplitWords {
-  uint32_t big[kSplitRunSteps][kBlocks][kWords], small[kSplitRunSteps][kBlocks][kWords];
+  uint32_t big[kSteps][kBlocks][kWords], small[kSteps][kBlocks][kWords];
+
+  SplitWords() = default;
+  // The steps of two runs, one behind the other.
+  __device__ __forceinline__ SplitWords(const SplitWords<kSteps / 2, kBlocks, kWords>& first,
+                                        const SplitWords<kSteps / 2, kBlocks, kWords>& second) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto& from = step < kSteps / 2 ? first : second;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          big[step][block][word] = from.big[step % (kSteps / 2)][block][word];
+          small[step][block][word] = from.small[step % (kSteps / 2)][block][word];
+        }
+      }
+    }
+  }
 
   template <bool kCare>
   __device__ __forceinline__ void Split(int step, int block, const uint32_t (&words)[kWords]) {
@@ -124,6 +142,43 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
   return !finite;
 }
 
+// acc += A B for one run of split words and 16 rows, if all sums are finite; returns whether some
+// are not.
+template <int kSteps, int kBlocksN>
+__device__ __forceinline__ bool MultiplySplit(const SplitWords<kSteps, 1, 4>& of_a,
+                                              const SplitWords<kSteps, kBlocksN, 2>& of_b,
+                                              float (&acc)[kBlocksN][4]) {
+  // Small products first. Each pass runs over the columns, so that instructions on the same
+  // accumulator are far apart.
+  float sums[kBlocksN][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      const uint32_t (&big_b)[2] = of_b.big[step][j];
+      if (step == 0) {
+        Multiply<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
+      } else {
+        MultiplyAdd<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      const uint32_t (&small_b)[2] = of_b.small[step][j];
+      MultiplyAdd<float>(sums[j], of_a.big[step][0], small_b[0], small_b[1]);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      const uint32_t (&big_b)[2] = of_b.big[step][j];
+      MultiplyAdd<float>(sums[j], of_a.big[step][0], big_b[0], big_b[1]);
+    }
+  }
+  return PromoteFinite(sums, acc);
+}
+
 // acc += A B over one run, with a warp's fragments in mma.cuh's order. Blocks of 16 rows follow
 // each other: the sums of one are promoted while the next is multiplied.
 //     b               the words of B, for 8 columns two
@@ -132,68 +187,41 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
 //     beside(i)       called during the products of block i; it may overwrite b, and a during
 //                     those of the last
 // Returns one bit for each block that this thread leaves to PromoteWithCare.
-template <int kBlocksM, int kBlocksN, typename ReadA, typename Beside>
-__device__ __forceinline__ uint32_t
-MultiplySplitRun(const uint32_t (&b)[kSplitRunSteps][kBlocksN][2], uint32_t (&a)[kSplitRunSteps][4],
-                 float (&acc)[kBlocksM][kBlocksN][4], ReadA read_a, Beside beside) {
-  SplitWords<kBlocksN, 2> of_b;
+template <int kSteps, int kBlocksM, int kBlocksN, typename ReadA, typename Beside>
+__device__ __forceinline__ uint32_t MultiplySplitRun(const uint32_t (&b)[kSteps][kBlocksN][2],
+                                                     uint32_t (&a)[kSteps][4],
+                                                     float (&acc)[kBlocksM][kBlocksN][4],
+                                                     ReadA read_a, Beside beside) {
+  SplitWords<kSteps, kBlocksN, 2> of_b;
 #pragma unroll
-  for (int step = 0; step < kSplitRunSteps; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int j = 0; j < kBlocksN; ++j) of_b.template Split<false>(step, j, b[step][j]);
   }
   uint32_t left = 0;
   Unroll<kBlocksM>([&](auto block) {
     constexpr int i = decltype(block)::value;
-    SplitWords<1, 4> of_a;
+    SplitWords<kSteps, 1, 4> of_a;
 #pragma unroll
-    for (int step = 0; step < kSplitRunSteps; ++step) of_a.template Split<false>(step, 0, a[step]);
+    for (int step = 0; step < kSteps; ++step) of_a.template Split<false>(step, 0, a[step]);
     if constexpr (i + 1 < kBlocksM) read_a(i + 1, a);
     beside(block);
-    // Small products first. Each pass runs over the columns, so that instructions on the same
-    // accumulator are far apart.
-    float sums[kBlocksN][4];
-#pragma unroll
-    for (int step = 0; step < kSplitRunSteps; ++step) {
-#pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const uint32_t (&big_b)[2] = of_b.big[step][j];
-        if (step == 0) {
-          Multiply<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
-        } else {
-          MultiplyAdd<float>(sums[j], of_a.small[step][0], big_b[0], big_b[1]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const uint32_t (&small_b)[2] = of_b.small[step][j];
-        MultiplyAdd<float>(sums[j], of_a.big[step][0], small_b[0], small_b[1]);
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < kSplitRunSteps; ++step) {
-#pragma unroll
-      for (int j = 0; j < kBlocksN; ++j) {
-        const uint32_t (&big_b)[2] = of_b.big[step][j];
-        MultiplyAdd<float>(sums[j], of_a.big[step][0], big_b[0], big_b[1]);
-      }
-    }
-    left |= uint32_t{PromoteFinite(sums, acc[i])} << i;
+    left |= uint32_t{MultiplySplit(of_a, of_b, acc[i])} << i;
   });
   return left;
 }
 
 // acc += the products of one run for the blocks in `left`, with operands of any value. read(step,
 // a, b) reads all words of a step. All threads of the warp call it.
-template <int kBlocksM, int kBlocksN, typename Read>
+template <int kSteps = kSplitRunSteps, int kBlocksM, int kBlocksN, typename Read>
 __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlocksM][kBlocksN][4],
                                                 Read read) {
   float run[kBlocksM][kBlocksN][4] = {};
 #pragma unroll 1
-  for (int pass = 0; pass < 2 * kSplitRunSteps; ++pass) {
-    const bool small = pass < kSplitRunSteps;
+  for (int pass = 0; pass < 2 * kSteps; ++pass) {
+    const bool small = pass < kSteps;
     uint32_t a[kBlocksM][4], b[kBlocksN][2];
-    read(pass % kSplitRunSteps, a, b);
+    read(pass % kSteps, a, b);
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i) {
       uint32_t big_a[4], small_a[4];
@@ -212,7 +240,7 @@ __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlo
         }
       }
     }
-    if (pass == kSplitRunSteps - 1) {
+    if (pass == kSteps - 1) {
 #pragma unroll
       for (int i = 0; i < kBlocksM; ++i) {
 #pragma unroll

@@ -8,21 +8,23 @@
 // with gradients, and a NaN would reach pixels that no window connects with it.)
 //
 // Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24, 40 or 48 columns (s, c),
-// 4 warps of 4 blocks; the reduction is walked 64 channels of dy at a time (4 k-blocks of 16) and
-// tap by tap inside. The rows of a warp's blocks are of one residue modulo the stride, so that they
-// share their taps. CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB: the
-// halo tile of dy (64 channels) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the
-// filter in the order of fragments; a table with the first term and the number of terms of each
-// element of a row of dx. Registers: 32 to 96 accumulators, at most 102, for 48 columns 255.
+// 4 warps of 4 blocks; the reduction is walked 128 bytes of dy's channels at a time (64 16-bit
+// channels or 32 of float32, 4 k-blocks) and tap by tap inside. The rows of a warp's blocks are of
+// one residue modulo the stride, so that they share their taps. CTA b processes tiles b, b +
+// gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the halo tile of dy (128 bytes a
+// pixel) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the filter in the order of
+// fragments, 256 bytes for 8 columns of a filter row's k-block; a table with the first term and the
+// number of terms of each element of a row of dx. Registers: 32 to 96 accumulators, at most 102,
+// for 48 columns, float32 and its three products 255.
 //
-// Who waits for whom: cp.async loads 64 channels of the halo tile, a barrier, the MMAs; at the end
-// of the reduction z replaces the halo tile between two barriers. The next tile's pixels are
-// prefetched to L2 during the MMAs; five CTAs (48 columns: two) share an SM and hide each other's
-// loads.
+// Who waits for whom: cp.async loads 128 bytes of each pixel of the halo tile, a barrier, the MMAs;
+// at the end of the reduction z replaces the halo tile between two barriers. The next tile's pixels
+// are prefetched to L2 during the MMAs; five CTAs (48 columns and float32: two or three) share an
+// SM and hide each other's loads.
 //
-// Refuses: operands or results other than f16 or bf16; groups; lhs_dilation; rank 3; filters stored
-// as krsc; K that is not a multiple of 8; S C beyond the columns; halo tiles beyond the shared
-// memory.
+// Refuses: operands or results other than f16, bf16 or f32; groups; lhs_dilation; rank 3; filters
+// stored as krsc; K whose rows are not multiples of 16 bytes; S C beyond the columns; halo tiles
+// beyond the shared memory.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_DGRAD_CUH_
 
@@ -34,6 +36,7 @@
 #include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_tile.cuh"
+#include "cuda/common/split_tf32.cuh"
 #include "cuda/few_channels/halo_loader.cuh"
 #include "cuda/few_channels/params.h"
 #include "cuda/ptx/mma.cuh"
@@ -49,6 +52,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   constexpr int kBlocksN = Tag::kColumns / 8;
   constexpr int kBlocksM = 4;  // of a warp
   constexpr int kPitch = Tag::kPitch;
+  constexpr int kPerWord = kWordElements<T>, kElements = kChunkElements<T>;
+  constexpr int kPassBlocks = 4;  // k-blocks, of two chunks, of the halo tile
   extern __shared__ __align__(1024) unsigned char shared[];
   auto* z = reinterpret_cast<float*>(shared);  // after the MMAs, in the place of the halo tile
   unsigned char* filter = shared + params.halo_bytes;
@@ -60,11 +65,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   // The filter in the order of fragments: (r, k-block, block of 8 columns, lane, two words).
   const int32_t columns = params.columns.filter * params.c;
-  const int32_t chunks = params.k_blocks * 2;  // of 8 channels
+  const int32_t chunks = params.k_blocks * 2;  // of channels
   for (int32_t i = threadIdx.x; i < params.rows.filter * kBlocksN * 8 * chunks; i += kThreads) {
     const int32_t chunk = i % chunks, line = i / chunks;
     const int32_t r = line / (kBlocksN * 8), n = line % (kBlocksN * 8);
-    const bool valid = n < columns && chunk * 8 < params.k;
+    const bool valid = n < columns && chunk * kElements < params.k;
     uint32_t words[4] = {};
     if constexpr (Tag::kNarrow) {
       // The filter as (tap, k, column), from its last tap on.
@@ -72,14 +77,17 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       params.c_divmod.Divmod(n, &s, &column);
       const int32_t tap =
           (params.rows.filter - 1 - r) * params.columns.filter + params.columns.filter - 1 - s;
-      const auto* source = reinterpret_cast<const unsigned short*>(w) +
-                           (int64_t{tap} * params.k + chunk * 8) * params.c + column;
+      using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, uint32_t>;
+      const auto* source = reinterpret_cast<const Bits*>(w) +
+                           (int64_t{tap} * params.k + chunk * kElements) * params.c + column;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (valid) words[e / 2] |= uint32_t{__ldg(source + e * params.c)} << (e % 2 * 16);
+      for (int e = 0; e < kElements; ++e) {
+        if (valid) {
+          words[e / kPerWord] |= uint32_t{__ldg(source + e * params.c)} << (e % kPerWord * 16);
+        }
       }
     } else {
-      const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * 8;
+      const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * kElements;
       const uint4 value =
           valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
       words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
@@ -88,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       *reinterpret_cast<uint32_t*>(filter + (fragment * 32 + n % 8 * 4 + e) * 8 + chunk % 2 * 4) =
-          words[e];
+          Rounded<Tag>(words[e]);
     }
   }
   // Of each element of a row of dx: its first term in a row of z, and the number of terms.
@@ -145,9 +153,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t p_first = params.first_row + params.row_stride_divmod.Div(tile.row);
     const int32_t q_first = params.first_column + params.column_stride_divmod.Div(tile.column);
     float acc[kBlocksM][kBlocksN][4] = {};
-    for (int32_t k_first = 0; k_first < params.k_blocks * 16; k_first += 64) {
+    for (int32_t first = 0; first < params.k_blocks; first += kPassBlocks) {
       __syncthreads();
-      const int32_t k = k_first + static_cast<int32_t>(threadIdx.x % 8) * 8;
+      const int32_t k = (first * 2 + static_cast<int32_t>(threadIdx.x % 8)) * kElements;
       const T* image =
           dy + int64_t{tile.image} * (params.rows.out * params.columns.out) * params.k + k;
       for (int32_t across = 0; across < 1 << params.log2_across; ++across) {
@@ -170,13 +178,14 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       CopyAsyncWait<0>();
       __syncthreads();
       // The tile of 48 columns has no registers for this.
-      if (kBlocksN <= 5 && k_first == 0 && index + gridDim.x < params.tiles) {
-        // Prefetches the next tile's pixels to L2, a cache line of 64 channels each.
+      if (kBlocksN <= 5 && (first == 0 || sizeof(T) == 4) && index + gridDim.x < params.tiles) {
+        // Prefetches the next tile's pixels to L2, a cache line of 128 bytes each.
         const PixelTile next(params, index + gridDim.x);
         const int32_t p_next = params.first_row + params.row_stride_divmod.Div(next.row);
         const int32_t q_next = params.first_column + params.column_stride_divmod.Div(next.column);
         const T* next_image =
-            dy + int64_t{next.image} * (params.rows.out * params.columns.out) * params.k;
+            dy + int64_t{next.image} * (params.rows.out * params.columns.out) * params.k +
+            first * 2 * kElements;
         for (int32_t i = threadIdx.x; i < params.halo_rows << log2_columns; i += kThreads) {
           const int32_t down = i >> log2_columns;
           const int32_t p = p_next + down, q = q_next + i - (down << log2_columns);
@@ -186,27 +195,56 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
           }
         }
       }
-      const int32_t k_blocks = min(4, params.k_blocks - k_first / 16);
+      const int32_t k_blocks = min(kPassBlocks, params.k_blocks - first);
       for (int32_t r = r_first; r < params.rows.filter; r += params.row_period) {
         const int32_t row = params.row_stride_divmod.Div(warp_row + params.rows.pad -
                                                          params.first_row * params.rows.stride -
                                                          r * params.rows.dilation);
         const uint32_t row_address = gradient + (row << log2_columns) * Gradient::kRowBytes;
-#pragma unroll 2
-        for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-          uint32_t b[kBlocksN][2];
+        auto read_a = [&](int32_t k_block, int i, uint32_t (&a)[4]) {
+          LoadMatrices((row_address + block_offset[i]) ^ (k_block * 32), a);
+        };
+        auto read_b = [&](int32_t k_block, uint32_t (&b)[kBlocksN][2]) {
 #pragma unroll
           for (int j = 0; j < kBlocksN; ++j) {
-            LoadPair(fragment_address +
-                         ((r * params.k_blocks + k_first / 16 + k_block) * kBlocksN + j) * 256,
-                     &b[j][0], &b[j][1]);
+            LoadPair(
+                fragment_address + ((r * params.k_blocks + first + k_block) * kBlocksN + j) * 256,
+                &b[j][0], &b[j][1]);
           }
+        };
+        if constexpr (Tag::kThreeTf32) {
+#pragma unroll 1
+          for (int32_t k_block = 0; k_block < k_blocks; k_block += kSplitRunSteps) {
+            uint32_t a[kSplitRunSteps][4], b[kSplitRunSteps][kBlocksN][2];
+            auto read_block = [&](int i, uint32_t (&to)[kSplitRunSteps][4]) {
 #pragma unroll
-          for (int i = 0; i < kBlocksM; ++i) {
-            uint32_t a[4];
-            LoadMatrices((row_address + block_offset[i]) ^ (k_block * 32), a);
+              for (int step = 0; step < kSplitRunSteps; ++step) read_a(k_block + step, i, to[step]);
+            };
 #pragma unroll
-            for (int j = 0; j < kBlocksN; ++j) MultiplyAdd<T>(acc[i][j], a, b[j][0], b[j][1]);
+            for (int step = 0; step < kSplitRunSteps; ++step) read_b(k_block + step, b[step]);
+            read_block(0, a);
+            const uint32_t left = MultiplySplitRun(b, a, acc, read_block, [](auto) {});
+            if (__any_sync(0xffffffff, left != 0)) {
+              PromoteWithCare(left, acc, [&](int step, auto& of_a, auto& of_b) {
+#pragma unroll
+                for (int i = 0; i < kBlocksM; ++i) read_a(k_block + step, i, of_a[i]);
+                read_b(k_block + step, of_b);
+              });
+            }
+          }
+        } else {
+#pragma unroll 2
+          for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+            uint32_t b[kBlocksN][2];
+            read_b(k_block, b);
+#pragma unroll
+            for (int i = 0; i < kBlocksM; ++i) {
+              uint32_t a[4];
+              read_a(k_block, i, a);
+              RoundFragment<T>(a);
+#pragma unroll
+              for (int j = 0; j < kBlocksN; ++j) MultiplyAdd<T>(acc[i][j], a, b[j][0], b[j][1]);
+            }
           }
         }
       }
@@ -296,7 +334,7 @@ template <Op kOp, DType kType, int kColumns_, int kCtasPerSm_>
 struct Dgrad {
   // fprop: of few output channels and stride 1.
   static_assert(kOp != Op::kWgrad);
-  static constexpr bool kNarrow = kOp == Op::kFprop;
+  static constexpr bool kNarrow = kOp == Op::kFprop, kThreeTf32 = false;
   static constexpr int kColumns = kColumns_, kCtasPerSm = kCtasPerSm_;
   static constexpr int kPitch = DgradPitch(kColumns);
   using T = typename ElementOf<kType>::Type;
@@ -312,6 +350,13 @@ struct Dgrad {
     BindEpilogue(operands, &params.epilogue);
     return jaxconv::Launch<DgradKernel<Tag>>(plan.kernel->name, ConfigOf(launch), stream, params);
   }
+};
+
+// Float32 operands as three TF32 products.
+template <Op kOp, DType kType, int kColumns, int kCtasPerSm>
+struct Dgrad3xTf32 : Dgrad<kOp, kType, kColumns, kCtasPerSm> {
+  static_assert(kType == DType::kF32);
+  static constexpr bool kThreeTf32 = true;
 };
 
 }  // namespace jaxconv::few_channels

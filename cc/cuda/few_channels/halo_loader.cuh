@@ -10,6 +10,21 @@
 
 namespace jaxconv::few_channels {
 
+// Elements of a word, of which fragments and copies are made, and of a chunk of 16 bytes.
+template <typename T>
+inline constexpr int kWordElements = 4 / int{sizeof(T)};
+template <typename T>
+inline constexpr int kChunkElements = 16 / int{sizeof(T)};
+
+// Lane `lane` of 1 << kBits, in group `group` of such lanes -> its pixel among neighbours in a row.
+// Pixels of neighbouring lanes are 1 << log2_spread apart, and so many groups share their pixels:
+// the plan picks a distance at which the lanes meet no bank twice.
+template <int kBits>
+__device__ __forceinline__ int32_t SpreadPixel(int32_t group, int32_t lane, int32_t log2_spread) {
+  const int32_t whole = group >> log2_spread;
+  return (((whole << kBits) + lane) << log2_spread) + (group - (whole << log2_spread));
+}
+
 // The first pixel of a tile of y (dgrad: of dx).
 struct PixelTile {
   int32_t image, row, column;
@@ -116,8 +131,9 @@ class HaloLoader {
   uint32_t values_[kInFlight];
 };
 
-// Copies the halo tile of x by chunks of 16 bytes, past the registers, where rows of x are whole
-// chunks. A row of the halo tile begins with the chunk of the tile's first element.
+// Copies the halo tile of x past the registers: by chunks of 16 bytes where rows of x are whole
+// chunks, else by words, of float32 alone. A row of the halo tile begins with the chunk (word) of
+// the tile's first element.
 template <typename T>
 class ChunkLoader {
  public:
@@ -127,6 +143,16 @@ class ChunkLoader {
   }
 
   __device__ __forceinline__ void Load(const PixelTile& tile, uint32_t halo) const {
+    if constexpr (sizeof(T) == 4) {
+      if (params_.word_copies) return LoadBy<4>(tile, halo);
+    }
+    LoadBy<16>(tile, halo);
+  }
+
+ private:
+  template <int kBytes>
+  __device__ __forceinline__ void LoadBy(const PixelTile& tile, uint32_t halo) const {
+    constexpr int kElements = kBytes / int{sizeof(T)};
     const auto chunks = static_cast<int32_t>(params_.halo_row_divmod.divisor);
     const int32_t row_elements = params_.columns.in * params_.c;
     const int32_t first_row = tile.row * params_.rows.stride - params_.rows.pad;
@@ -136,11 +162,12 @@ class ChunkLoader {
     const T* image = x_ + int64_t{tile.image} * (params_.rows.in * row_elements);
     int32_t row = thread_row_, chunk = thread_chunk_;
 #pragma unroll 2
-    for (uint32_t to = halo + threadIdx.x * 16; row < params_.halo_rows; to += kThreads * 16) {
-      const int32_t from = first_row + row, element = first_element + chunk * 8;
+    for (uint32_t to = halo + threadIdx.x * kBytes; row < params_.halo_rows;
+         to += kThreads * kBytes) {
+      const int32_t from = first_row + row, element = first_element + chunk * kElements;
       const bool inside = static_cast<uint32_t>(from) < static_cast<uint32_t>(params_.rows.in) &&
                           static_cast<uint32_t>(element) < static_cast<uint32_t>(row_elements);
-      CopyAsync<16>(to, image + (from * row_elements + element), inside);
+      CopyAsync<kBytes>(to, image + (from * row_elements + element), inside);
       row += params_.rows_per_pass;
       chunk += params_.pairs_per_pass;
       if (chunk >= chunks) chunk -= chunks, ++row;
@@ -148,15 +175,25 @@ class ChunkLoader {
     CopyAsyncCommit();
   }
 
- private:
   const Params& params_;
   const T* x_;
   int32_t thread_row_, thread_chunk_;  // of its first chunk in any halo tile
 };
 
-// Rows of 64 16-bit columns along the reduction: a tile of dy, or the filter.
+// Rows of 64 columns along the reduction: a tile of dy, or a 16-bit filter.
 template <typename T>
 using RowMatrix = OperandTile<T, 64, 128, true>;
+
+// Whether fragments of T are to be rounded before they are multiplied: float32 in one TF32 product.
+template <class Tag>
+inline constexpr bool kRounds = sizeof(typename Tag::T) == 4 && !Tag::kThreeTf32;
+
+// A word that every product multiplies as it is.
+template <class Tag>
+__device__ __forceinline__ uint32_t Rounded(uint32_t word) {
+  if constexpr (kRounds<Tag>) RoundToTf32(word);
+  return word;
+}
 
 inline LaunchConfig ConfigOf(const LaunchParams& launch) {
   LaunchConfig config;

@@ -16,8 +16,11 @@ inline constexpr int kTilePixels = 128;
 inline constexpr int kTileChannels = 64;
 // Pairs of elements that a thread keeps on their way from global to shared memory.
 inline constexpr int kPairsInFlight = 4;
-// fprop: bytes of shared memory in which a warp transposes 16 pixels of a tile's channels.
+// fprop: bytes of shared memory in which a warp transposes 16 pixels of a tile's channels; a plain
+// tile of float32 is stored without.
 inline constexpr int kStagingBytes = 16 * kTileChannels * 2;
+// Bytes of a k-block (8 words) of a filter of 64 columns in shared memory.
+inline constexpr int kFilterBlockBytes = 8 * kTileChannels * 4;
 // dgrad: pixels of a tile, and floats from one pixel of z to the next: a distance at which eight
 // pixels of four pairs meet no bank twice.
 inline constexpr int kDgradPixels = 256;
@@ -36,7 +39,7 @@ struct Params {
   void* out = nullptr;  // wgrad: float32 sums, one filter after another for every slice
   Axis rows, columns;
   int32_t c = 1, k = 1;
-  int32_t k_vector = 0;  // K is a multiple of 8: rows of w and y are aligned to 16 bytes
+  int32_t k_vector = 0;  // rows of K elements, of w and y, are aligned to 16 bytes
   int64_t lhs_batch = 0, rhs_batch = 0, out_batch = 0;  // in elements
   // wgrad: elements of all batches' filters.
   int64_t out_elements = 0;
@@ -52,6 +55,9 @@ struct Params {
   // columns of dx are complete.
   int32_t log2_across = 0;
   int32_t tile_rows = 8, tile_columns = 16;
+  // float32, fprop and wgrad: pixels of neighbouring lanes are 1 << log2_spread apart
+  // (SpreadPixel).
+  int32_t log2_spread = 0;
   // The halo tile: the part of the gathered tensor that a tile needs, in shared memory.
   int32_t halo_rows = 1;
   // fprop, wgrad: a row of it begins halo_lead elements (0 or 1, of chunks of 16 bytes 0 to 7)
@@ -59,6 +65,7 @@ struct Params {
   // of the CTA's threads copies a pair (chunk) each.
   int32_t halo_lead = 0;
   int32_t halo_words = 0;      // rows of x are whole pairs
+  int32_t word_copies = 0;     // float32: rows of x are no whole chunks, words take their place
   FastDivmod halo_row_divmod;  // by the pairs (chunks) of a row
   int32_t rows_per_pass = 0, pairs_per_pass = 0;
   int32_t halo_pairs = 0;        // of all its rows
@@ -68,11 +75,11 @@ struct Params {
   int32_t pitch = 0;       // elements of a halo row; wgrad: of one channel and residue of it
   int32_t copy_bytes = 0;  // distance of the copy that is shifted by one element; 0: there is none
   int32_t halo_bytes = 0;
-  // fprop: the reduction is runs of neighbouring elements of a halo row, each padded to pairs,
-  // which begin run_lead (0 or 1) elements in front of it.
+  // fprop: the reduction is runs of neighbouring elements of a halo row, each padded to words of 4
+  // bytes, which begin run_lead (0 or 1) elements in front of it.
   int32_t runs = 1, run_elements = 1, runs_of_row = 1, run_lead = 0;
-  FastDivmod pairs_of_run;
-  int32_t k_blocks = 1;  // of 16 elements of the reduction; dgrad: of 16 channels of dy
+  FastDivmod words_of_run;
+  int32_t k_blocks = 1;  // of 8 words of the reduction, in dgrad of channels of dy
   // dgrad: pixel of dy in the first row (column) of the first tile's halo.
   int32_t first_row = 0, first_column = 0;
   int32_t row_period = 1, column_period = 1;  // taps of one residue of dx lie that far apart

@@ -1,29 +1,25 @@
 #include "cuda/few_channels/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "cuda/common/instances.h"
+#include "cuda/few_channels/cost.h"
 #include "cuda/few_channels/params.h"
 #include "cuda/few_channels/rows_plan.h"
 
 namespace jaxconv::few_channels {
 namespace {
 
-// A line of kernels.def.
-struct Instance {
-  int64_t extent;          // output channels of fprop's tile, columns of z, rows of dw
-  int64_t ctas_per_sm;     // that its registers allow
-  bool by_chunks = false;  // copies the halo tile by chunks of 16 bytes
-  int64_t warps_m = 1, warps_n = 1, warps_k = 1;
-};
-
-// An SM of an H100 (228 KB) then holds at least two CTAs, of an A100 (164 KB) at least one.
+// An SM of an H100 (228 KB) then holds at least two CTAs, of an A100 (164 KB) at least one, with
+// 16-bit elements. Those of float32 may take twice as much.
 constexpr int64_t kMaxSharedBytes = 100 * 1024;
 constexpr int64_t kMaxHaloElements = kMaxSharedBytes / 2;
 constexpr int64_t kReservedBytesOfCta = 1024;
@@ -46,13 +42,6 @@ constexpr double kPartialBytesPerCycle = 20;
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-struct Tiling {
-  Params params;
-  int64_t shared_bytes = 0;
-  int64_t grid_y = 1;
-  int64_t halo_elements = 0;  // that a tile copies
-};
-
 Axis MakeAxis(const ConvProblem& problem, int a) {
   Axis axis;
   axis.in = static_cast<int32_t>(problem.in[a]);
@@ -71,9 +60,9 @@ Status HaloTooLarge() {
 }
 
 // Bytes of `elements` as they are copied, twice if `twice`; the copies' banks differ by half.
-Status SetHaloBytes(int64_t elements, bool twice, Params* params) {
+Status SetHaloBytes(int64_t elements, int64_t width, bool twice, Params* params) {
   if (elements > kMaxHaloElements) return HaloTooLarge();
-  const int64_t bytes = RoundUp(elements * 2 + 16, 128);
+  const int64_t bytes = RoundUp(elements * width + 16, 128);
   params->copy_bytes = static_cast<int32_t>(twice ? bytes + 64 : 0);
   params->halo_bytes = static_cast<int32_t>(RoundUp(params->copy_bytes + bytes, 128));
   return {};
@@ -83,6 +72,38 @@ Status SetHaloBytes(int64_t elements, bool twice, Params* params) {
 int32_t BlocksOfFetch(int64_t k_blocks, const Params& params) {
   constexpr int64_t kPairsOfFetch = int64_t{kPairsInFlight} * kThreads;
   return static_cast<int32_t>(CeilDiv(k_blocks, CeilDiv(params.halo_pairs, kPairsOfFetch)));
+}
+
+// The loads that a warp's load of words becomes: `lanes` lanes that lie `step` words apart, each
+// with `words` neighbouring words.
+int BankConflicts(int64_t lanes, int64_t words, int64_t step) {
+  std::array<std::set<int64_t>, 32> of_bank;
+  size_t most = 0;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    for (int64_t word = 0; word < words; ++word) {
+      const int64_t at = lane * step + word;
+      std::set<int64_t>& bank = of_bank[at % 32];
+      bank.insert(at);
+      most = std::max(most, bank.size());
+    }
+  }
+  return static_cast<int>(most);
+}
+
+// float32: how far apart the lanes' pixels are (SpreadPixel), among the pixels of two blocks of 16
+// in fprop, where those lie side by side, and of one in wgrad.
+void SpreadPixels(bool wgrad, Tiling* tiling) {
+  Params& params = tiling->params;
+  const int64_t window = int64_t{params.columns.stride} * params.c;
+  const int32_t most = wgrad || params.log2_across > 0 ? 2 : 1;
+  tiling->conflicts = 32;
+  for (int32_t log2 = 0; log2 <= most; ++log2) {
+    const int conflicts =
+        wgrad ? BankConflicts(4, 8, window << log2) : BankConflicts(8, 4, window << log2);
+    if (conflicts >= tiling->conflicts) continue;
+    tiling->conflicts = conflicts;
+    params.log2_spread = log2;
+  }
 }
 
 // fprop and wgrad: the shape of a tile of 128 pixels that copies least in all.
@@ -117,7 +138,10 @@ Status ShapeTile(const ConvProblem& problem, bool by_chunks, Tiling* tiling) {
   if (least == HUGE_VAL || tiling->halo_elements > kMaxHaloElements) return HaloTooLarge();
   // A tile's first column is a multiple of 16, so all tiles begin at the same place in a pair, and
   // in a chunk.
-  const int64_t unit = by_chunks ? 8 : 2;
+  const bool words = tiling->width == 4;  // or pairs of 16-bit elements
+  params.word_copies = words && !by_chunks;
+  if (words) SpreadPixels(problem.op == Op::kWgrad, tiling);
+  const int64_t unit = (by_chunks ? 16 : 4) / tiling->width;
   const int64_t first = -params.columns.pad * problem.c;
   params.halo_lead = static_cast<int32_t>(first - FloorDiv(first, unit) * unit);
   params.halo_words = params.columns.in * problem.c % 2 == 0;
@@ -132,48 +156,70 @@ Status ShapeTile(const ConvProblem& problem, bool by_chunks, Tiling* tiling) {
 // Copies by chunks: rows of x are whole chunks, and words hold the same halves of all windows. From
 // one pixel's channels to the next there are few bytes: eight pixels that lie 128 bytes apart meet
 // in the same banks.
-Status CheckChunks(const Params& params) {
+Status CheckChunks(const Params& params, int64_t width) {
   if (params.c > kMostChunkChannels) {
     return Status::Unimplemented("copies of 16 bytes: expected at most " +
                                  std::to_string(kMostChunkChannels) + " channels, got " +
                                  std::to_string(params.c));
   }
-  if (params.columns.in * params.c % 8 == 0 && params.columns.stride * params.c % 2 == 0) return {};
+  const bool whole_words = width == 4 || params.columns.stride * params.c % 2 == 0;
+  if (params.columns.in * params.c * width % 16 == 0 && whole_words) return {};
   return Status::Unimplemented(
       "copies of 16 bytes: expected rows of a multiple of 8 elements, and windows an even number "
       "of elements apart");
 }
 
+// Whether the halo tile is copied by chunks of 16 bytes: 16-bit instances with _chunks do so or
+// refuse; others of float32 wherever they can.
+Status ChooseChunks(const Instance& instance, const Tiling& tiling, bool* by_chunks) {
+  *by_chunks = instance.by_chunks;
+  if (tiling.width == 4) {
+    *by_chunks = CheckChunks(tiling.params, tiling.width).ok();
+    return {};
+  }
+  return instance.by_chunks ? CheckChunks(tiling.params, tiling.width) : Status();
+}
+
 // The runs of neighbouring elements that make a window.
-Status MakeRuns(const Instance& instance, Params* params) {
+Status MakeRuns(bool by_chunks, int64_t width, Params* params) {
   const bool whole_rows = params->columns.dilation == 1;
-  if (!whole_rows && params->c % 2 != 0) {
+  if (!whole_rows && width == 2 && params->c % 2 != 0) {
     return Status::Unimplemented("a dilated filter row of an odd number of channels");
   }
   params->runs_of_row = whole_rows ? 1 : params->columns.filter;
   params->runs = params->rows.filter * params->runs_of_row;
   params->run_elements = whole_rows ? params->columns.filter * params->c : params->c;
   // Windows that all begin in the middle of a pair begin with its first half.
-  params->run_lead = instance.by_chunks ? params->halo_lead % 2 : 0;
-  params->pairs_of_run = FastDivmod(CeilDiv(params->run_lead + params->run_elements, 2));
+  params->run_lead = by_chunks && width == 2 ? params->halo_lead % 2 : 0;
+  params->words_of_run = FastDivmod(CeilDiv((params->run_lead + params->run_elements) * width, 4));
   return {};
+}
+
+// k-blocks of 8 words; three TF32 products take them in runs of two.
+int64_t BlocksOfRuns(const Tiling& tiling, int64_t k_blocks) {
+  return tiling.three_tf32 ? RoundUp(k_blocks, 2) : k_blocks;
 }
 
 Status TileFprop(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
   Params& params = tiling->params;
-  const bool by_chunks = instance.by_chunks;
-  if (by_chunks) JAXCONV_RETURN_IF_ERROR(CheckChunks(params));
+  const int64_t width = tiling->width;
+  bool by_chunks = false;
+  JAXCONV_RETURN_IF_ERROR(ChooseChunks(instance, *tiling, &by_chunks));
   JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, by_chunks, tiling));
-  JAXCONV_RETURN_IF_ERROR(MakeRuns(instance, &params));
-  params.k_blocks = static_cast<int32_t>(CeilDiv(params.runs * params.pairs_of_run.divisor, 8));
+  JAXCONV_RETURN_IF_ERROR(MakeRuns(by_chunks, width, &params));
+  const int64_t words = int64_t{params.runs} * params.words_of_run.divisor;
+  params.k_blocks = static_cast<int32_t>(BlocksOfRuns(*tiling, CeilDiv(words, 8)));
   params.blocks_per_fetch = BlocksOfFetch(params.k_blocks, params);
-  params.pitch = static_cast<int32_t>(params.halo_row_divmod.divisor * (by_chunks ? 8 : 2));
+  params.pitch =
+      static_cast<int32_t>(params.halo_row_divmod.divisor * (by_chunks ? 16 : 4) / width);
   const bool odd = params.halo_lead != 0 || params.columns.stride * problem.c % 2 != 0;
-  JAXCONV_RETURN_IF_ERROR(
-      SetHaloBytes(int64_t{params.halo_rows} * params.pitch, odd && !by_chunks, &params));
+  JAXCONV_RETURN_IF_ERROR(SetHaloBytes(int64_t{params.halo_rows} * params.pitch, width,
+                                       odd && !by_chunks && width == 2, &params));
   // The filter and its table, two halo tiles, and the outputs of every warp.
-  tiling->shared_bytes = int64_t{params.k_blocks} * (16 * 128 + 64) +
-                         2 * int64_t{params.halo_bytes} + kThreads / 32 * kStagingBytes;
+  const bool staged = width == 2 || !problem.epilogue.Plain();
+  tiling->shared_bytes = int64_t{params.k_blocks} * (kFilterBlockBytes + 64) +
+                         2 * int64_t{params.halo_bytes} +
+                         (staged ? kThreads / 32 * kStagingBytes : 0);
   const int64_t parts = CeilDiv(problem.k, kTileChannels);
   params.column_parts = FastDivmod(parts);
   tiling->grid_y = parts * problem.batch;
@@ -193,7 +239,7 @@ Status SortHalo(const ConvProblem& problem, Params* params) {
   }
   const int64_t row_elements = problem.c * columns.stride * params->pitch;
   const int64_t elements = params->halo_rows * row_elements;
-  JAXCONV_RETURN_IF_ERROR(SetHaloBytes(elements, odd, params));
+  JAXCONV_RETURN_IF_ERROR(SetHaloBytes(elements, 2, odd, params));
   // Behind the last row, whichever row it is counted from.
   params->halo_spare = static_cast<int32_t>(row_elements - 1);
   return {};
@@ -201,20 +247,26 @@ Status SortHalo(const ConvProblem& problem, Params* params) {
 
 Status TileWgrad(const Instance& instance, const ConvProblem& problem, Tiling* tiling) {
   Params& params = tiling->params;
-  if (instance.by_chunks) JAXCONV_RETURN_IF_ERROR(CheckChunks(params));
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, instance.by_chunks, tiling));
+  const int64_t width = tiling->width;
+  bool by_chunks = false;
+  JAXCONV_RETURN_IF_ERROR(ChooseChunks(instance, *tiling, &by_chunks));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, by_chunks, tiling));
   int64_t rows = problem.taps() * problem.c;
-  if (instance.by_chunks) {
-    JAXCONV_RETURN_IF_ERROR(MakeRuns(instance, &params));
-    rows = 2 * int64_t{params.runs} * params.pairs_of_run.divisor;
-    params.pitch = static_cast<int32_t>(params.halo_row_divmod.divisor * 8);
+  const bool as_in_x = by_chunks || width == 4;
+  if (as_in_x) {
+    if (width == 2) {
+      JAXCONV_RETURN_IF_ERROR(MakeRuns(by_chunks, width, &params));
+      rows = 2 * int64_t{params.runs} * params.words_of_run.divisor;
+    }
+    params.pitch =
+        static_cast<int32_t>(params.halo_row_divmod.divisor * (by_chunks ? 16 : 4) / width);
     JAXCONV_RETURN_IF_ERROR(
-        SetHaloBytes(int64_t{params.halo_rows} * params.pitch, /*twice=*/false, &params));
+        SetHaloBytes(int64_t{params.halo_rows} * params.pitch, width, /*twice=*/false, &params));
   } else {
     JAXCONV_RETURN_IF_ERROR(SortHalo(problem, &params));
   }
-  tiling->shared_bytes = 2 * (int64_t{kTilePixels} * 128 + params.halo_bytes) +
-                         (instance.by_chunks ? 0 : int64_t{params.halo_row_divmod.divisor} * 4);
+  tiling->shared_bytes = 2 * (int64_t{kTilePixels} * kTileChannels * width + params.halo_bytes) +
+                         (as_in_x ? 0 : int64_t{params.halo_row_divmod.divisor} * 4);
   const int64_t column_parts = CeilDiv(problem.k, kTileChannels);
   const int64_t row_parts = CeilDiv(rows, instance.extent);
   params.column_parts = FastDivmod(column_parts);
@@ -262,7 +314,7 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
     params.halo_rows = static_cast<int32_t>(halo_rows);
     params.tiles_down = FastDivmod(down);
     params.tiles_across = FastDivmod(across);
-    tiling->halo_elements = halo_rows * pixels * 64;
+    tiling->halo_elements = halo_rows * pixels * (128 / tiling->width);
   }
   if (least == HUGE_VAL) return Status::Unimplemented("strides and filter fit no tile");
   if (tiling->halo_elements > kMaxHaloElements) return HaloTooLarge();
@@ -270,14 +322,16 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   params.first_column = static_cast<int32_t>(first_column);
   params.row_period = rows.stride / std::gcd(rows.dilation, rows.stride);
   params.column_period = columns.stride / std::gcd(columns.dilation, columns.stride);
-  params.k_blocks = static_cast<int32_t>(CeilDiv(problem.k, 16));
+  params.k_blocks =
+      static_cast<int32_t>(BlocksOfRuns(*tiling, CeilDiv(problem.k * tiling->width, 32)));
   const int64_t blocks_n = instance.extent / 8;
   const int64_t z_pitch = DgradPitch(static_cast<int>(instance.extent));
   const int64_t z_bytes = kDgradPixels * z_pitch * 4;
   // Pixels of dy between the terms; more than a tile has where a tile's sums have one term each.
   const int64_t term_pixels = int64_t{columns.dilation} * params.column_period / columns.stride;
   params.z_step = static_cast<int32_t>(params.column_period * problem.c - term_pixels * z_pitch);
-  params.halo_bytes = static_cast<int32_t>(std::max(tiling->halo_elements * 2, z_bytes));
+  params.halo_bytes =
+      static_cast<int32_t>(std::max(tiling->halo_elements * tiling->width, z_bytes));
   tiling->shared_bytes = params.halo_bytes +
                          int64_t{rows.filter} * params.k_blocks * blocks_n * 256 +
                          params.tile_columns * problem.c * 8;
@@ -312,7 +366,7 @@ Status MakeTiling(const Instance& instance, const ConvProblem& problem, const Gp
   params.columns = MakeAxis(problem, 2);
   params.c = static_cast<int32_t>(problem.c);
   params.k = static_cast<int32_t>(problem.k);
-  params.k_vector = problem.k % 8 == 0;
+  params.k_vector = problem.k * tiling->width % 16 == 0;
   const int64_t x = problem.x_elements() / problem.batch;
   const int64_t w = problem.w_elements() / problem.batch;
   const int64_t y = problem.y_elements() / problem.batch;
@@ -325,7 +379,8 @@ Status MakeTiling(const Instance& instance, const ConvProblem& problem, const Gp
   JAXCONV_RETURN_IF_ERROR(problem.op == Op::kFprop   ? TileFprop(instance, problem, tiling)
                           : problem.op == Op::kDgrad ? TileDgrad(instance, problem, tiling)
                                                      : TileWgrad(instance, problem, tiling));
-  const int64_t most_bytes = std::min(kMaxSharedBytes, gpu.smem_per_block_optin);
+  const int64_t most_bytes =
+      std::min(kMaxSharedBytes * tiling->width / 2, gpu.smem_per_block_optin);
   if (tiling->shared_bytes > most_bytes) {
     return Status::Unimplemented("a tile needs " + std::to_string(tiling->shared_bytes) +
                                  " bytes of shared memory, expected at most " +
@@ -348,38 +403,6 @@ int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return problem.op == Op::kWgrad ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
 }
 
-// Cycles of a tile: what it takes of its SM, and how long it lasts where few CTAs share the SM.
-struct TileCycles {
-  double start = 0;  // of a CTA: the filter or the tables
-  double work = 0, latency = 0;
-};
-
-TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem,
-                        const Tiling& tiling) {
-  const Params& params = tiling.params;
-  const auto elements = static_cast<double>(tiling.halo_elements);
-  const double k_blocks = params.k_blocks;
-  if (problem.op == Op::kFprop) {
-    const double twice = params.copy_bytes > 0 ? 1.19 : 1.0;
-    const double pairwise_stores = params.k_vector != 0 ? 0 : 2200;
-    // A chunk takes what a pair takes without the way through registers.
-    const double copies = instance.by_chunks ? 0.06 * elements : 0.42 * elements * twice;
-    const double work = 375 + copies + 157 * k_blocks + pairwise_stores;
-    return {300, work, work + 2900 + 630 * k_blocks};
-  }
-  if (problem.op == Op::kDgrad) {
-    const double copies = elements / 64 * std::ceil(k_blocks / 4);
-    const double products = static_cast<double>(params.rows.filter) / params.rows.stride *
-                            k_blocks * static_cast<double>(instance.extent);
-    const double outputs = static_cast<double>(params.tile_rows) * params.tile_columns * params.c;
-    const double work = 210 + 1.07 * copies + 6.4 * products + 0.46 * outputs;
-    return {6700, work, work + 4800};
-  }
-  const double copies = (instance.by_chunks ? 0.05 : 0.34) * elements;
-  const double work = 880 + copies + 6.8 * static_cast<double>(instance.extent);
-  return {5500, work, work + 2600};
-}
-
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     const Tiling& tiling, int64_t epilogue_bytes, int64_t ctas) {
   const int64_t resident = CtasOfSm(instance, tiling, gpu);
@@ -389,9 +412,10 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double cycles =
       tile.start + static_cast<double>(CeilDiv(tiling.params.tiles, ctas) * waves) *
                        std::max(static_cast<double>(active) * tile.work, tile.latency);
-  const double bytes = 2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() +
-                                                 problem.y_elements()) +
-                       static_cast<double>(epilogue_bytes);
+  const double bytes =
+      static_cast<double>(tiling.width) *
+          static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements()) +
+      static_cast<double>(epilogue_bytes);
   const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
   const double start = gpu.launch_us + kStartUs;
   double microseconds =
@@ -406,13 +430,15 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& gpu, int64_t slices,
                 Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
-  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, asked, /*tf32=*/false));
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, asked, /*tf32=*/true));
   ConvProblem problem = asked;
   if (std::string_view(kernel.name).find("_narrow") != std::string_view::npos) {
     JAXCONV_RETURN_IF_ERROR(Mirror(asked, &problem));
   }
   JAXCONV_RETURN_IF_ERROR(CheckImages(kernel, problem));
   Tiling tiling;
+  tiling.three_tf32 = kernel.three_tf32;
+  tiling.width = ByteWidth(kernel.dtype);
   JAXCONV_RETURN_IF_ERROR(MakeTiling(instance, problem, gpu, &tiling));
   const bool wgrad = problem.op == Op::kWgrad;
   const int64_t tiles = tiling.params.tiles;
@@ -455,6 +481,10 @@ using FpropInstance = Instance;
 using DgradInstance = Instance;
 using WgradInstance = Instance;
 using NarrowWgradInstance = Instance;
+using Fprop3xTf32Instance = Instance;
+using Dgrad3xTf32Instance = Instance;
+using Wgrad3xTf32Instance = Instance;
+using NarrowWgrad3xTf32Instance = Instance;
 
 }  // namespace
 
@@ -471,8 +501,10 @@ Status CheckImages(const KernelDesc& kernel, const ConvProblem& problem) {
   for (int64_t dilation : problem.lhs_dilation) {
     if (dilation != 1) return Status::Unimplemented("expected no lhs_dilation");
   }
-  if (problem.op != Op::kFprop && problem.k % 8 != 0) {
-    return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of 8");
+  const int64_t vector = 16 / ByteWidth(kernel.dtype);
+  if (problem.op != Op::kFprop && problem.k % vector != 0) {
+    return Status::Unimplemented("K " + std::to_string(problem.k) + " is not a multiple of " +
+                                 std::to_string(vector));
   }
   JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   const int64_t reach = problem.in[2] + problem.out[2] * problem.stride[2] +
@@ -491,6 +523,9 @@ std::vector<KernelDesc> Kernels() {
                       PlanOf(instance), form##Instance, JAXCONV_UNPACK arguments)
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
+  for (KernelDesc& kernel : all) {
+    kernel.three_tf32 = std::string_view(kernel.name).find("_3xtf32") != std::string_view::npos;
+  }
   return all;
 }
 

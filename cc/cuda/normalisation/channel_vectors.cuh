@@ -77,6 +77,30 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&values)[kC
   for (int i = 0; i < kChannelsOfThread; ++i) values[i] = __ldg(from + i);
 }
 
+// Sums of a CTA's threads, `lanes` vectors of channels in each of `steps` rows, by channel.
+template <int kSums>
+struct ChannelSums {
+  float of_thread[kSums][kPassThreads * kChannelsOfThread];
+
+  __device__ __forceinline__ void Keep(const float (&sums)[kSums][kChannelsOfThread]) {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) {
+#pragma unroll
+      for (int i = 0; i < kChannelsOfThread; ++i) {
+        of_thread[s][threadIdx.x * kChannelsOfThread + i] = sums[s][i];
+      }
+    }
+    __syncthreads();
+  }
+  // A sum of channel threadIdx.x, over the rows in order.
+  __device__ __forceinline__ float Total(int s, int lanes, int steps) const {
+    const int columns = lanes * kChannelsOfThread;
+    float sum = 0;
+    for (int i = 0; i < steps; ++i) sum += of_thread[s][i * columns + threadIdx.x];
+    return sum;
+  }
+};
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_

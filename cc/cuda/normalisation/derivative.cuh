@@ -109,6 +109,19 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
     case Derivative::kClip6:
       each([](float v) { return BetweenHalved(v, 0, 6); });
       break;
+    case Derivative::kLeakyMaximum:
+      each([&](float v) { return v > 0 ? 1.0f : v == 0 ? fmaf(slope, 0.5f, 0.5f) : slope; });
+      break;
+    case Derivative::kClipHardSigmoid:
+      each([](float v) { return BetweenHalved(v, -3, 3) * (1 / 6.0f); });
+      break;
+    case Derivative::kClipHardSwish:
+      // The clipped factor, and v times its derivative.
+      each([](float v) {
+        const float factor = fmaf(Clamped(v, -3, 3), 1 / 6.0f, 0.5f);
+        return fmaf(fabsf(v) <= 3 ? v * (1 / 6.0f) : 0, BetweenHalved(v, -3, 3), factor);
+      });
+      break;
   }
 }
 

@@ -11,8 +11,8 @@
 
 namespace jaxconv {
 
-// kNone: a mask instead of a derivative. At corners the derivatives are those of jax.nn; for the
-// last two, the mean of both sides, as in jnp.maximum and jnp.clip.
+// kNone: a mask instead of a derivative. At corners the derivatives are those of jax.nn; from
+// kMaximum on they are the mean of both sides, as in jnp.maximum and jnp.clip.
 enum class Derivative : int32_t {
   kNone,
   kLeakyRelu,  // u >= 0 ? 1 : slope
@@ -26,13 +26,17 @@ enum class Derivative : int32_t {
   kGeluTanh,
   kSoftplus,
   kMish,
-  kMaximum,  // of max(u, 0)
-  kClip6,    // of min(max(u, 0), 6)
+  kMaximum,       // of max(u, 0)
+  kClip6,         // of min(max(u, 0), 6)
+  kLeakyMaximum,  // of max(u, slope * u)
+  kClipHardSigmoid,
+  kClipHardSwish,
 };
 
 inline constexpr std::string_view kDerivativeNames[] = {
-    "none", "leaky_relu", "elu",       "hard_sigmoid", "hard_swish", "sigmoid", "silu",
-    "tanh", "gelu",       "gelu_tanh", "softplus",     "mish",       "maximum", "clip6"};
+    "none",    "leaky_relu", "elu",           "hard_sigmoid",      "hard_swish",     "sigmoid",
+    "silu",    "tanh",       "gelu",          "gelu_tanh",         "softplus",       "mish",
+    "maximum", "clip6",      "leaky_maximum", "clip_hard_sigmoid", "clip_hard_swish"};
 
 inline Status ParseDerivative(std::string_view name, Derivative* derivative) {
   for (size_t i = 0; i < std::size(kDerivativeNames); ++i) {

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   // Scale and offset use the registers of one row's access.
   constexpr int kUnroll = kRowsInFlight<kLoads * kVector * sizeof(T) + (kOperand ? 16 : 0)>;
   constexpr int kRoom = kArrays > 0 ? kArrays : 1;  // C++ arrays have at least one element
-  __shared__ float of_thread[kSums][kPassThreads * kVector];
+  __shared__ ChannelSums<kSums> of_threads;
   const int segment = static_cast<int>(blockIdx.x) / slices;
   const int slice = static_cast<int>(blockIdx.x) % slices;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
@@ -127,21 +127,14 @@ __global__ void __launch_bounds__(kPassThreads, 2)
       }
     }
   }
-#pragma unroll
-  for (int s = 0; s < kSums; ++s) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) of_thread[s][threadIdx.x * kVector + i] = sums[s][i];
-  }
-  __syncthreads();
+  of_threads.Keep(sums);
   const int columns = lanes * kVector;
   const int64_t out_channel = int64_t{slice} * columns + threadIdx.x;
   if (static_cast<int>(threadIdx.x) >= columns || out_channel >= p.channels) return;
   const int64_t part = segment * p.parts + blockIdx.y;
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
-    float sum = 0;
-    for (int i = 0; i < steps; ++i) sum += of_thread[s][i * columns + threadIdx.x];
-    p.sums[(part * kSums + s) * p.channels + out_channel] = sum;
+    p.sums[(part * kSums + s) * p.channels + out_channel] = of_threads.Total(s, lanes, steps);
   }
 }
 

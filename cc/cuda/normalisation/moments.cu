@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
     SumMoments(const Moments p, int slices, int lanes, int steps) {
   using T = typename Tag::Element;
   constexpr int kUnroll = Tag::kUnroll;
-  __shared__ float of_thread[2][kPassThreads * kVector];
+  __shared__ ChannelSums<2> of_threads;
   const int segment = static_cast<int>(blockIdx.x) / slices;
   const int slice = static_cast<int>(blockIdx.x) % slices;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
@@ -62,20 +62,11 @@ __global__ void __launch_bounds__(kPassThreads, 2)
       }
     }
   }
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) of_thread[s][threadIdx.x * kVector + i] = sums[s][i];
-  }
-  __syncthreads();
+  of_threads.Keep(sums);
   const int columns = lanes * kVector;
   const int64_t out_channel = int64_t{slice} * columns + threadIdx.x;
   if (static_cast<int>(threadIdx.x) >= columns || out_channel >= p.channels) return;
-  float sum = 0, squares = 0;
-  for (int i = 0; i < steps; ++i) {
-    sum += of_thread[0][i * columns + threadIdx.x];
-    squares += of_thread[1][i * columns + threadIdx.x];
-  }
+  const float sum = of_threads.Total(0, lanes, steps), squares = of_threads.Total(1, lanes, steps);
   // The first block belongs to part 0; only this block may end early.
   const int64_t count = (first_block + p.parts) / p.parts * rows_of_block -
                         (blockIdx.y == 0 ? blocks * rows_of_block - p.rows : 0);

@@ -128,15 +128,35 @@ def platforms() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
 
 
-def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: bool) -> str:
+def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
+    """Whether a kernel is selected for a convolution without an epilogue, of these types."""
+    sizes = spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
+    dtypes = [np.dtype(operands[0].dtype)] * 2
+    platform = platforms()[0]
+    return (
+        platform in native.PLATFORMS
+        and bilinear.select(platform, Op.FPROP, spec, sizes, *dtypes)[0].instance is not None
+    )
+
+
+def slower(
+    spec: ConvSpec,
+    operands: Sequence[Any],
+    form: Epilogue,
+    out_dtype: np.dtype,
+    absorbed: bool,
+    by_kernel: bool = False,
+) -> str:
     """Why a call would be slower than the program, or "".
 
     Args:
-        conv: the convolution.
+        spec: of the convolution.
+        operands: the types of image and filter.
         form: the epilogue of its call.
         out_dtype: the result's type.
         absorbed: whether the epilogue saves no pass, because XLA would compute it inside the uses
             of its result (``Graph.absorbed``), or needs a pass for the residual instead.
+        by_kernel: True for the call of a product, which is slower in any case without a kernel.
 
     If no kernel computes the epilogue, the call is a plain convolution with float32 sums, to which
     XLA applies the epilogue. In 16 bits, writing and reading these sums costs more than the
@@ -146,20 +166,19 @@ def slower(conv: Convolution, form: Epilogue, out_dtype: np.dtype, absorbed: boo
     prediction of XLA's own convolution, or half of it if that prediction includes a pass over
     float32 sums; for statistics the pass only reads the result.
     """
-    operands = type_of(conv.x), type_of(conv.w)
-    if operands[0].dtype == np.float32 and not form.statistics:
+    if operands[0].dtype == np.float32 and not form.statistics and not by_kernel:
         return ""
-    sizes = conv.spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
+    sizes = spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
     found: list[native.Refusal] = []
     for platform in platforms()[:1]:
         if platform not in native.PLATFORMS:
             found.append(native.Refusal(platform, "no kernels for it"))
             continue
         problem = (platform, sizes, operands[0].dtype)
-        call = Fused(conv.spec, form, np.dtype(out_dtype))
+        call = Fused(spec, form, np.dtype(out_dtype))
         chosen, _ = call.select(*problem)
         if chosen.instance is not None:
-            plain, _ = Bilinear(Op.FPROP, conv.spec, np.dtype(out_dtype)).select(*problem)
+            plain, _ = Bilinear(Op.FPROP, spec, np.dtype(out_dtype)).select(*problem)
             one_pass = chosen.xla_microseconds - plain.xla_microseconds
             if form.terms or form.activation is not None:
                 one_pass /= 2

@@ -1,4 +1,4 @@
-"""Names the derivatives of elementwise functions by their values, for any spelling.
+"""Names elementwise functions and their derivatives by their values, for any spelling.
 
 The equations of a function and of its derivative are evaluated in float64 at many numbers,
 including those at which the tabulated derivatives jump. A derivative gets the name of the tabulated
@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from jaxconv._src import compat
 from jaxconv._src.fuse.fuse_graph import IDENTITIES
 from jaxconv._src.passes.derivatives import DERIVATIVES
+from jaxconv._src.problem.epilogue import ACTIVATIONS, activate
 
 # A mask: the bounds between which the derivative is 1; outside it is 0 (normalise.Activation).
 Mask = tuple[float, float | None]
@@ -33,10 +34,13 @@ _NUMBERS = np.concatenate([_NEAR, [-80.0, -40.0, -20.0, 20.0, 40.0, 80.0]])  # _
 _FINITE = np.abs(_NUMBERS) <= 8
 
 # These consist only of numbers of the program, without rounding.
-_EXACT = ("maximum", "clip6", "leaky_relu")
+_EXACT = ("maximum", "clip6", "leaky_relu", "leaky_maximum")
 
 # Numbers at which the derivative is the slope.
-_SLOPES = {"leaky_relu": -1.0, "elu": 0.0}
+_SLOPES = {"leaky_relu": -1.0, "elu": 0.0, "leaky_maximum": -1.0}
+
+# An activation of an epilogue, with its slope where it has one.
+Activation = str | tuple[str, float]
 
 _MASKS: tuple[Mask, ...] = ((0.0, None), (0.0, 6.0))
 
@@ -47,8 +51,10 @@ class _UnknownError(Exception):
 
 def known(
     function: Callable[[jax.Array], jax.Array], operand: Any
-) -> tuple[Mask | None, tuple[str, float] | None]:
-    """The derivative of an elementwise function: as a mask, and by name and slope.
+) -> tuple[Mask | None, tuple[str, float] | None, Activation | None]:
+    """An elementwise function: its derivative as a mask, by name and slope; its name.
+
+    The last one is that of the epilogue's activation which has the same values, if there is one.
 
     Args:
         function: the function.
@@ -65,9 +71,23 @@ def known(
             closed = jax.make_jaxpr(both)(operand)
         y, derivative = _computed(compat.open_jaxpr(closed), closed.consts, [_NUMBERS])
     except (_UnknownError, TypeError, ValueError):
-        return None, None
+        return None, None, None
     y, derivative = (np.broadcast_to(a, _NUMBERS.shape) for a in (y, derivative))
-    return _mask(y, derivative), _name(derivative, float(jax.numpy.finfo(operand.dtype).eps))
+    eps = float(jax.numpy.finfo(operand.dtype).eps)
+    return _mask(y, derivative), _name(derivative, eps), _activation(y, eps)
+
+
+def _activation(y: np.ndarray, eps: float) -> Activation | None:
+    """The activation of an epilogue with these values, but for roundings."""
+    finite = np.isfinite(y)
+    if not finite[_FINITE].all():
+        return None
+    for name in ACTIVATIONS:
+        slope = -float(y[np.searchsorted(_NEAR, -1.0)]) if name == "leaky_relu" else 0.0
+        apart = np.abs(y - _activated(name, slope))[finite]
+        if (apart <= max(eps, 1e-6) * np.maximum(1, np.abs(y[finite]))).all():
+            return (name, slope) if name == "leaky_relu" else name
+    return None
 
 
 def _mask(y: np.ndarray, derivative: np.ndarray) -> Mask | None:
@@ -102,8 +122,17 @@ def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
 
 @functools.lru_cache(64)
 def _tabulated(name: str, slope: float) -> np.ndarray:
+    return _at_numbers(lambda u: DERIVATIVES[name](u, slope))
+
+
+@functools.lru_cache(64)
+def _activated(name: str, slope: float) -> np.ndarray:
+    return _at_numbers(lambda u: activate(u, name, slope))
+
+
+def _at_numbers(function: Callable[[jax.Array], jax.Array]) -> np.ndarray:
     one = jax.ShapeDtypeStruct(_NUMBERS.shape, np.float32)
-    closed = jax.make_jaxpr(lambda u: DERIVATIVES[name](u, slope))(one)
+    closed = jax.make_jaxpr(function)(one)
     (found,) = _computed(compat.open_jaxpr(closed), closed.consts, [_NUMBERS])
     return np.broadcast_to(found, _NUMBERS.shape)
 

@@ -45,6 +45,7 @@ from jaxconv._src.fuse.fuse_graph import (
 )
 from jaxconv._src.passes import max_pooling, moments, normalise
 from jaxconv._src.passes.normalise import Form
+from jaxconv._src.sharding import explicit_mesh
 
 # Equations that may end the affine part of a layer.
 _AFFINE = {"add", "add_any", "sub", "mul", "div", "neg", "convert_element_type"}
@@ -214,19 +215,26 @@ def _moments(
 
 
 def _axes_of_channels(graph: Graph) -> dict[Var, int]:
-    """The axis of channels of each convolution's result."""
+    """The axis of channels of each convolution's result, with a bias too."""
     found: dict[Var, int] = {}
     for eqn in graph.eqns:
-        if eqn.primitive.name == "conv_general_dilated":
-            found[eqn.outvars[0]] = eqn.params["dimension_numbers"].out_spec[1]
-            continue
-        if eqn.primitive.name == "add" and _convolution_with_bias(graph, eqn.outvars[0]):
-            found |= {eqn.outvars[0]: found[a] for a in eqn.invars if a in found}
-            continue
-        convolves = eqn.primitive.name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
-        if convolves and not eqn.params["spec"].batched:
-            found[eqn.outvars[0]] = eqn.params["spec"].axis("y", "k")
+        axis = _convolved(eqn)
+        if axis is None and eqn.primitive.name == "add":
+            axis = _convolution_with_bias(graph, eqn.outvars[0])
+        if axis is not None:
+            found[eqn.outvars[0]] = axis
     return found
+
+
+def _convolved(eqn: JaxprEqn) -> int | None:
+    """The axis of channels of a convolution's result; None of another equation."""
+    name = eqn.primitive.name
+    if name == "conv_general_dilated":
+        return eqn.params["dimension_numbers"].out_spec[1]
+    convolves = name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
+    return (
+        eqn.params["spec"].axis("y", "k") if convolves and not eqn.params["spec"].batched else None
+    )
 
 
 def _usual_axis(axes: Mapping[Var, int], array: Var) -> int:
@@ -319,12 +327,30 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
         return None  # a vector is added, which neither direction gains by
     activation = None
     if function is not None:
-        mask, named = fuse_derivatives.known(function, type_of(value))
-        activation = Written(function, type_of(value), mask=mask, named=named)
+        operand = type_of(value)
+        mask, named, contract = fuse_derivatives.known(function, operand)
+        if affine.axes == fuse_axes.of(operand.shape, axis):
+            function, operand = _of_channels_last(function, operand, axis)
+        elif explicit_mesh.mesh_of(operand) is not None:
+            return None  # the call's arrays have other axes, which a reshape would not split alike
+        activation = Written(function, operand, contract, mask=mask, named=named)
     end = graph.index(out)
     assert end is not None
     inside = affine.inside | {end}
     return _Layer(end, inside, axis, tuple(terms), activation, out, affine.axes)
+
+
+def _of_channels_last(
+    function: Callable[[jax.Array], jax.Array], operand: Any, axis: int
+) -> tuple[Callable[[jax.Array], jax.Array], Any]:
+    """An elementwise function with the axis of channels as the last one, and its operand's type."""
+    if axis == len(operand.shape) - 1:
+        return function, operand
+
+    def moved(t: jax.Array) -> jax.Array:
+        return jnp.moveaxis(function(jnp.moveaxis(t, -1, axis)), axis, -1)
+
+    return moved, jax.make_jaxpr(lambda t: jnp.moveaxis(t, axis, -1))(operand).out_avals[0]
 
 
 def _within_activations(graph: Graph) -> set[int]:
@@ -520,25 +546,26 @@ def in_memory(graph: Graph, array: Any) -> bool:
     if name not in ELEMENTWISE | {normalise.TARGET, "broadcast_in_dim", *fuse_activations.CALLS}:
         return True
     return isinstance(array, Var) and (
-        _read_from_memory(graph, array) or _convolution_with_bias(graph, array)
+        _read_from_memory(graph, array) or _convolution_with_bias(graph, array) is not None
     )
 
 
-def _convolution_with_bias(graph: Graph, array: Var) -> bool:
-    """Whether an array is a convolution's result and a vector, which XLA's convolutions add."""
+def _convolution_with_bias(graph: Graph, array: Any) -> int | None:
+    """The axis of channels of a convolution's result and a vector, which XLA's convolutions add."""
     made = graph.producer(array)
     if made is None or made.primitive.name != "add":
-        return False
-    for own, other in (made.invars, reversed(made.invars)):
+        return None
+    shape = type_of(array).shape
+    left, right = made.invars
+    for own, other in ((left, right), (right, left)):
         conv = graph.producer(own)
-        if conv is None or conv.primitive.name not in fuse_convolution.NAMES:
+        axis = None if conv is None else _convolved(conv)
+        if axis is None or not isinstance(own, Var) or len(graph.uses(own)) > 1:
             continue
-        axis = fuse_convolution.channel_axis(conv)
-        shape = type_of(array).shape
         axes = fuse_axes.of(shape, axis)
         by = fuse_affine.coefficient(graph, other, axes, (shape[0], shape[axis]))
-        return len(graph.uses(own)) == 1 and by is not None and not by.examples
-    return False
+        return None if by is None or by.examples else axis
+    return None
 
 
 def _read_from_memory(graph: Graph, array: Var) -> bool:

@@ -25,6 +25,7 @@ from jaxconv._src.fuse import (
     fuse_activations,
     fuse_chain,
     fuse_convolution,
+    fuse_dense,
     fuse_layers,
     fuse_pooling,
     fuse_reasons,
@@ -113,6 +114,7 @@ def _fused(
                 eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
                 eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
                 eqns = fuse_layers.with_readers(eqns, outvars)
+                eqns = live(fuse_dense.rewritten(eqns, outvars), outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
@@ -347,7 +349,8 @@ def _traced_call(
     # XLA would store the residual only for the call, which costs the pass that the call saves.
     computed = graph.computed_for_one_use(call.fusion.residual, results_of_calls)
     absorbed = computed or graph.absorbed(chain.out)
-    if reason := fuse_convolution.slower(conv, form, out_dtype, absorbed):
+    types = type_of(conv.x), type_of(conv.w)
+    if reason := fuse_convolution.slower(conv.spec, types, form, out_dtype, absorbed):
         raise _RefusedError(conv.position, reason, form.statistics)
 
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:

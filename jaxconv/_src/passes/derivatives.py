@@ -19,9 +19,16 @@ def _mish(u: jax.Array, slope: float) -> jax.Array:
     return (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
 
 
-def _clip6(u: jax.Array, slope: float) -> jax.Array:
-    at_ends = jnp.where((u == 0) | (u == 6), np.float32(0.5), np.float32(0))
-    return jnp.where((u > 0) & (u < 6), np.float32(1), at_ends)
+def _clipped(u: jax.Array, low: float, high: float) -> jax.Array:
+    """The derivative of jnp.clip."""
+    at_ends = jnp.where((u == low) | (u == high), np.float32(0.5), np.float32(0))
+    return jnp.where((u > low) & (u < high), np.float32(1), at_ends)
+
+
+def _clip_hard_swish(u: jax.Array, slope: float) -> jax.Array:
+    # The clipped factor, and u times its derivative.
+    inner = jnp.where(jnp.abs(u) <= 3, u / 6, 0)
+    return jnp.clip(u, -3, 3) / 6 + 0.5 + inner * _clipped(u, -3, 3)
 
 
 def _from_y(name: str) -> Callable[[jax.Array, float], jax.Array]:
@@ -33,7 +40,7 @@ def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
 
 
 # By the names in the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
-# are those of jax.nn; for the last two, the mean of both sides, as in jnp.maximum and jnp.clip.
+# are those of jax.nn; from maximum on, the mean of both sides, as in jnp.maximum and jnp.clip.
 DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "leaky_relu": _from_operand("leaky_relu"),
     "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),
@@ -49,7 +56,12 @@ DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "softplus": lambda u, slope: lax.logistic(u),
     "mish": _mish,
     "maximum": lambda u, slope: jnp.where(u > 0, 1, jnp.where(u == 0, np.float32(0.5), 0)),
-    "clip6": _clip6,
+    "clip6": lambda u, slope: _clipped(u, 0, 6),
+    "leaky_maximum": lambda u, slope: jnp.where(
+        u > 0, 1, jnp.where(u == 0, np.float32(0.5 + slope / 2), slope)
+    ),
+    "clip_hard_sigmoid": lambda u, slope: _clipped(u, -3, 3) * np.float32(1 / 6),
+    "clip_hard_swish": _clip_hard_swish,
 }
 
 

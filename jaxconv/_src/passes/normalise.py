@@ -36,6 +36,7 @@ from jaxconv._src.call import rules
 from jaxconv._src.passes import masked_sums, normalise_add
 from jaxconv._src.passes.masked_sums import MaskedBy, Sums
 from jaxconv._src.passes.normalise_add import BlockEnd
+from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding import explicit_mesh
 
 # The vectors of a summand, in the order of the operands.
@@ -56,6 +57,7 @@ class Activation(Protocol):
         named: its name and slope if ``masked_sums`` can differentiate it, else None.
         mask: two bounds; the derivative is 1 between them and 0 elsewhere, including the bounds.
             None if the derivative is no such mask. The second bound may be None.
+        activation: the activation of an epilogue with the same values, or None.
     """
 
     @property
@@ -63,6 +65,9 @@ class Activation(Protocol):
 
     @property
     def mask(self) -> tuple[float, float | None] | None: ...
+
+    @property
+    def activation(self) -> epilogue.Activation: ...
 
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, computed as in the program."""

@@ -1,0 +1,234 @@
+"""Dense layers become pointwise convolutions with an epilogue where nothing differentiates them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import equations
+
+import jaxconv
+from jaxconv._src.conv import fused
+from jaxconv._src.fuse import fuse_convolution, fuse_dense
+
+N, EXTENT, C = 2, 6, 8
+
+ACTIVATIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "leaky_relu": functools.partial(jax.nn.leaky_relu, negative_slope=0.25),
+    "by hand": lambda t: 0.5 * t * (1 + lax.erf(t / np.sqrt(2).astype(t.dtype))),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch, native_cpu):
+    """With the kernels of CPUs in the place of a GPU's, and as if they were faster."""
+    monkeypatch.setattr(fuse_dense, "_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fuse_convolution, "slower", lambda *operands, **options: "")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def values(dtype="float32", shape=(N, EXTENT, EXTENT, C)):
+    rng = np.random.default_rng(5)
+    c = shape[-1]
+    shapes = {
+        "w": (*(3,) * (len(shape) - 2), c, c),
+        "first": (c, 4 * c),
+        "first_bias": (4 * c,),
+        "second": (4 * c, c),
+        "second_bias": (c,),
+        "scale": (c,),
+    }
+    p = {name: rng.standard_normal(s) / np.sqrt(s[0]) for name, s in shapes.items()}
+    p = {name: jnp.asarray(a, dtype) for name, a in p.items()}
+    return p, jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def convolved(p, x):
+    spatial = "HWD"[: x.ndim - 2]
+    numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+    ones = (1,) * (x.ndim - 2)
+    return lax.conv_general_dilated(x, p["w"], ones, "SAME", dimension_numbers=numbers)
+
+
+def block(p, x, activation="gelu"):
+    """As ConvNeXt's, without the norm."""
+    y = convolved(p, x)
+    y = ACTIVATIONS[activation](y @ p["first"] + p["first_bias"])
+    y = y @ p["second"] + p["second_bias"]
+    return x + y * p["scale"]
+
+
+def calls(function, *operands):
+    """The epilogues of a program's calls of ``conv_fused``, and its products, derivatives apart."""
+    found = list(equations(jax.make_jaxpr(function)(*operands)))
+    epilogues = [
+        " ".join(e.params["epilogue"].words) for e in found if e.primitive is fused.conv_fused_p
+    ]
+    return epilogues, sum(e.primitive.name == "dot_general" for e in found)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_block_is_two_convolutions(activation):
+    f = functools.partial(block, activation=activation)
+    name = {"leaky_relu": "leaky_relu:0x1p-2", "by hand": "gelu"}.get(activation, activation)
+    epilogues, products = calls(jaxconv.fuse(f), *values())
+    assert epilogues == [f"bias {name}", "scale bias residual"]
+    assert products == 0
+
+
+@pytest.mark.parametrize("shape", [(N, 11, C), (N, 4, 5, C), (N, 3, 4, 5, C)])
+@pytest.mark.parametrize("dtype, bound", [("float32", 2e-6), ("bfloat16", 2e-2)])
+def test_values(shape, dtype, bound):
+    p, x = values(dtype, shape)
+    assert calls(jaxconv.fuse(block), p, x)[1] == 0
+    expected = block(*jax.tree.map(lambda a: a.astype("float32"), (p, x)))
+    actual = jax.jit(jaxconv.fuse(block))(p, x)
+    assert actual.dtype == x.dtype
+    np.testing.assert_allclose(actual.astype("float32"), expected, rtol=bound, atol=4 * bound)
+
+
+def test_a_matrix_that_lies_transposed():
+    p, x = values()
+    numbers = (((x.ndim - 1,), (1,)), ((), ()))
+
+    def f(p, x):
+        y = lax.dot_general(convolved(p, x), p["first"].T.copy(), numbers)
+        return jax.nn.relu(y + p["first_bias"])
+
+    epilogues, products = calls(jaxconv.fuse(f), p, x)
+    assert (epilogues, products) == (["bias relu"], 0)
+    np.testing.assert_allclose(jaxconv.fuse(f)(p, x), f(p, x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_precision_is_the_products():
+    def f(p, x):
+        return jax.nn.relu(jnp.matmul(x, p["first"], precision="highest") + p["first_bias"])
+
+    program = jax.make_jaxpr(jaxconv.fuse(lambda p, x: f(p, convolved(p, x))))(*values())
+    specs = [e.params["spec"] for e in equations(program) if e.primitive is fused.conv_fused_p]
+    assert [s.precision for s in specs if s.filter_spatial == (1, 1)] == ["highest"]
+
+
+def loss(f, p, x):
+    return (f(p, x).astype("float32") ** 2).sum()
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_a_gradient_is_that_of_the_product(order):
+    p, x = values()
+    if order == "outside":
+        gradient = jax.grad(functools.partial(loss, jaxconv.fuse(block)))
+    else:
+        gradient = jaxconv.fuse(jax.grad(functools.partial(loss, block)))
+    epilogues, products = calls(gradient, p, x)
+    assert (epilogues, products) == ([], 6)
+    expected = jax.grad(functools.partial(loss, block))(p, x)
+    for name, actual in gradient(p, x).items():
+        np.testing.assert_allclose(actual, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_a_gradient_by_some_operands_alone():
+    p, x = values()
+
+    def of_scale(f, scale):
+        return loss(f, p | {"scale": scale}, x)
+
+    actual = jax.grad(functools.partial(of_scale, jaxconv.fuse(block)))(p["scale"])
+    expected = jax.grad(functools.partial(of_scale, block))(p["scale"])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_transformations():
+    p, x = values()
+    f, g = jaxconv.fuse(block), block
+    dx = jnp.ones_like(x)
+
+    def hvp(f):
+        gradient = jax.grad(lambda x: loss(f, p, x))
+        return jax.jvp(gradient, (x,), (dx,))[1]
+
+    pairs = [
+        (jax.jvp(lambda x: f(p, x), (x,), (dx,)), jax.jvp(lambda x: g(p, x), (x,), (dx,))),
+        (jax.vmap(f, (None, 0))(p, x[:, None]), jax.vmap(g, (None, 0))(p, x[:, None])),
+        (hvp(f), hvp(g)),
+        (jax.checkpoint(f)(p, x), g(p, x)),
+        (jax.linearize(lambda x: f(p, x), x)[1](dx), jax.jvp(lambda x: g(p, x), (x,), (dx,))[1]),
+    ]
+    for actual, expected in pairs:
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+def one(p, y):
+    return jax.nn.relu(y @ p["first"] + p["first_bias"])
+
+
+def batched(p, y):
+    w = jnp.stack([p["first"]] * N)
+    numbers = (((y.ndim - 1,), (1,)), ((0,), (0,)))
+    return jax.nn.relu(lax.dot_general(y, w, numbers) + p["first_bias"])
+
+
+def read_twice(p, y):
+    product = y @ p["first"]
+    return jax.nn.relu(product + p["first_bias"]), product
+
+
+def emulated(p, y):
+    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    return jax.nn.relu(jnp.matmul(y, p["first"], precision=precision) + p["first_bias"])
+
+
+def unknown(p, y):
+    return jnp.cos(y @ p["first"] + p["first_bias"])
+
+
+def forbidden(p, y):
+    with jaxconv.override(fuse=False):
+        return one(p, y)
+
+
+@pytest.mark.parametrize("layer", [batched, read_twice, emulated, unknown, forbidden])
+def test_other_products_stay(layer):
+    p, x = values()
+    epilogues, products = calls(jaxconv.fuse(lambda p, x: layer(p, convolved(p, x))), p, x)
+    assert not [e for e in epilogues if e] and products == 1
+
+
+def test_a_program_on_an_explicit_mesh_keeps_its_products():
+    kind = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(kind,), devices=jax.devices("cpu")[:1])
+    p, x = values()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("a")))
+        _, products = calls(jaxconv.fuse(lambda p, x: one(p, convolved(p, x))), p, x)
+    assert products == 1
+
+
+@pytest.mark.parametrize("platforms, products", [(("cpu",), 1), (("cuda",), 2)])
+def test_kernels_that_are_no_faster_are_not_chosen(platforms, products, monkeypatch):
+    """These matrices are so small that an epilogue takes longer than the operations of the program.
+
+    Behind the first of them follows a function that reads its operand several times.
+    """
+    monkeypatch.undo()
+    monkeypatch.setattr(fuse_dense, "_PLATFORMS", platforms)
+    assert calls(jaxconv.fuse(block), *values()) == ([], products)
+
+
+def test_a_function_of_several_reads_follows_a_plain_convolution(monkeypatch):
+    monkeypatch.setattr(fuse_convolution, "slower", lambda *operands, **options: "it is")
+    p, x = values()
+    f = jaxconv.fuse(lambda p, x: one(p, convolved(p, x)))
+    assert calls(f, p, x) == ([], 1)  # relu: XLA's pass over the product reads it once
+    f = jaxconv.fuse(block)
+    assert calls(f, p, x) == ([], 1)
+    np.testing.assert_allclose(f(p, x), block(p, x), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,419 @@
+"""The measured results in docs/results, and the tables that the pages of docs/ make of them.
+
+    python tools/results.py                           # the tables of the pages, from docs/results
+    python tools/results.py --layers                  # first docs/results/h200_layers.csv
+    python tools/results.py --add bench.json net.json # first rows of h200_networks.csv
+
+A table of a page stands below a comment, ``<!-- results: NAME -->``, and is replaced. A file of
+docs/results is CSV below lines ``# fact: value``; a fact, such as ``gpu``, holds for every row that
+has no column of that name.
+
+``h200_layers.csv`` joins the times of ``tests/cc/measured_times.tsv`` with what selection takes of
+each layer. Selection is compiled as a host program, as for ``tools/bench_problems.py``; it needs
+neither a GPU nor CUDA. ``--add`` takes files of ``python -m jaxconv.bench --network NAME --json``
+and of ``tools/keras_networks.py --json``; rows of the same network, mode and side are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in (".", "tests", "tools", "tools/docs")]
+
+RESULTS = REPOSITORY / "docs" / "results"
+PAGES = ("performance.md", "when_not.md")
+OPS = ("fprop", "dgrad", "wgrad")
+FACTS = ("gpu", "driver", "jax", "commit", "command")  # that every row has, itself or by its file
+
+Rows = list[dict[str, str]]
+
+
+def parts(name: str) -> tuple[list[str], Rows]:
+    """The comments and the rows of a file of docs/results."""
+    lines = (RESULTS / name).read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    return comments, list(csv.DictReader(lines[len(comments) :]))
+
+
+def read(name: str) -> Rows:
+    """The rows of a file of docs/results, each with the facts that hold for all."""
+    comments, rows = parts(name)
+    facts = (re.fullmatch(r"# (\w+): (.*)", comment) for comment in comments)
+    common = {fact[1]: fact[2] for fact in facts if fact}
+    return [common | row for row in rows]
+
+
+def write(name: str, comments: Sequence[str], rows: Rows) -> None:
+    """Writes a file of docs/results."""
+    with open(RESULTS / name, "w", newline="") as file:
+        file.writelines(f"{comment}\n" for comment in comments)
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# --- tables of pages ------------------------------------------------------------------------------
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return re.sub(r"(?<=\|)  +(?=\|)", " ", text).replace("| --- ", "|---").replace("--- |", "---|")
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def dense_means() -> str:
+    """The dense layers' distance from the roofline and from lax."""
+    rows = read("h200_dense_layers.csv")
+
+    def means(numerator: str, denominator: str) -> list[str]:
+        columns = [(numerator.format(op), denominator.format(op)) for op in OPS]
+        return [f"{mean(float(r[a]) / float(r[b]) for r in rows):.2f}" for a, b in columns]
+
+    ours = ["time of jaxconv over the roofline", *means("jaxconv_{}", "roofline")]
+    theirs = ["time of lax over time of jaxconv", *means("lax_{}", "jaxconv_{}")]
+    return markdown(["", *OPS], [ours, theirs])
+
+
+def layer_sets(dtype: str, precision: str) -> str:
+    """What ``auto`` gains in the layers of each set, and how many it leaves to XLA."""
+    rows = [
+        r for r in read("h200_layers.csv") if (r["dtype"], r["precision"]) == (dtype, precision)
+    ]
+    lines = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        cells, left = [name], []
+        for op in OPS:
+            found = [row for row in rows if row["set"] == name and row["operation"] == op]
+            gains = [gain(row) for row in found if row["auto"] != "XLA" and row["auto_us"]]
+            cells.append(f"{mean(gains):.2f}, {min(gains):.2f}")
+            left.append(str(sum(row["auto"] == "XLA" for row in found)))
+        lines.append([*cells, ", ".join(left)])
+    return markdown(["layers", *OPS, "left to XLA, of fprop, dgrad, wgrad"], lines)
+
+
+def gain(row: dict[str, str]) -> float:
+    """Time of lax over that of what ``auto`` takes."""
+    return float(row["lax_us"]) / float(row["auto_us"])
+
+
+def kind(row: dict[str, str]) -> str:
+    """The kind of a layer, by its channels, groups and filter."""
+    facts = dict(re.findall(r" ([gcf])(\d[\dx]*)", row["key"]))
+    groups, channels = int(facts["g"]), int(facts["c"])
+    if groups > 1:
+        return "depthwise" if groups == channels else "small groups"
+    if channels <= 4:
+        return "3 input channels"
+    return "1x1" if set(facts["f"].split("x")) == {"1"} else "dense, larger filters"
+
+
+def kinds_of_layers() -> str:
+    """What ``auto`` gains by kind of layer, where XLA's choice counts as 1."""
+    rows = [row for row in read("h200_layers.csv") if row["auto_us"]]
+    lines = []
+    for name in sorted({kind(row) for row in rows}):
+        line = [name]
+        for place in (("bf16", "default"), ("f32", "default"), ("f32", "highest")):
+            found = [r for r in rows if kind(r) == name and (r["dtype"], r["precision"]) == place]
+            little = sum(gain(row) < 1.05 for row in found)
+            line.append(f"{mean(map(gain, found)):.2f}, {little} of {len(found)}")
+        lines.append(line)
+    return markdown(["layers", "bfloat16", "float32", "float32 at HIGHEST"], lines)
+
+
+def slower_layers() -> str:
+    """The layers in which the kernel that ``auto`` takes is slower than lax."""
+    rows = [row for row in read("h200_layers.csv") if row["auto_us"] and gain(row) < 0.97]
+    header = ["layer", "problem", "operation", "operands", "lax, us", "jaxconv, us", "ratio"]
+    return markdown(
+        header,
+        [
+            [
+                row["layer"],
+                row["problem"],
+                row["operation"],
+                row["dtype"] if row["precision"] == "default" else "f32, HIGHEST",
+                row["lax_us"],
+                row["auto_us"],
+                f"{gain(row):.2f}",
+            ]
+            for row in sorted(rows, key=gain)
+        ],
+    )
+
+
+def by_operation(rows: Rows, column: str) -> str:
+    """The cells of a layer's three operations; empty where there is none."""
+    found = {row["operation"]: row[column] for row in rows}
+    return ", ".join(found.get(op, "") for op in OPS)
+
+
+def layers_of(rows: Rows) -> Iterator[Rows]:
+    """The rows of one layer after those of another."""
+    for name in dict.fromkeys(row["layer"] for row in rows):
+        yield [row for row in rows if row["layer"] == name]
+
+
+def memory_layers() -> str:
+    """Layers that bytes bound."""
+    header = ["layer", "problem", "bytes at 4.3 TB/s", "jaxconv", "lax"]
+    return markdown(
+        header,
+        [
+            [
+                rows[0]["layer"],
+                rows[0]["problem"],
+                rows[0]["bytes_at_4.3_TB/s"],
+                by_operation(rows, "jaxconv"),
+                by_operation(rows, "lax"),
+            ]
+            for rows in layers_of(read("h200_memory_layers.csv"))
+        ],
+    )
+
+
+def highest_kernels() -> str:
+    """float32 by FP32 units and by three TF32 products."""
+    lines = []
+    for rows in layers_of(read("h200_highest_kernels.csv")):
+        found = {r["operation"]: f"{r['fp32_units']}, {r['three_tf32_products']}" for r in rows}
+        lines.append([rows[0]["layer"], *(found.get(op, "") for op in OPS)])
+    return markdown(["layer", *OPS], lines)
+
+
+SIDES = ("lax", "jaxconv", "fused")
+MODES = {"train": "training", "infer": "inference"}
+
+
+def networks(rows: Rows, *, convolutions: bool) -> str:
+    """Milliseconds a step by network and mode, and how many times lax takes."""
+    header = ["network, batch", "mode", *SIDES, "lax / jaxconv", "lax / fused"]
+    header += ["convolutions, lax / jaxconv"] * convolutions
+    lines, last = [], ""
+    for place in dict.fromkeys((r["network"], r["batch"], r["mode"]) for r in rows):
+        found = {r["side"]: r for r in rows if (r["network"], r["batch"], r["mode"]) == place}
+        times = {side: row["ms"] for side, row in found.items()}
+        name = ", ".join(place[:2])
+        line = ["" if name == last else name, place[2], *(times.get(side, "") for side in SIDES)]
+        for side in SIDES[1:]:
+            line.append(f"{float(times['lax']) / float(times[side]):.2f}" if side in times else "")
+        if convolutions:
+            line.append(
+                " / ".join(found[side]["convolutions_ms"] for side in SIDES[:2] if side in found)
+            )
+        lines.append(line)
+        last = name
+    return markdown(header, lines)
+
+
+def network_rows(**facts: str) -> Rows:
+    """Rows of networks with these facts."""
+    rows = read("h200_networks.csv")
+    return [row for row in rows if all(row[name] == value for name, value in facts.items())]
+
+
+def compiled() -> str:
+    """The sides beside torch.compile."""
+    lines = []
+    for row in network_rows(side="torch.compile"):
+        where = {name: row[name] for name in ("network", "batch", "mode", "dtype")}
+        sides = {r["side"]: r["ms"] for r in network_rows(**where)}
+        times = [sides[side] for side in (*SIDES, "torch.compile")]
+        ratio = f"{float(times[3]) / float(times[2]):.2f}"
+        lines.append([f"{row['network']}, {row['batch']}", row["mode"], *times, ratio])
+    header = ["network, batch", "mode", *SIDES, "torch.compile", "torch.compile / fused"]
+    return markdown(header, lines)
+
+
+def compile_times() -> str:
+    """Seconds of compilation."""
+    rows = read("h200_compile.csv")
+    return markdown(
+        ["network", *SIDES], [[row["network"], *(row[side] for side in SIDES)] for row in rows]
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "means of h200_dense_layers": dense_means,
+    "h200_layers, bf16": lambda: layer_sets("bf16", "default"),
+    "h200_layers, f32": lambda: layer_sets("f32", "default"),
+    "h200_layers, f32 at HIGHEST": lambda: layer_sets("f32", "highest"),
+    "h200_layers, kinds": kinds_of_layers,
+    "h200_layers, slower": slower_layers,
+    "h200_memory_layers": memory_layers,
+    "h200_highest_kernels": highest_kernels,
+    "h200_networks, bf16": lambda: networks(
+        network_rows(dtype="bf16", source="bench"), convolutions=True
+    ),
+    "h200_networks, keras": lambda: networks(
+        network_rows(source="keras.applications", dtype="bf16"), convolutions=False
+    ),
+    "h200_networks, f32": lambda: networks(network_rows(dtype="f32"), convolutions=False),
+    "h200_networks, torch.compile": compiled,
+    "h200_compile": compile_times,
+}
+MARKED = re.compile(r"(<!-- results: (.+) -->\n\n)((?:\|.*\n)*)")
+
+
+def page_with_tables(text: str) -> str:
+    """A page's text with its tables made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}{TABLES[found[2]]()}\n" + "\n" * (not found[3])
+
+    return MARKED.sub(made, text)
+
+
+# --- files of docs/results ------------------------------------------------------------------------
+
+SETS = {
+    "mobilenet_v2": "MobileNetV2, 256 images",
+    "resnext50": "ResNeXt-50, 128 images",
+    "convnext_t": "ConvNeXt-T, 128 images",
+}
+REFERENCE = "the 22 reference layers"
+
+
+def layer_rows(select: Callable[[str, str, str], Sequence]) -> Rows:
+    """The measured layers with what selection takes.
+
+    Args:
+        select: (problem key, algorithm, target) -> an instance's name, or "", and more.
+    """
+    import hooks
+    import measured_times
+
+    from jaxconv._src.problem.spec import Op, problem_key
+    from jaxconv.bench import layers, network_layers
+    from jaxconv.bench.problem import Problem
+
+    named = {name: (REFERENCE, layers.LAYERS[name]) for name in layers.SETS["all"].names}
+    for network, words in SETS.items():
+        found = network_layers.layers_of(network).layers
+        named |= {name: (words, layer) for name, layer in found.items()}
+    times = measured_times.read(measured_times.TABLE)
+    rows = []
+    for dtype, precision in (("bf16", "default"), ("f32", "default"), ("f32", "highest")):
+        for name, (words, layer) in named.items():
+            for op in Op:
+                problem = Problem("", layer, op, dtype, precision)
+                dtypes = problem.operand_dtype, problem.out_dtype
+                key = problem_key(op, layer.spec(precision), layer.sizes, *dtypes)
+                if key not in times:
+                    continue
+                lax, kernels = times[key]
+                taken = select(key, "auto", "h200")[0] or "XLA"
+                best = min(kernels, key=kernels.__getitem__, default="")
+                row = dict(set=words, layer=name, operation=op.value, dtype=dtype)
+                row |= dict(precision=precision, problem=hooks._layer(key)[3])
+                row |= dict(lax_us=f"{lax:.4g}", auto=taken)
+                auto = lax if taken == "XLA" else kernels.get(taken)
+                row |= dict(auto_us=f"{auto:.4g}" if auto else "", fastest=best)
+                rows.append(row | dict(fastest_us=f"{kernels[best]:.4g}" if best else "", key=key))
+    return rows
+
+
+def network_times(path: pathlib.Path) -> Rows:
+    """The rows of a file of the bench or of tools/keras_networks.py.
+
+    Raises:
+        ValueError: the file is of no GPU, or lacks a fact.
+    """
+    content: dict[str, Any] = json.loads(path.read_text())
+    environment = content["environment"]
+    if missing := {"device", "driver", "jax", "commit"} - set(environment):
+        raise ValueError(f"{path}: no {', '.join(sorted(missing))}; expected a checkout and a GPU")
+    keras = "keras" in environment
+    program = "tools/keras_networks.py" if keras else "-m jaxconv.bench"
+    facts = {name: environment[name] for name in ("driver", "jax", "commit")}
+    facts["command"] = " ".join(["python", program, *content["command"]])
+    rows: Rows = []
+    for found in content["rows"]:
+        if keras:
+            measured = {found["side"]: (found["device_ms"] or found["step_ms"], None)}
+        else:
+            measured = {
+                side: (1e3 * times["median_s"], 1e3 * times["device"]["convolutions"])
+                for side in SIDES
+                if (times := found.get(side)) and times["device"] and not found["wrong"]
+            }
+        for side, (ms, convolutions) in measured.items():
+            row = dict(
+                network=NAMES.get(found["network"], found["network"]),
+                source="keras.applications" if keras else "bench",
+                batch=str(found["batch"] if keras else found["shape"][0]),
+                dtype=found["dtype"],
+                mode=found["mode"],
+                side=side,
+                ms=f"{ms:.4g}" if ms else "",
+                convolutions_ms=f"{convolutions:.3g}" if convolutions else "",
+                gpu=environment["device"],
+            )
+            rows += [row | facts] * bool(ms)
+    return rows
+
+
+NAMES = {
+    "resnet50": "ResNet-50",
+    "resnext50": "ResNeXt-50 32x4d",
+    "convnext_t": "ConvNeXt-T",
+    "mobilenet_v2": "MobileNetV2",
+    "efficientnet_b0": "EfficientNet-B0",
+    "unet": "diffusion U-Net",
+    "unet3d": "3-D U-Net",
+    "wavenet": "WaveNet",
+    "MobileNetV3Large": "MobileNetV3-Large",
+    "EfficientNetV2B0": "EfficientNetV2-B0",
+}
+
+
+def with_rows(rows: Rows, added: Rows) -> Rows:
+    """The rows with others in the place of those of the same network, mode and side."""
+    places = ("network", "source", "batch", "dtype", "mode", "side")
+    found = {tuple(row[name] for name in places): row for row in rows}
+    for row in added:
+        found[tuple(row[name] for name in places)] = row
+    return list(found.values())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes what is asked for and the tables of the pages; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", action="store_true", help="write h200_layers.csv")
+    parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
+    parser.add_argument("--add", nargs="+", default=(), type=pathlib.Path, metavar="FILE.json")
+    chosen = parser.parse_args(argv)
+    if chosen.layers:
+        import bench_problems
+        from selection_program import SelectionProgram
+
+        program = SelectionProgram(chosen.program or bench_problems.built())
+        rows = layer_rows(program.select)
+        write("h200_layers.csv", parts("h200_layers.csv")[0], rows)
+    for path in chosen.add:
+        comments, rows = parts("h200_networks.csv")
+        write("h200_networks.csv", comments, with_rows(rows, network_times(path)))
+    for name in PAGES:
+        page = REPOSITORY / "docs" / name
+        page.write_text(page_with_tables(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
