@@ -241,6 +241,7 @@ OTHERS = {
     "wgrad_few_channels_f16_64x64_chunks": [IMAGE_DILATED],
     "wgrad_few_channels_bf16_32x64_chunks": [IMAGE],
     "fprop_few_channels_f32_128x64": [IMAGE, IMAGE_ODD, IMAGE_CUT, IMAGE_DILATED],
+    "fprop_few_channels_f32_256x64": [IMAGE, IMAGE_CUT],
     "dgrad_few_channels_f32_256x24": [IMAGE],
     "wgrad_few_channels_f32_32x64": [IMAGE, IMAGE_CUT],
     "wgrad_few_channels_f32_160x64": [IMAGE],

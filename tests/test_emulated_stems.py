@@ -1,4 +1,4 @@
-"""The kernels of stems by wgmma in the emulator: exact, and NaN stays in its windows."""
+"""The kernels of stems in the emulator: by wgmma exact, and NaN stays in its windows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ INSTANCES = [
     "fprop_few_channels_f16_3x3_stride2",
     "dgrad_few_channels_bf16_7x7_stride2",
     "fprop_few_channels_bf16_11x11_stride4",
+    "fprop_few_channels_f32_128x64",
+    "fprop_few_channels_f32_128x64_3xtf32",
 ]
 # Strips, batches and parts of 64 output channels; paddings of both parities, and one that cuts x.
 BATCHED = problem(
@@ -65,19 +67,24 @@ def test_rows_are_exact(program, instance, of):
 
 
 @pytest.mark.parametrize(
-    "instance, size, window, pad",
+    "instance, size, window, stride, pad",
     [
-        ("fprop_few_channels_bf16_7x7_stride2", (20, 24), 7, 3),
-        ("fprop_few_channels_f16_3x3_stride2", (20, 24), 3, 1),
-        ("dgrad_few_channels_bf16_7x7_stride2", (20, 24), 7, 3),
-        ("dgrad_few_channels_bf16_7x7_stride2", (19, 26), 7, 2),
-        ("fprop_few_channels_bf16_11x11_stride4", (20, 24), 11, 5),
+        ("fprop_few_channels_bf16_7x7_stride2", (20, 24), 7, 2, 3),
+        ("fprop_few_channels_f16_3x3_stride2", (20, 24), 3, 2, 1),
+        ("dgrad_few_channels_bf16_7x7_stride2", (20, 24), 7, 2, 3),
+        ("dgrad_few_channels_bf16_7x7_stride2", (19, 26), 7, 2, 2),
+        ("fprop_few_channels_bf16_11x11_stride4", (20, 24), 11, 4, 5),
+        # Chunks and words of x; a reduction that ends in a k-block.
+        ("fprop_few_channels_f32_128x64", (20, 24), 7, 2, 3),
+        ("fprop_few_channels_f32_128x64", (20, 23), 3, 1, 1),
+        ("fprop_few_channels_f32_128x64_3xtf32", (20, 23), 7, 2, 3),
     ],
 )
-def test_nan_and_infinity_stay_in_their_windows(program, instance, size, window, pad, tmp_path):
+def test_nan_and_infinity_stay_in_their_windows(
+    program, instance, size, window, stride, pad, tmp_path
+):
     """No pixel beside a window meets a zero of the filter, no infinite weight the padding of dy."""
     fprop, dtype = instance.startswith("fprop"), instance.split("_")[3]
-    stride = int(instance[-1])
     of = problem("nan", size, window, c=3, k=16, stride=stride, padding=pad)
     rng = np.random.default_rng(3)
     x, w, y = (np.zeros(of.canonical_shape(role)) for role in "xwy")

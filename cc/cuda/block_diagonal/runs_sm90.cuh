@@ -239,11 +239,13 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   };
   LoadFirstBoxes(barriers, range, load);
   HeldFilter<Tag> held(params, filter, range.item);
-  // Behind a box, the padding that its last row shares with a row behind it.
-  for (int32_t i = params.box_pixels * kRunPixelBytes + threadIdx.x * 16; i < params.stage_bytes;
-       i += kThreads * 16) {
-    StoreChunk(stages + i, {0, 0, 0, 0});
-    StoreChunk(stages + params.stage_bytes + i, {0, 0, 0, 0});
+  if constexpr (kStride == 1) {
+    // Behind a box, the padding that its last row shares with a row behind it.
+    for (int32_t i = params.box_pixels * kRunPixelBytes + threadIdx.x * 16; i < params.stage_bytes;
+         i += kThreads * 16) {
+      StoreChunk(stages + i, {0, 0, 0, 0});
+      StoreChunk(stages + params.stage_bytes + i, {0, 0, 0, 0});
+    }
   }
 
   // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.

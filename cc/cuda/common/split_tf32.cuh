@@ -10,9 +10,9 @@
 // 3xTF32.
 //
 // Sums: the tensor core truncates its accumulators towards zero, and over a long reduction these
-// errors add up. So a short run of the reduction, kSplitRunSteps steps of 8 indices, is summed in
-// separate accumulators, which FADD adds to the float32 sums with rounding to nearest
-// (PromoteFinite).
+// errors add up. So a short run of the reduction, kSplitRunSteps steps of 8 indices
+// (block_diagonal: up to three), is summed in separate accumulators, which FADD adds to the float32
+// sums with rounding to nearest (PromoteFinite).
 //
 // Inf and NaN: the small part of Inf and NaN is NaN. A value within 2^-12 of the largest float has
 // the big part Inf and the small part -Inf. Zero times either is NaN, so a run with such an operand

@@ -8,7 +8,7 @@ namespace {
 
 // Those of float32, counted (docs/notes/few_channels.md), not fitted: 16 or 48 products of each
 // warp for a k-block of 64 columns, and what is issued beside them, or the loads of its fragments;
-// stores of 8 rows, 8 cycles each; copies as of 16-bit elements, by their bytes.
+// stores of 8 pixels, 8 cycles each; copies as of 16-bit elements, by their bytes.
 TileCycles CyclesOfFloatTile(const Instance& instance, const ConvProblem& problem,
                              const Tiling& tiling) {
   const Params& params = tiling.params;
@@ -18,9 +18,12 @@ TileCycles CyclesOfFloatTile(const Instance& instance, const ConvProblem& proble
   // The tensor cores take 103 cycles for them, 309 for three.
   const double products = tiling.three_tf32 ? 360 : 140;
   if (problem.op == Op::kFprop) {
-    const double word_stores = params.k_vector != 0 ? 0 : 1000;
-    const double loads = 4 * (8.0 * tiling.conflicts + 18);
-    const double work = 900 + copies + std::max(products, loads) * k_blocks + word_stores;
+    // Warps of 64x64 load less for a product than those of 32x64.
+    const double tiles = static_cast<double>(instance.extent) / 128;
+    const double stores = params.k_vector != 0 ? 700 : 1700;
+    const double loads = 4 * (8.0 * tiling.conflicts * tiles + 18);
+    const double of_block = std::max(tiles > 1 ? 1.8 * products : products, loads);
+    const double work = stores * tiles + copies + of_block * k_blocks;
     return {1500, work, work + 2900 + 80 * k_blocks};
   }
   if (problem.op == Op::kDgrad) {

@@ -11,7 +11,7 @@ namespace jaxconv::few_channels {
 
 // A line of kernels.def.
 struct Instance {
-  int64_t extent;          // output channels of fprop's tile, columns of z, rows of dw
+  int64_t extent;          // pixels of fprop's tile, columns of z, rows of dw
   int64_t ctas_per_sm;     // that its registers allow
   bool by_chunks = false;  // copies the halo tile by chunks of 16 bytes
   int64_t warps_m = 1, warps_n = 1, warps_k = 1;

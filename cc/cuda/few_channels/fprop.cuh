@@ -11,11 +11,12 @@
 // no padding and their windows no copy.
 //
 // Tile: 128 pixels (8 blocks of 16 neighbours in a row of y) by 64 output channels, 4 warps, each
-// 32 pixels by 64 channels, with three TF32 products 64 by 32; CTA b processes tiles b, b +
-// gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the filter of 64 channels and its
+// 32 pixels by 64 channels, with three TF32 products 64 by 32; of float32 also 256 pixels, 64 by 64
+// a warp, which loads 17 fragments' words for 16 products instead of 26. CTA b processes tiles b,
+// b + gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the filter of 64 channels and its
 // table, 2,112 bytes for 8 words of the reduction; 8 KB of staged outputs, but for plain float32;
-// two halo tiles. Registers: 64 accumulators, 16 fragments of B, at most 128 (three products: 32
-// parts of B and 16 sums of a run more, at most 255).
+// two halo tiles. Registers: 64 accumulators, 16 fragments of B, at most 128 (256 pixels: 128
+// accumulators; three products: 32 parts of B and 16 sums of a run more; at most 255).
 //
 // Bank conflicts of float32: the windows of 8 neighbouring pixels of 3 channels and stride 2 lie 6
 // words apart, and four words of each meet in the same banks. The 8 lanes of a block therefore have
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     FpropKernel(const __grid_constant__ Params params) {
   using T = typename Tag::T;
   constexpr bool kThree = Tag::kThreeTf32;
-  using Tile = MmaTile<128, 64, 128, kThree ? 2 : 4, kThree ? 2 : 1, 1, 4>;
+  using Tile = MmaTile<Tag::kPixels, 64, 128, kThree ? 2 : 4, kThree ? 2 : 1, 1, 4>;
   using Filter = FilterTile<T>;
   constexpr int kPerWord = kWordElements<T>;
   // Whether cp.async copies the halo tile.
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       StoreFusedPixels(params, walk.tile, acc, first_block, of_warp, static_cast<T*>(params.out),
                        epilogue, batch * params.out_batch, n_of_warp);
     }
-    epilogue.FinishTile(walk.index * kTilePixels, (walk.index + 1) * kTilePixels, n_first,
+    epilogue.FinishTile(walk.index * Tag::kPixels, (walk.index + 1) * Tag::kPixels, n_first,
                         min(n_first + kTileChannels, params.k));
     if constexpr (!kAsync) __syncthreads();
     walk.Advance(next, params.halo_bytes);
@@ -379,10 +380,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 }
 
 // kByChunks: the halo tile of 16-bit elements is copied by chunks of 16 bytes.
-template <Op kOp, DType kType, int kChannels, int kCtasPerSm_, bool kByChunks_>
+template <Op kOp, DType kType, int kPixels_, int kCtasPerSm_, bool kByChunks_>
 struct Fprop {
   // dgrad: of few output channels and stride 1.
-  static_assert(kOp != Op::kWgrad && kChannels == kTileChannels);
+  static_assert(kOp != Op::kWgrad);
+  static constexpr int kPixels = kPixels_;
   static constexpr bool kNarrow = kOp == Op::kDgrad;
   static constexpr bool kByChunks = kByChunks_, kThreeTf32 = false;
   static constexpr int kCtasPerSm = kCtasPerSm_;
@@ -402,8 +404,8 @@ struct Fprop {
 };
 
 // Float32 operands as three TF32 products.
-template <Op kOp, DType kType, int kChannels, int kCtasPerSm, bool kByChunks>
-struct Fprop3xTf32 : Fprop<kOp, kType, kChannels, kCtasPerSm, kByChunks> {
+template <Op kOp, DType kType, int kPixels, int kCtasPerSm, bool kByChunks>
+struct Fprop3xTf32 : Fprop<kOp, kType, kPixels, kCtasPerSm, kByChunks> {
   static_assert(kType == DType::kF32);
   static constexpr bool kThreeTf32 = true;
 };

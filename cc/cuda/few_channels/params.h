@@ -11,7 +11,7 @@
 namespace jaxconv::few_channels {
 
 inline constexpr int kThreads = 128;
-// fprop, wgrad: pixels of y and output channels of a tile.
+// wgrad: pixels of y of a tile; fprop, wgrad: output channels.
 inline constexpr int kTilePixels = 128;
 inline constexpr int kTileChannels = 64;
 // Pairs of elements that a thread keeps on their way from global to shared memory.
@@ -50,8 +50,8 @@ struct Params {
   int32_t tiles = 1;  // of one batch
   FastDivmod tiles_across, tiles_down;
   FastDivmod column_parts, row_parts;
-  // fprop, wgrad: a tile is 8 blocks of 16 neighbouring pixels of a row of y, 1 << log2_across of
-  // them side by side. dgrad: 16 blocks of 16 pixels of a row of dy, of which only tile_columns
+  // fprop, wgrad: a tile is 8 (or 16) blocks of 16 neighbouring pixels of a row of y,
+  // 1 << log2_across of them side by side. dgrad: 16 blocks of 16 pixels of a row of dy, of which only tile_columns
   // columns of dx are complete.
   int32_t log2_across = 0;
   int32_t tile_rows = 8, tile_columns = 16;

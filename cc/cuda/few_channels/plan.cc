@@ -106,13 +106,13 @@ void SpreadPixels(bool wgrad, Tiling* tiling) {
   }
 }
 
-// fprop and wgrad: the shape of a tile of 128 pixels that copies least in all.
-Status ShapeTile(const ConvProblem& problem, bool by_chunks, Tiling* tiling) {
+// fprop and wgrad: the shape of a tile of so many pixels that copies least in all.
+Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Tiling* tiling) {
   Params& params = tiling->params;
   int64_t row_elements = 0;
   double least = HUGE_VAL;
   for (int32_t log2_across = 0; log2_across <= 3; ++log2_across) {
-    const int64_t rows = 8 >> log2_across, columns = int64_t{16} << log2_across;
+    const int64_t columns = int64_t{16} << log2_across, rows = pixels / columns;
     const int64_t halo_rows =
         (rows - 1) * params.rows.stride + (params.rows.filter - 1) * params.rows.dilation + 1;
     const int64_t halo_columns = (columns - 1) * params.columns.stride +
@@ -123,7 +123,7 @@ Status ShapeTile(const ConvProblem& problem, bool by_chunks, Tiling* tiling) {
     const int64_t elements = halo_rows * halo_columns * problem.c;
     // A pixel's row of y is worth about 16 elements of x.
     const double work =
-        static_cast<double>(down * across) * static_cast<double>(elements + kTilePixels * 16);
+        static_cast<double>(down * across) * static_cast<double>(elements + pixels * 16);
     if (work >= least) continue;
     least = work;
     params.log2_across = log2_across;
@@ -205,7 +205,7 @@ Status TileFprop(const Instance& instance, const ConvProblem& problem, Tiling* t
   const int64_t width = tiling->width;
   bool by_chunks = false;
   JAXCONV_RETURN_IF_ERROR(ChooseChunks(instance, *tiling, &by_chunks));
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, by_chunks, tiling));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, instance.extent, by_chunks, tiling));
   JAXCONV_RETURN_IF_ERROR(MakeRuns(by_chunks, width, &params));
   const int64_t words = int64_t{params.runs} * params.words_of_run.divisor;
   params.k_blocks = static_cast<int32_t>(BlocksOfRuns(*tiling, CeilDiv(words, 8)));
@@ -250,7 +250,7 @@ Status TileWgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   const int64_t width = tiling->width;
   bool by_chunks = false;
   JAXCONV_RETURN_IF_ERROR(ChooseChunks(instance, *tiling, &by_chunks));
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, by_chunks, tiling));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(problem, kTilePixels, by_chunks, tiling));
   int64_t rows = problem.taps() * problem.c;
   const bool as_in_x = by_chunks || width == 4;
   if (as_in_x) {

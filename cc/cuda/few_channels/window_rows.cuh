@@ -1,5 +1,5 @@
-// wgrad's operand A out of halo tiles of x: rows (r, s, c) of dw by pixels of y, in the ways in which
-// a tile lies in shared memory.
+// wgrad's operand A out of halo tiles of x: rows (r, s, c) of dw by pixels of y, in the ways in
+// which a tile lies in shared memory.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_WINDOW_ROWS_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_WINDOW_ROWS_CUH_
 
